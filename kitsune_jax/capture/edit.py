@@ -1,10 +1,16 @@
-"""Writers of Graphs: the builder of a new one, and ops that a rewrite puts in front of another."""
+"""Graphs with what JAX needs to evaluate them, and the two writers of graphs: ``Builder`` makes one, ``GraphEditor`` changes one.
+
+Comes in: values and ops, one by one, or a ``Captured``. Goes out: a ``Captured``. Invariants: ``Captured.steps`` and ``graph.ops``
+have one index, as ``avals`` and ``graph.values`` have; a writer never takes a value away (``pruned`` does, when nothing reads it).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,21 +20,16 @@ from kitsune_jax import _compat
 from kitsune_jax.config import printable
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
-from kitsune_jax.ops.loops import evaluate_jax
+from kitsune_jax.ops.loops import body_of, evaluate_jax, parts
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of
 from kitsune_jax.ops.table import OPS, result, verify_op
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A function as a Graph, and beside it what JAX needs to evaluate its ops as they stood.
-#
-# Comes in: nothing (this is data). Goes out: ``Captured``. Invariants: ``steps`` and ``graph.ops`` have one index, as ``avals``
-# and ``graph.values`` have; an op of the table is evaluated by its entry, so what is kept of its equation is only where it stood.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- a function as a Graph, with the means to evaluate it -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """Where an equation stands: the equations whose bodies enclose it, outermost first, and itself, last. May be empty."""
+    """The place of an equation: the equations whose bodies enclose it, outermost first, and itself, last. May be empty."""
 
     eqns: tuple[Any, ...] = ()
 
@@ -39,7 +40,7 @@ class Origin:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Equal for what stands in the same place of one jaxpr, however often that is captured."""
+        """Equal for equations in the same place of one jaxpr, however often that jaxpr is captured."""
         return tuple(map(id, self.eqns))
 
     @contextlib.contextmanager
@@ -54,21 +55,21 @@ class Origin:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """What is bound in here stands where the equation stands: its name stack, source line and mesh."""
+        """Bind equations with the name stack, source line and mesh of this one."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.enclosing())
-            if self.eqns:  # a constant of the whole function stands in no equation
+            if self.eqns:  # a constant of the whole function belongs to no equation
                 stack.enter_context(_compat.user_context(self.eqns[-1]))
             yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What stands beside an op of the Graph: its equation's origin and, for an opaque op, how JAX evaluates it.
+    """Extra information about one op: its equation's origin and, for an opaque op, how JAX evaluates it.
 
     ``evaluate`` takes an array (or tracer) for each of the op's inputs and returns its results; a literal may be any array.
-    ``prepare``: to be called before ``evaluate`` of a loop or branch that is left to XLA: it puts pipelines into its bodies, and
-    returns what went wrong there. ``rewritten``: a loop that computes something else than its equation, for the sake of a pipeline.
+    ``prepare``: to be called before ``evaluate`` of a loop or branch that is left to XLA: it puts pipelines into the bodies, and
+    returns the failures. ``rewritten``: a loop that a rewrite has changed, so that its equation computes something else.
     """
 
     origin: Origin = Origin()
@@ -83,8 +84,8 @@ class Captured:
     """A function as a Graph, with the means to evaluate it.
 
     ``steps[i]`` belongs to ``graph.ops[i]``; ``avals[v]`` is JAX's abstract value of ``graph.values[v]`` (``None`` for literals).
-    ``failures``: the parts that are opaque, or were not rewritten, because of a bug of this package. ``saves``: a rewrite has made
-    it less work than the function it was captured from, for whoever evaluates it.
+    ``failures``: the parts that are opaque, or were not rewritten, because of a bug of this package. ``saves``: a rewrite made it
+    cheaper to evaluate than the function it was captured from, with or without pipelines.
     """
 
     graph: Graph
@@ -96,15 +97,15 @@ class Captured:
     def run(self, i: int, arrays: Sequence[Any]) -> list[Any]:
         """The results of op ``i`` by JAX on ``arrays`` (or tracers), one for each of its inputs.
 
-        An op of the table is what its entry says, an opaque one its equation. Both stand where the equation stood: name stack,
-        source line, mesh. Results vary over the mesh axes that their abstract values name (``shard_map`` checks that).
+        An op of the table is evaluated by its entry, an opaque op by its equation, both with the name stack, source line and mesh
+        of the equation. Results vary over the mesh axes that their abstract values name (``shard_map`` checks that).
         """
         op, step = self.graph.ops[i], self.steps[i]
         if step.evaluate is not None:
             return list(step.evaluate(*arrays))
         spec = OPS.get(op.kind)
         if spec is None:
-            raise ValueError(f"{op.label} ({op.source or 'no source line'}) is opaque, and nothing says how to evaluate it")
+            raise ValueError(f"{op.label} ({op.source or 'no source line'}) is opaque, and its step has no function to evaluate it")
         if op.body is not None:
             like = [None] * op["consts"] + [self.avals[v] for v in op.outputs[: op["carries"]]] + [None] * len(op.inputs)
             with step.origin.context():
@@ -118,7 +119,7 @@ class Captured:
 
 
 def pruned(captured: Captured) -> Captured:
-    """``captured`` without the ops that have no effect and whose results nothing reads, and without the values of none."""
+    """``captured`` without ops that have no effect and whose results nothing reads, and without values that no op makes."""
     graph = captured.graph
     alive = set(graph.outputs)
     kept = []
@@ -148,40 +149,14 @@ def pruned(captured: Captured) -> Captured:
     )
 
 
-class Draft:
-    """A ``Captured`` that a rewrite changes: lists of its ops with their steps, and of its values."""
-
-    def __init__(self, captured: Captured):
-        self.captured = captured
-        self.values, self.avals = list(captured.graph.values), list(captured.avals)
-        self.ops, self.steps = list(captured.graph.ops), list(captured.steps)
-
-    def value(self, like: int, shape: Sequence[int], dtype: str = "") -> int:
-        """A new value of another shape, and of ``dtype`` or else that of ``like``; it varies over the mesh axes of ``like``."""
-        self.values.append(Value(tuple(shape), dtype or self.values[like].dtype))
-        self.avals.append(_compat.aval_like(self.avals[like], tuple(shape), self.values[-1].dtype))
-        return len(self.values) - 1
-
-    def literal(self, value: Value) -> int:
-        """A new value that is the constant ``value``."""
-        self.values.append(value)
-        self.avals.append(None)
-        return len(self.values) - 1
-
-    def finish(self, before: Mapping[int, Sequence[tuple[Op, Step]]] | None = None) -> Captured:
-        """What it was made of if no op has changed, else the new ``Captured``. ``before``: what stands in front of an op of those
-        that there are."""
-        if before:
-            pairs = list(zip(self.ops, self.steps, strict=True))
-            self.ops, self.steps = [], []
-            for i, pair in enumerate(pairs):
-                for op, step in (*before.get(i, ()), pair):
-                    self.ops.append(op)
-                    self.steps.append(step)
-        if tuple(self.ops) == self.captured.graph.ops:
-            return self.captured
-        graph = dataclasses.replace(self.captured.graph, values=tuple(self.values), ops=tuple(self.ops))
-        return dataclasses.replace(self.captured, graph=graph, steps=tuple(self.steps), avals=tuple(self.avals))
+def needed_ops(ops: Sequence[Op], wanted: Iterable[int]) -> list[Op]:
+    """Those of ``ops`` that the values ``wanted`` are made by, in order."""
+    alive, needed = set(wanted), []
+    for op in reversed(ops):
+        if not alive.isdisjoint(op.outputs):
+            alive.update(op.inputs)
+            needed.append(op)
+    return needed[::-1]
 
 
 def with_params(op: Op, inputs: Sequence[int], outputs: Sequence[int], **params: Param) -> Op:
@@ -191,39 +166,52 @@ def with_params(op: Op, inputs: Sequence[int], outputs: Sequence[int], **params:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A Graph under construction.
-#
-# Comes in: values (abstract arrays, literals) and ops, one by one, in topological order. Goes out: ``Captured``. Invariant: every
-# op of the table is valid when it is appended: its entry gives the shape and the dtype of its result.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- writers of graphs ------------------------------------------------------------------------------------------------------------
 
 
-class Builder:
-    """Collects values, ops and steps."""
+class _Writer:
+    """Values with their abstract values, and the ops that make them: what the builder and the editor of a Graph share."""
 
-    def __init__(self) -> None:
-        self.values: list[Value] = []
-        self.avals: list[Any] = []
-        self.ops: list[Op] = []
-        self.steps: list[Step] = []
+    def __init__(self, values: Iterable[Value] = (), avals: Iterable[Any] = ()) -> None:
+        self.values, self.avals = list(values), list(avals)
         self._makers: dict[int, Op] = {}
         self._literals: dict[tuple[str, str], int] = {}
 
-    def value(self, aval: Any) -> int:
-        """A new value."""
-        self.values.append(value_of(aval))
+    def _add_value(self, value: Value, aval: Any) -> int:
+        self.values.append(value)
         self.avals.append(aval)
         return len(self.values) - 1
+
+    def _made(self, op: Op) -> Op:
+        self._makers.update(dict.fromkeys(op.outputs, op))
+        return op
 
     def literal(self, scalar: Scalar, dtype: str) -> int:
         """The literal ``scalar`` (representable in ``dtype``); equal literals are one value."""
         key = (repr(scalar), dtype)
         if key not in self._literals:
-            self.values.append(Value((), dtype, scalar))
-            self.avals.append(None)
-            self._literals[key] = len(self.values) - 1
+            self._literals[key] = self._add_value(Value((), dtype, scalar), None)
         return self._literals[key]
+
+    def made_by(self, v: int) -> Op | None:
+        """The op that makes ``v``; None for an input or a literal."""
+        return self._makers.get(v)
+
+
+class Builder(_Writer):
+    """Collects values, ops and steps of a new Graph, in topological order.
+
+    Invariant: every op of the table is valid when it is appended: its entry gives the shape and the dtype of its result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.steps: list[Step] = []
+
+    def value(self, aval: Any) -> int:
+        """A new value."""
+        return self._add_value(value_of(aval), aval)
 
     def add(self, kind: str, inputs: Sequence[int], step: Step, like: Any, dtype: str = "", **params: Param) -> int:
         """Append an op of the table. Returns its result, which varies over the mesh axes of the abstract value ``like``.
@@ -236,14 +224,12 @@ class Builder:
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
 
     def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
-        """Append an op that the table does not know. Returns its results, which are of ``avals``. ``label``: instead of the
-        equation's.
-        """
+        """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: not the equation's."""
         op = self._op("opaque", inputs, step, reason, {})
         return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
 
     def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
-        """Append a loop. Returns its results, which are of ``avals``. Raises ``ValueError`` where its body does not fit them."""
+        """Append a loop. Returns its results, of types ``avals``. Raises ``ValueError`` where its body does not fit them."""
         made = self._append(dataclasses.replace(self._op("scan", inputs, step, "", params), body=body), avals, step)
         verify_op(self.ops[-1], self.values)
         return made
@@ -255,34 +241,227 @@ class Builder:
     def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
         outputs = [self.value(aval) for aval in avals]
         op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label, body=op.body)
-        self.ops.append(op)
-        self._makers.update(dict.fromkeys(outputs, op))
+        self.ops.append(self._made(op))
         self.steps.append(step)
         return outputs
 
-    def maker(self, v: int) -> Op | None:
-        """The op that makes ``v``; None for an input or a literal."""
-        return self._makers.get(v)
-
     def cut(self, mark: int) -> None:
-        """Take away the ops from number ``mark`` on. Their values stay, and are dropped in the end since nothing makes them."""
+        """Take away the ops from number ``mark`` on. Their values stay, and ``finish`` drops them since nothing makes them."""
         del self.ops[mark:], self.steps[mark:]
 
     def check(self, results: Sequence[int], avals: Sequence[Any]) -> None:
-        """Raise ``ValueError`` unless ``results`` are what ``avals`` say."""
+        """Raise ``ValueError`` unless ``results`` have the shapes and dtypes of ``avals``."""
         wanted = list(map(value_of, avals))
         found = [self.values[v] for v in results]
         if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
             raise ValueError(f"the results are {', '.join(map(str, found))}, not {', '.join(map(str, wanted))}")
 
     def finish(self, inputs: Sequence[int], outputs: Sequence[int], failures: Sequence[Failure] = ()) -> Captured:
-        """The Graph without what nothing reads: inlined bodies leave dead ops behind that XLA would drop too."""
+        """The Graph without ops that nothing reads: inlined bodies leave dead ops behind that XLA would drop too."""
         graph = Graph(tuple(self.values), tuple(inputs), tuple(outputs), tuple(self.ops))
         return pruned(Captured(graph, tuple(self.steps), tuple(self.avals), tuple(failures)))
 
 
+class _Readable:
+    """A Graph with maps of who makes and who reads its values. The maps are made when first asked for, and stay as they are."""
+
+    graph: Graph
+
+    @functools.cached_property
+    def maker(self) -> dict[int, int]:
+        """Value -> the index of the op that makes it (absent for inputs and literals)."""
+        return self.graph.producers()
+
+    @functools.cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """Value -> the indices of the ops that read it, ascending, each once (absent where no op reads it)."""
+        return self.graph.consumers()
+
+    @functools.cached_property
+    def _reads(self) -> Counter[int]:
+        return Counter([*self.graph.outputs, *(v for op in self.graph.ops for v in op.inputs)])
+
+    def reads(self, v: int) -> int:
+        """How often ``v`` is read, as an operand or as an output of the graph."""
+        return self._reads[v]
+
+
+class GraphEditor(_Readable, _Writer):
+    """A ``Captured`` that a rewrite changes: ops are replaced or removed, and others are put in front of them or behind them.
+
+    ``graph``, ``maker``, ``readers`` and ``reads`` are those of the graph as it came in, and an index ``i`` always names an op of
+    that graph; ``ops`` and ``steps`` are its ops as they have been replaced so far. A rewrite that has to look at a changed graph
+    makes a new editor of it.
+    """
+
+    def __init__(self, captured: Captured):
+        super().__init__(captured.graph.values, captured.avals)
+        self.captured, self.graph = captured, captured.graph
+        self.ops, self.steps = list(captured.graph.ops), list(captured.steps)
+        self._removed: set[int] = set()
+        self._in_front: dict[int, Inserter] = {}
+        self._behind: dict[int, Inserter] = {}
+
+    def made_by(self, v: int) -> Op | None:
+        """The op that makes ``v``: of the graph as it came in, or a new one."""
+        i = self.maker.get(v)
+        return self._makers.get(v) if i is None else self.graph.ops[i]
+
+    def value(self, like: int, shape: Sequence[int], dtype: str = "") -> int:
+        """A new value of another shape, and of ``dtype`` or else that of ``like``; it varies over the mesh axes of ``like``."""
+        dtype = dtype or self.values[like].dtype
+        return self._add_value(Value(tuple(shape), dtype), _compat.aval_like(self.avals[like], tuple(shape), dtype))
+
+    def literal_of(self, value: Value) -> int:
+        """The literal that is equal to ``value``, which is one of another graph."""
+        assert value.literal is not None
+        return self.literal(value.literal, value.dtype)
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        return self.values[v].shape
+
+    def dtype(self, v: int) -> str:
+        return self.values[v].dtype
+
+    def replace(self, i: int, op: Op, step: Step | None = None) -> None:
+        """Put ``op`` in the place of op ``i``, whose step it keeps unless another one is given."""
+        self.ops[i] = op
+        self.steps[i] = step or self.steps[i]
+
+    def remove(self, i: int) -> None:
+        """Take op ``i`` away. Something else has to make its results, if they are read."""
+        self._removed.add(i)
+
+    def in_front_of(self, i: int) -> Inserter:
+        """Adds ops in front of op ``i``, one after the other; the same ``Inserter`` each time."""
+        return self._in_front.setdefault(i, Inserter(self, i))
+
+    def behind(self, i: int) -> Inserter:
+        """Adds ops behind op ``i``, one after the other; the same ``Inserter`` each time."""
+        return self._behind.setdefault(i, Inserter(self, i))
+
+    def finish(self) -> Captured:
+        """The new ``Captured``; the one that came in where no op has changed."""
+        ops, steps = list[Op](), list[Step]()
+        for i, (op, step) in enumerate(zip(self.ops, self.steps, strict=True)):
+            here = [] if i in self._removed else [(op, step)]
+            before, after = (places[i].ops if i in places else [] for places in (self._in_front, self._behind))
+            for new, its in (*before, *here, *after):
+                ops.append(new)
+                steps.append(its)
+        if tuple(ops) == self.graph.ops:
+            return self.captured
+        graph = dataclasses.replace(self.graph, values=tuple(self.values), ops=tuple(ops))
+        return dataclasses.replace(self.captured, graph=graph, steps=tuple(steps), avals=tuple(self.avals))
+
+
+class Inserter:
+    """Adds ops in front of, or behind, op ``i`` of an editor's graph; they have the step and the source line of that op.
+
+    Where a value has the wanted shape, order or dtype already, the methods return it and add nothing.
+    """
+
+    def __init__(self, editor: GraphEditor, i: int):
+        self.editor, self.op, self.step = editor, editor.graph.ops[i], editor.captured.steps[i]
+        self.ops: list[tuple[Op, Step]] = []
+
+    def append(self, op: Op, step: Step | None = None) -> int:
+        """Add ``op`` as it is. Returns its first result."""
+        self.ops.append((self.editor._made(op), step or self.step))
+        return op.outputs[0]
+
+    def add(
+        self, kind: str, inputs: Sequence[int], shape: Sequence[int], dtype: str = "", /, *, like: int = -1, label: str = "",
+        **params: Param,
+    ) -> int:  # fmt: skip
+        """The result of a new op. It has ``dtype``, or that of ``like``, which is the first operand unless another value is given.
+        ``label``: its name in reports, where that is not its kind."""
+        made = self.editor.value(like if like >= 0 else inputs[0], shape, dtype)
+        return self.append(Op(kind, tuple(inputs), (made,), make_params(**params), self.op.source, label=label or kind))
+
+    def copy(
+        self, op: Op, inputs: Sequence[int], shape: Sequence[int] | None = None, dtype: str = "", /, *,
+        step: Step | None = None, **params: Param,
+    ) -> int:  # fmt: skip
+        """The result, a new value, of ``op`` on other inputs; of another shape or dtype, or with other ``params``, where given."""
+        (old,) = op.outputs
+        made = self.editor.value(old, self.editor.shape(old) if shape is None else shape, dtype)
+        return self.append(with_params(op, inputs, (made,), **params), step)
+
+    def broadcast(self, v: int, dims: Sequence[int], shape: tuple[int, ...]) -> int:
+        """``v`` repeated to ``shape``, of which it has ``dims``, in rising order."""
+        if self.editor.shape(v) == shape:
+            return v
+        return self.add("broadcast_in_dim", (v,), shape, shape=shape, dims=tuple(dims))
+
+    def convert(self, v: int, dtype: str) -> int:
+        value = self.editor.values[v]
+        if value.dtype == dtype:
+            return v
+        if value.literal is not None and "float" in value.dtype and "float" in dtype:
+            return self.editor.literal(float(value.literal), dtype)
+        return self.add("convert_element_type", (v,), value.shape, dtype, new_dtype=dtype)
+
+    def reshape(self, v: int, shape: tuple[int, ...]) -> int:
+        return v if self.editor.shape(v) == shape else self.add("reshape", (v,), shape, new_sizes=shape)
+
+    def transpose(self, v: int, order: Sequence[int]) -> int:
+        if list(order) == list(range(len(order))):
+            return v
+        shape = self.editor.shape(v)
+        real = [d for d in order if shape[d] != 1]
+        if real == sorted(real):  # nothing moves
+            return self.reshape(v, tuple(shape[d] for d in order))
+        return self.add("transpose", (v,), tuple(shape[d] for d in order), permutation=tuple(order))
+
+
+class LoopEditor(_Readable):
+    """A ``scan`` op that a rewrite changes: each part is a list, of values around the loop with those that they are in its body.
+
+    ``consts``, ``xs``, ``ys``: pairs (value around the loop, value of the body). ``carries``: (initial, value at the start of a
+    step, value at its end, final). ``ops`` and ``values`` are those of the body. ``graph``, ``maker``, ``readers`` and ``reads``
+    are of the body as it came in.
+    """
+
+    def __init__(self, op: Op):
+        p = parts(op)
+        self.op, self.graph = op, body_of(op)
+        self.values, self.ops = list(self.graph.values), list(self.graph.ops)
+        self.consts = list(zip(p.consts, p.in_consts, strict=True))
+        self.carries = list(zip(p.initial, p.in_carries, p.in_next, p.final, strict=True))
+        self.xs = list(zip(p.xs, p.in_xs, strict=True))
+        self.ys = list(zip(p.ys, p.in_ys, strict=True))
+
+    def made_by(self, v: int) -> Op | None:
+        """The op of the body that makes ``v``; None for an operand or a literal."""
+        i = self.maker.get(v)
+        return None if i is None else self.graph.ops[i]
+
+    def outputs(self) -> tuple[int, ...]:
+        """The values of the body that a step hands on or stores."""
+        return (*(after for _, _, after, _ in self.carries), *(v for _, v in self.ys))
+
+    def read(self) -> set[int]:
+        """The values of the body that a step hands on or stores, or needs to make those."""
+        return {*self.outputs(), *(v for op in needed_ops(self.ops, self.outputs()) for v in op.inputs)}
+
+    def finish(self) -> Op:
+        """The loop of the parts as they are now, without ops of the body and constants that nothing reads any more."""
+        read, outputs = self.read(), self.outputs()
+        ops = needed_ops(self.ops, outputs)
+        consts = [(w, v) for w, v in self.consts if v in read]
+        inside = (*(v for _, v in consts), *(v for _, v, _, _ in self.carries), *(v for _, v in self.xs))
+        inputs = (*(w for w, _ in consts), *(w for w, _, _, _ in self.carries), *(w for w, _ in self.xs))
+        finals = (*(w for _, _, _, w in self.carries), *(w for w, _ in self.ys))
+        new = with_params(self.op, inputs, finals, consts=len(consts), carries=len(self.carries))
+        return dataclasses.replace(new, body=Graph(tuple(self.values), inside, outputs, tuple(ops)))
+
+
+# --- values and types -------------------------------------------------------------------------------------------------------------
+
+
 def value_of(aval: Any) -> Value:
-    """The value of that abstract value; what is no array has the dtype "ref" or "token"."""
+    """The value of that abstract value; one that is no array has the dtype "ref" or "token"."""
     dtype = getattr(aval, "dtype", None)
     name = "ref" if _compat.is_ref(aval) else "token" if dtype is None else name_of(dtype)
     return Value(tuple(getattr(aval, "shape", ())), name)
@@ -297,58 +476,8 @@ def scalar_of(x: Any) -> tuple[Scalar, str] | None:
     """``(Python scalar, dtype)`` of a concrete rank-0 array or scalar of a dtype the table knows, else ``None``."""
     if isinstance(x, jax.core.Tracer) or np.ndim(x) != 0:
         return None
-    dtype = str(x.dtype if hasattr(x, "dtype") else np.result_type(x))  # of an array of JAX's NumPy warns
+    dtype = str(x.dtype if hasattr(x, "dtype") else np.result_type(x))  # np.result_type of a JAX array warns
     if dtype not in DTYPES:
         return None
     x = np.asarray(x)
     return (bool(x) if dtype == "bool" else float(x) if is_float(dtype) else int(x)), dtype
-
-
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Ops that a rewrite puts in front of another one, one after the other.
-#
-# Comes in: a ``Draft``, and the step of the op in front of which they stand. Goes out: new values of the draft, and ``ops``, for
-# ``Draft.finish``. Invariant: where a value is of the shape, order or dtype already, it is itself.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
-
-class Appender:
-    def __init__(self, draft: Draft, step: Step):
-        self.draft, self.step = draft, step
-        self.ops: list[tuple[Op, Step]] = []
-
-    def add(
-        self, kind: str, inputs: Sequence[int], sizes: Sequence[int], dtype: str = "", /, *, like: int = -1, label: str = "",
-        **params: Param,
-    ) -> int:  # fmt: skip
-        """The result of an op. It is of ``dtype``, or of that of its first operand; ``like``: a value where there is none.
-        ``label``: what reports call it, where that is not its kind."""
-        made, source = self.draft.value(inputs[0] if inputs else like, sizes, dtype), self.step.origin.source
-        self.ops.append((Op(kind, tuple(inputs), (made,), make_params(**params), source, label=label or kind), self.step))
-        return made
-
-    def repeated(self, v: int, dims: Sequence[int], sizes: tuple[int, ...]) -> int:
-        """``v`` repeated to ``sizes``, of which it has ``dims``, in rising order."""
-        if self.draft.values[v].shape == sizes:
-            return v
-        return self.add("broadcast_in_dim", (v,), sizes, shape=sizes, dims=tuple(dims))
-
-    def of_dtype(self, v: int, dtype: str) -> int:
-        value = self.draft.values[v]
-        if value.dtype == dtype:
-            return v
-        if value.literal is not None and "float" in value.dtype and "float" in dtype:
-            return self.draft.literal(Value((), dtype, float(value.literal)))
-        return self.add("convert_element_type", (v,), value.shape, dtype, new_dtype=dtype)
-
-    def reshape(self, v: int, sizes: tuple[int, ...]) -> int:
-        return v if self.draft.values[v].shape == sizes else self.add("reshape", (v,), sizes, new_sizes=sizes)
-
-    def transpose(self, v: int, order: Sequence[int]) -> int:
-        if list(order) == list(range(len(order))):
-            return v
-        shape = self.draft.values[v].shape
-        real = [d for d in order if shape[d] != 1]
-        if real == sorted(real):  # nothing moves
-            return self.reshape(v, tuple(shape[d] for d in order))
-        return self.add("transpose", (v,), tuple(shape[d] for d in order), permutation=tuple(order))

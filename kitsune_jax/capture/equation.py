@@ -69,7 +69,7 @@ class Equation:
         """``v`` in another shape; of what was reshaped already, the value before that."""
         if self.shape_of(v) == tuple(shape):
             return v
-        made = self.builder.maker(v)
+        made = self.builder.made_by(v)
         if made is not None and made.kind == "reshape":
             return self.reshape(made.inputs[0], shape)
         axis, parts = self._parts(v)
@@ -87,7 +87,7 @@ class Equation:
         whole = not any(start) and self.shape_of(v) == tuple(limit) and all(s == 1 for s in strides)
         if whole:
             return v
-        made = self.builder.maker(v)
+        made = self.builder.made_by(v)
         if made is not None and made.kind == "concatenate":  # of one of its parts only: as keys are taken apart again
             axis = made["dimension"]
             ends = list(accumulate(self.shape_of(x)[axis] for x in made.inputs))
@@ -106,7 +106,7 @@ class Equation:
         """(axis, parts) of ``v``, where that is a few keys, or words of keys, side by side. What moves them moves each part, so
         that whoever takes them apart again finds them. No parts for any other value.
         """
-        made = self.builder.maker(v)
+        made = self.builder.made_by(v)
         if made is None or made.kind != "concatenate" or self.dtype_of(v) != "uint32":
             return 0, ()
         axis = made["dimension"]
@@ -206,7 +206,7 @@ def components(e: Equation, count: int) -> tuple[int, ...]:
     index = e.ins[1]
     if count == 1:
         return (index,)
-    op = e.builder.maker(index)
+    op = e.builder.made_by(index)
     last = len(e.shape_of(index)) - 1
     if op is None or op.kind != "concatenate" or op["dimension"] != last or len(op.inputs) != count:
         return ()
@@ -216,7 +216,7 @@ def components(e: Equation, count: int) -> tuple[int, ...]:
 def known(builder: Builder, v: int) -> Scalar | None:
     """The number that every element of ``v`` is, if it is a literal behind views."""
     literal = builder.values[v].literal
-    op = builder.maker(v)
+    op = builder.made_by(v)
     if literal is None and op is not None and op.kind in ("broadcast_in_dim", "reshape"):
         return known(builder, op.inputs[0])
     return literal

@@ -13,7 +13,7 @@ import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.capture import random
-from kitsune_jax.capture.edit import Builder, Captured, Origin, Step, is_array, scalar_of, value_of
+from kitsune_jax.capture.edit import Builder, Captured, LoopEditor, Origin, Step, is_array, scalar_of, value_of
 from kitsune_jax.capture.equation import Equation, bind_in_place, known
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
@@ -353,30 +353,13 @@ def _scalars_apart(builder: Builder, op: Op, origin: Origin) -> dict[int, int]:
     slices = [k for k, v in enumerate(p.in_ys) if v in known]
     if not (finals or slices) or all(v in known for v in body.outputs):
         return {}
-    outputs = (*(p.in_next[k] for k in finals), *(p.in_ys[k] for k in slices))
-    needed = set(outputs).union(p.in_carries[k] for k in finals)
-    ops = []
-    for inner in reversed(body.ops):
-        if not needed.isdisjoint(inner.outputs):
-            ops.append(inner)
-            needed.update(inner.inputs)
-    consts, xs = (
-        [(v, w) for v, w in zip(*pair, strict=True) if w in needed] for pair in ((p.consts, p.in_consts), (p.xs, p.in_xs))
-    )
-    inside = (*(w for _, w in consts), *(p.in_carries[k] for k in finals), *(w for _, w in xs))
-    inputs = [*(v for v, _ in consts), *(p.initial[k] for k in finals), *(v for v, _ in xs)]
-    known_as = [*(p.final[k] for k in finals), *(p.ys[k] for k in slices)]
-    made = builder.loop(
-        inputs,
-        [builder.avals[v] for v in known_as],
-        Step(origin),
-        Graph(body.values, inside, outputs, tuple(reversed(ops))),
-        consts=len(consts),
-        carries=len(finals),
-        length=op["length"],
-        reverse=op["reverse"],
-    )
-    return dict(zip(known_as, made, strict=True))
+    second = LoopEditor(op)
+    second.carries, second.ys = [second.carries[k] for k in finals], [second.ys[k] for k in slices]
+    read = second.read()
+    second.xs = [(w, v) for w, v in second.xs if v in read]
+    new = second.finish()
+    made = builder.loop(new.inputs, [builder.avals[v] for v in new.outputs], Step(origin), body_of(new), **dict(new.params))
+    return dict(zip(new.outputs, made, strict=True))
 
 
 def cheap(branch: Captured) -> bool:

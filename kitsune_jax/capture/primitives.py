@@ -405,13 +405,13 @@ def _counted(builder: Builder, v: int) -> int | None:
 
     JAX makes an index valid by ``where(i < 0, i + n, i)``, which leaves such a value as it is.
     """
-    op, shape = builder.maker(v), builder.values[v].shape
+    op, shape = builder.made_by(v), builder.values[v].shape
     if op is None:
         return None
     if op.kind == "iota":
         return int(op["dimension"])
     if op.kind == "select_n":
-        test = builder.maker(op.inputs[0])
+        test = builder.made_by(op.inputs[0])
         wraps = test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and known(builder, test.inputs[1]) == 0
         return _counted(builder, op.inputs[1]) if wraps else None
     if op.kind not in ("broadcast_in_dim", "reshape"):
@@ -432,7 +432,7 @@ def _counted(builder: Builder, v: int) -> int | None:
 
 def _is_computed(builder: Builder, v: int) -> bool:
     """Is ``v`` made by an op that may stream? A compare with each column would read all of an array that lies in memory."""
-    op = builder.maker(v)
+    op = builder.made_by(v)
     if op is not None and op.kind in ("broadcast_in_dim", "reshape", "transpose"):
         return _is_computed(builder, op.inputs[0])
     return op is not None and op.kind != "opaque"
@@ -642,7 +642,7 @@ def _iota(e: Equation) -> int | str:
 
 def _reduce(e: Equation) -> int | list[int]:
     axes = tuple(sorted(map(int, e.params["axes"])))
-    made = e.builder.maker(e.ins[0])
+    made = e.builder.made_by(e.ins[0])
     if made is not None and made.kind == "reshape" and e.shape_of(made.inputs[0]) == e.out_shape:
         return list(made.inputs)  # over dimensions of extent 1 that were just added, as the gradient of ``bias[None]`` does
     return e.op(e.name, *e.ins, axes=axes) if axes else e.ins

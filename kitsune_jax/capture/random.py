@@ -53,7 +53,7 @@ def wrapped(builder: Builder, v: int, aval: Any) -> int:
     """The value of type ``aval`` that the array ``v`` stands for: ``v`` itself unless that is of keys."""
     if not _compat.is_key(aval):
         return v
-    made = builder.maker(v)
+    made = builder.made_by(v)
     if made is not None and made.label == UNWRAP and builder.avals[made.inputs[0]] == aval:
         return made.inputs[0]
     step = Step(Origin(), lambda x: [typed(x, aval)])
@@ -130,9 +130,9 @@ def _numbered(e: Equation) -> list[int] | None:
 
 def _counts_along_last(e: Equation, v: int) -> bool:
     """Is every element of ``v`` its place in the last dimension, which it has in common with the result?"""
-    made, shape = e.builder.maker(v), e.shape_of(v)
+    made, shape = e.builder.made_by(v), e.shape_of(v)
     while made is not None and made.kind in ("reshape", "broadcast_in_dim"):
-        v, made = made.inputs[0], e.builder.maker(made.inputs[0])
+        v, made = made.inputs[0], e.builder.made_by(made.inputs[0])
     one = shape and shape[-1] == e.out_shape[-1] and all(n == 1 for n in shape[:-1])
     return bool(one) and made is not None and made.kind == "iota" and e.shape_of(v) == e.out_shape[-1:]
 
@@ -143,7 +143,7 @@ def _spread(e: Equation, v: int) -> int:
         return e.constant(number)
     if e.shape_of(v) == e.out_shape:
         return v
-    made, shape = e.builder.maker(v), e.shape_of(v)
+    made, shape = e.builder.made_by(v), e.shape_of(v)
     dims = [d for d, n in enumerate(shape) if n != 1]
     if made is not None and made.kind == "reshape" and e.shape_of(made.inputs[0]) == tuple(shape[d] for d in dims):
         return e.broadcast(made.inputs[0], e.out_shape, dims)
@@ -172,7 +172,7 @@ def generated(e: Equation) -> list[int] | str:
 
 def both_words(e: Equation) -> int | None:
     """The exclusive or of both words of a hash, as random bits of 32 are: one op. None for any other."""
-    made = [e.builder.maker(v) for v in e.ins]
+    made = [e.builder.made_by(v) for v in e.ins]
     first, second = made if len(made) == 2 else (None, None)
     if first is None or second is None or not first.kind == second.kind == _KIND or first.inputs != second.inputs:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from kitsune_jax.capture.edit import Captured, pruned
 from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_scores, repeat_scores
 from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reductions
-from kitsune_jax.capture.rewrites.loops import hand_less, move_constants, move_products, move_sums
+from kitsune_jax.capture.rewrites.loops import move_constants, move_products, move_sums, recompute_cheap_slices
 from kitsune_jax.capture.rewrites.products import (
     allow_any_order,
     fold_slices,
@@ -76,7 +76,7 @@ OF_BODIES: Sequence[Rewrite] = (
         "moving what a loop makes of its constants in front of the loop", move_constants, lambda c: c.capabilities.runs_loops, _kept
     ),
     Rewrite("moving the sums of a loop's steps behind the loop", move_sums, lambda c: c.capabilities.runs_loops, _kept),
-    Rewrite("making again what loops hand to each other", hand_less, lambda c: c.capabilities.runs_loops, _kept),
+    Rewrite("making again what loops hand to each other", recompute_cheap_slices, lambda c: c.capabilities.runs_loops, _kept),
 )
 # Of a function: all of the table.
 REWRITES: Sequence[Rewrite] = (
