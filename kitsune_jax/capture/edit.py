@@ -1,4 +1,4 @@
-"""Graphs with what JAX needs to evaluate them, and the two writers of graphs: ``Builder`` makes one, ``GraphEditor`` changes one.
+"""Graphs that JAX can evaluate op by op, and the two writers of graphs: ``Builder`` makes one, ``GraphEditor`` changes one.
 
 Comes in: values and ops, one by one, or a ``Captured``. Goes out: a ``Captured``. Invariants: ``Captured.steps`` and ``graph.ops``
 have one index, as ``avals`` and ``graph.values`` have; a writer never takes a value away (``pruned`` does, when nothing reads it).
@@ -224,7 +224,8 @@ class Builder(_Writer):
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
 
     def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
-        """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: not the equation's."""
+        """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: its name in reports, by
+        default the equation's."""
         op = self._op("opaque", inputs, step, reason, {})
         return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
 

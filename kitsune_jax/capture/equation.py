@@ -1,4 +1,8 @@
-"""One equation while it is captured: its operands, its parameters, and the ops of the table that it becomes."""
+"""One equation while it is captured: its operands, its parameters, and the ops of the table that it becomes.
+
+Comes in: an equation, its operands' value ids, its origin. Goes out: ops appended to the builder, all with the equation's origin;
+for gathers and scatters also their dimension numbers in one form, and the components of their index.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,14 @@ from kitsune_jax.ops.graph import Param, Scalar
 from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import RENAMED
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The equation at hand, and the ops of the table that it becomes.
-#
-# Comes in: an equation, its operands' value ids, its origin. Goes out: ops appended to the builder. Invariant: every op stands in
-# the equation's origin.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- operands, parameters, and methods that append ops ----------------------------------------------------------------------------
 
 
 class Equation:
-    """What the rules of one equation read and write. Keys are arrays of uint32 here, and ``params`` speak of such.
+    """Operands and parameters of one equation, and methods that append ops. Keys are arrays of uint32 here, also in ``params``.
 
-    ``stands_for``: the equation of the user's jaxpr that it is a part of.
+    ``stands_for``: the equation of the user's jaxpr that it is a part of. The methods return an operand, and append nothing, where
+    it has the wanted shape, order or dtype already.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Equation:
         self.builder, self.eqn, self.ins, self.step = builder, eqn, ins, Step(origin)
         self.params: dict[str, Any] = eqn.params if params is None else params
         self.name: str = eqn.primitive.name
-        self.kind = RENAMED.get(self.name, self.name)  # of the op that it is, if it is one
+        self.kind = RENAMED.get(self.name, self.name)  # of the op with its meaning, if there is one
         self.in_avals = [_compat.physical(v.aval) for v in eqn.invars]
         self.out = _compat.physical(eqn.outvars[0].aval)
         self.out_shape, self.out_dtype = value_of(self.out).shape, value_of(self.out).dtype
@@ -57,8 +57,8 @@ class Equation:
         """JAX's type of result number ``k``."""
         return _compat.physical(self.eqn.outvars[k].aval)
 
-    def left_as_it_is(self) -> Step:
-        """A step of an op that costs more than the equation where no pipeline takes it: the equation is opaque then."""
+    def step_in_pipelines(self) -> Step:
+        """A step for an op that costs more than the equation, which is captured as opaque where no pipeline takes the op."""
         return Step(self.stands_for, rewritten=True)
 
     def op(self, kind: str, *ins: int, dtype: str = "", **params: Param) -> int:
@@ -66,7 +66,7 @@ class Equation:
         return self.builder.add(kind, ins, self.step, self.out, dtype or self.out_dtype, **params)
 
     def reshape(self, v: int, shape: Sequence[int]) -> int:
-        """``v`` in another shape; of what was reshaped already, the value before that."""
+        """``v`` in another shape; if a reshape made ``v``, its operand in that shape."""
         if self.shape_of(v) == tuple(shape):
             return v
         made = self.builder.made_by(v)
@@ -88,7 +88,7 @@ class Equation:
         if whole:
             return v
         made = self.builder.made_by(v)
-        if made is not None and made.kind == "concatenate":  # of one of its parts only: as keys are taken apart again
+        if made is not None and made.kind == "concatenate":  # a slice of one part, as where keys are split into words
             axis = made["dimension"]
             ends = list(accumulate(self.shape_of(x)[axis] for x in made.inputs))
             for x, end in zip(made.inputs, ends, strict=True):
@@ -103,8 +103,9 @@ class Equation:
         return self.op("slice", v, start=start, limit=limit, strides=strides)
 
     def _parts(self, v: int) -> tuple[int, tuple[int, ...]]:
-        """(axis, parts) of ``v``, where that is a few keys, or words of keys, side by side. What moves them moves each part, so
-        that whoever takes them apart again finds them. No parts for any other value.
+        """(axis, parts) of ``v``, where that is a few keys, or words of keys, side by side; no parts for any other value.
+
+        Ops that move ``v`` are appended for each part, so that an op that takes a part of the result finds it.
         """
         made = self.builder.made_by(v)
         if made is None or made.kind != "concatenate" or self.dtype_of(v) != "uint32":
@@ -123,7 +124,7 @@ class Equation:
         return v if tuple(permutation) == tuple(range(len(permutation))) else self.op("transpose", v, permutation=permutation)
 
     def convert(self, v: int, dtype: str) -> int:
-        """``v`` in another dtype; of a literal a literal."""
+        """``v`` in another dtype; a literal becomes another literal."""
         literal = self.builder.values[v].literal
         if self.dtype_of(v) == dtype:
             return v
@@ -156,19 +157,14 @@ def bind_in_place(eqn: Any, origin: Origin, params: dict[str, Any] | None, *arra
         return _compat.bind_eqn(eqn, vals, params)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What gathers and scatters say about dimensions, and what is known of their indices while a Graph is captured.
-#
-# Comes in: an ``Equation``, a gather or a scatter. Goes out: ``Numbers``, the values that the index holds, numbers that are
-# known.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- dimension numbers and indices of gathers and scatters ------------------------------------------------------------------------
 
 MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
-    """What the dimension numbers of gathers and scatters have in common.
+class ScatterDims:
+    """The dimension numbers of a gather or a scatter, in one form.
 
     ``window``: dimensions of the rows (gathered, or updates) that come from the array; ``dropped`` and ``batching``: dimensions of
     the array that do not; ``batching[k]`` is dimension ``index_batching[k]`` of the index. ``index_map``: the dimensions of the
@@ -182,13 +178,13 @@ class Numbers:
     index_batching: tuple[int, ...]
 
 
-def numbers_of(e: Equation) -> Numbers:
+def scatter_dims_of(e: Equation) -> ScatterDims:
     n = e.params["dimension_numbers"]
     if e.name == "gather":
-        return Numbers(
+        return ScatterDims(
             n.offset_dims, n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims, n.start_indices_batching_dims
         )
-    return Numbers(
+    return ScatterDims(
         n.update_window_dims,
         n.inserted_window_dims,
         n.scatter_dims_to_operand_dims,
@@ -202,7 +198,7 @@ def mode_of(e: Equation) -> str:
 
 
 def components(e: Equation, count: int) -> tuple[int, ...]:
-    """The values that the last dimension of the index holds, one per indexed dimension; () where they cannot be told apart."""
+    """The values that the last dimension of the index holds, one per indexed dimension; () where no concatenation made it."""
     index = e.ins[1]
     if count == 1:
         return (index,)
@@ -213,10 +209,10 @@ def components(e: Equation, count: int) -> tuple[int, ...]:
     return op.inputs
 
 
-def known(builder: Builder, v: int) -> Scalar | None:
-    """The number that every element of ``v`` is, if it is a literal behind views."""
+def constant_of(builder: Builder, v: int) -> Scalar | None:
+    """The number that every element of ``v`` is, if it is a reshaped or repeated literal."""
     literal = builder.values[v].literal
     op = builder.made_by(v)
     if literal is None and op is not None and op.kind in ("broadcast_in_dim", "reshape"):
-        return known(builder, op.inputs[0])
+        return constant_of(builder, op.inputs[0])
     return literal

@@ -1,4 +1,8 @@
-"""From a jaxpr to a Graph: calls are inlined, loops become ``scan`` ops, every other equation ops of the table or one opaque op."""
+"""From a jaxpr to a Graph: calls are inlined, loops become ``scan`` ops, every other equation ops of the table or one opaque op.
+
+Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the ops in order gives what the jaxpr gives;
+ops with effects keep their order; recomputation that ``jax.checkpoint`` asks for stays behind an ``optimization_barrier``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import numpy as np
 from kitsune_jax import _compat
 from kitsune_jax.capture import random
 from kitsune_jax.capture.edit import Builder, Captured, LoopEditor, Origin, Step, is_array, scalar_of, value_of
-from kitsune_jax.capture.equation import Equation, bind_in_place, known
+from kitsune_jax.capture.equation import Equation, bind_in_place, constant_of
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
 from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, rewritten
@@ -24,16 +28,10 @@ from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# One equation in the op table's terms.
-#
-# Comes in: an equation and the value ids of its operands. Goes out: the value ids of its results, with the ops that make them
-# appended to the builder, or the reason why the table has no ops for it. Invariant: nothing is appended where a reason is
-# returned.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- one equation as ops of the table ---------------------------------------------------------------------------------------------
 
-_KEY_TYPES = ("random_wrap", "random_unwrap")  # keys are the arrays that they are
-_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name", *_KEY_TYPES)  # "name": checkpoint_name, whose policies are applied by now
+_KEY_TYPES = ("random_wrap", "random_unwrap")  # inside of a Graph a key is its array of uint32
+_IDENTITIES = ("copy", "copy_p", "stop_gradient", "name", *_KEY_TYPES)  # "name": checkpoint_name, whose policies have been applied
 _COLLECTIVES = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "axis_index", "pbroadcast", "pgather"),
@@ -41,8 +39,10 @@ _COLLECTIVES = (
 
 
 def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands_for: Origin) -> list[int] | str:
-    """Value ids of the results of ``eqn`` on ``ins``, or why it has to stay opaque. ``stands_for``: the equation of the user's
-    jaxpr that it is a part of."""
+    """Value ids of the results of ``eqn`` on ``ins``, or the reason why it stays opaque, for which nothing has been appended.
+
+    ``stands_for``: the equation of the user's jaxpr that it is a part of.
+    """
     name = eqn.primitive.name
     if name in _IDENTITIES and len(ins) == 1:
         return ins
@@ -50,24 +50,24 @@ def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands
         return f"{name}: communicates between devices"
     params = random.params_of(eqn)
     if params is None:
-        return f"{_compat.called(eqn)}: of keys, which it does not only move"
+        return f"{_compat.called(eqn)}: computes with random keys; the pipeline knows only operators that move keys"
     e = Equation(builder, eqn, ins, origin, params, stands_for)
     if name not in RULES and e.kind not in OPS:
         return f"{_compat.called(eqn)}: not an op the pipeline knows"
     why = _why_opaque(e)
     if why:
         return why
-    constant = _folded(e)
+    constant = _folded_constant(e)
     made = RULES.get(name, pointwise)(e) if constant is None else constant
     return [made] if isinstance(made, int) else made
 
 
-def _folded(e: Equation) -> int | None:
-    """The literal that an op on literals is: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed index.
-    Where they are repeated, so is it, as the bounds of random numbers are.
+def _folded_constant(e: Equation) -> int | None:
+    """The result of an op on literals, as a literal: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed
+    index. If the operands are repeated literals, such as the bounds of random numbers, the result is repeated as well.
     """
     values = [e.builder.values[v] for v in e.ins]
-    numbers = [known(e.builder, v) for v in e.ins]
+    numbers = [constant_of(e.builder, v) for v in e.ins]
     if e.kind not in OPS or not OPS[e.kind].folded or None in numbers:
         return None
     dtype = e.out_dtype
@@ -86,19 +86,19 @@ def _folded(e: Equation) -> int | None:
 
 
 def _why_opaque(e: Equation) -> str:
-    """What rules out any op: dtypes, placement, requests about rounding. "" if nothing does."""
+    """The dtype, placement or request about rounding that rules out any op; "" if there is none."""
     avals = [*e.in_avals, *(_compat.physical(v.aval) for v in e.eqn.outvars)]
     for aval in avals:
         if not is_array(aval):
-            return f"{e.name}: works on {getattr(aval, 'dtype', 'a token')}, which the pipeline does not know"
+            return f"{e.name}: works on {getattr(aval, 'dtype', 'a token')}, a type that the pipeline does not know"
     if any(_placed(getattr(a, "sharding", None)) for a in avals) or any(
         _placed(e.params.get(k)) for k in ("sharding", "out_sharding")
     ):
-        return f"{e.name}: is explicitly sharded"
+        return f"{e.name}: is explicitly sharded (inside of shard_map a pipeline works on one device's part)"
     if getattr(e.params.get("accuracy"), "name", "DEFAULT" if e.params.get("accuracy") is None else "") != "DEFAULT":
-        return f"{e.name}: asks for an accuracy of its own"
+        return f"{e.name}: asks for an accuracy; only the default one can be pipelined"
     if e.params.get("out_dtype") is not None:
-        return f"{e.name}: asks for a result dtype of its own"
+        return f"{e.name}: asks for another result dtype; convert the result instead"
     spec = OPS.get(e.kind)
     if spec is not None and not spec.gives and not spec.mixes and e.in_avals:
         if len({name_of(a.dtype) for a in avals}) > 1:
@@ -116,20 +116,18 @@ def _placed(sharding: Any) -> bool:
     return spec is None or any(part is not None for part in spec)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The bodies of loops and branches that are left to XLA: rewritten when it is known that they are.
-#
-# Comes in: an equation with bodies, where it stands, and what rewrites a body. Goes out: ``Bodies``, which evaluates the
-# equation. Invariant: a body that cannot be rewritten stays as it is, and is reported as a ``Failure``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- bodies of loops and branches that are left to XLA ----------------------------------------------------------------------------
 
-Rewrite = Callable[[Any], Any]
+BodyRewrite = Callable[[Any], Any]  # from a closed jaxpr to one of the same type
 
 
 class Bodies:
-    """The equation ``eqn``. ``rewrite`` takes a closed jaxpr and returns one of the same type."""
+    """Evaluates the equation ``eqn``, with rewritten bodies once ``prepare`` has been called, when it is known that XLA runs it.
 
-    def __init__(self, eqn: Any, origin: Origin, rewrite: Rewrite | None):
+    A body that cannot be rewritten stays as it is, and is reported as a ``Failure``.
+    """
+
+    def __init__(self, eqn: Any, origin: Origin, rewrite: BodyRewrite | None):
         self.eqn, self.origin, self.rewrite = eqn, origin, rewrite
         self.params: dict[str, Any] | None = None
 
@@ -163,7 +161,7 @@ class Bodies:
 
 
 def failure(error: Exception, eqn: Any, origin: Origin, part: str = "") -> Failure:
-    """``error``, which a rule made of ``eqn``, or of that part of it."""
+    """``error``, which a rule raised for ``eqn``, or for that part of it."""
     line = origin.source
     return Failure.of(error, part + _compat.called(eqn) + (f" ({line})" if line else ""))
 
@@ -172,26 +170,19 @@ def _types(jaxpr: Any) -> list[list[str]]:
     return [[str(value_of(a)) for a in avals] for avals in (_compat.in_avals(jaxpr), _compat.out_avals(jaxpr))]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops in the table's terms: ``scan``, and a ``while`` whose number of steps is known, become the op ``scan``.
-#
-# Comes in: an equation, its operands' value ids, and what captures a jaxpr as a Graph of its own. Goes out: the value ids of its
-# results, or the reason why the loop stays opaque. Invariants: the op's body holds ops of the table only; a carry that the body
-# hands on unchanged is a constant of the op, and so is an array that the body makes of nothing.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- loops: scan, and a while whose number of steps is known, as the op scan ------------------------------------------------------
 
-Inside = Callable[[Any], Captured]  # of a closed jaxpr
+CaptureBody = Callable[[Any], Captured]  # captures a closed jaxpr as a Graph of its own
 
-# Branches of a condition inside a loop that are computed both: they hold at most so many ops, and no products or loops.
+# All branches of a condition inside a loop are computed where each holds at most so many ops, and no products or loops.
 _MOST_OPS = 64
-# Elements of what is as good as a scalar: a key, a pair of bounds.
-_FEW = 16
-_DEAR = frozenset({"dot_general", "scan", "opaque"})
+_COSTLY = frozenset({"dot_general", "scan", "opaque"})
+_FEW = 16  # elements of a value that counts as a scalar: a key, a pair of bounds
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """A loop whose body is ``body``: which of the equation's operands are what, and its number of steps."""
+    """A loop whose body is ``body``: the numbers of the equation's operands that are constants, carries, xs, and how many steps."""
 
     body: Captured
     consts: tuple[int, ...]
@@ -201,9 +192,13 @@ class _Loop:
     reverse: bool
 
 
-def loop(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, inside: Inside) -> list[int] | str:
-    """Value ids of the results of the loop ``eqn`` on ``ins``, or why it has to stay opaque."""
-    found = _scan(eqn, inside) if eqn.primitive.name == "scan" else _while(builder, eqn, ins, inside)
+def loop(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, capture_body: CaptureBody) -> list[int] | str:
+    """Value ids of the results of the loop ``eqn`` on ``ins``, or the reason why it stays opaque.
+
+    The op's body holds ops of the table only. A carry that the body hands on unchanged is a constant of the op, and so is an array
+    that the body makes of nothing.
+    """
+    found = _scan(eqn, capture_body) if eqn.primitive.name == "scan" else _while(builder, eqn, ins, capture_body)
     if isinstance(found, str):
         return found
     graph = found.body.graph
@@ -213,31 +208,31 @@ def loop(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, inside:
     return _append(builder, eqn, ins, bodies, found)
 
 
-def _scan(eqn: Any, inside: Inside) -> _Loop:
+def _scan(eqn: Any, capture_body: CaptureBody) -> _Loop:
     p = eqn.params
     numbers = tuple(range(len(eqn.invars)))
     first, carries = _compat.scan_parts(eqn)
     last = first + carries
-    body = inside(p["jaxpr"])
+    body = capture_body(p["jaxpr"])
     return _Loop(body, numbers[:first], numbers[first:last], numbers[last:], p["length"], p["reverse"])
 
 
-def _while(builder: Builder, eqn: Any, ins: Sequence[int], inside: Inside) -> _Loop | str:
+def _while(builder: Builder, eqn: Any, ins: Sequence[int], capture_body: CaptureBody) -> _Loop | str:
     p = eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
     numbers = tuple(range(len(eqn.invars)))
-    body = inside(p["body_jaxpr"])
-    length = _steps(builder, inside(p["cond_jaxpr"]).graph, body.graph, [*ins[:n], *ins[n + m :]], n, m)
+    body = capture_body(p["body_jaxpr"])
+    length = _steps(builder, capture_body(p["cond_jaxpr"]).graph, body.graph, [*ins[:n], *ins[n + m :]], n, m)
     if length is None:
         return "the number of its steps depends on data"
     return _Loop(body, numbers[n : n + m], numbers[n + m :], (), length, False)
 
 
 def _steps(builder: Builder, cond: Graph, body: Graph, ins: Sequence[int], consts: int, body_consts: int) -> int | None:
-    """How often a loop runs that counts an integer from a constant to a constant by a constant; None for any other."""
+    """The number of steps of a loop that counts an integer from a constant to a constant by a constant; None for any other."""
 
     def number(graph: Graph, v: int, around: Sequence[int]) -> int | float | None:
-        """The constant that ``v`` is, perhaps by way of the operand that it stands for."""
+        """The constant that ``v`` is, in the body or as an operand of the loop; None for any other value."""
         if v in graph.inputs:
             return builder.values[around[graph.inputs.index(v)]].literal
         return graph.values[v].literal
@@ -313,25 +308,25 @@ def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, foun
 
     def evaluate(*arrays: Any) -> list[Any]:
         given = (arrays[place[v]] if v in place else None for v in ins)
-        typed = [random.typed(x, atom.aval) for x, atom in zip(given, eqn.invars, strict=True)]
+        typed = [random.typed_key(x, atom.aval) for x, atom in zip(given, eqn.invars, strict=True)]
         whole = bodies.evaluate(*typed)
-        return [random.plain(whole[k]) for k in results]
+        return [random.key_data(whole[k]) for k in results]
 
     step = Step(bodies.origin, evaluate, prepare=bodies.prepare)
     avals = [_compat.physical(eqn.outvars[k].aval) for k in results]
     params = {"consts": len(consts), "carries": len(changing), "length": found.length, "reverse": found.reverse}
     outs = dict(zip(results, builder.loop(inputs, avals, step, body, **params), strict=True))
-    apart = _scalars_apart(builder, builder.ops[-1], step.origin)
-    outs = {k: apart.get(v, v) for k, v in outs.items()}
+    scalars = _scalar_loop(builder, builder.ops[-1], step.origin)
+    outs = {k: scalars.get(v, v) for k, v in outs.items()}
     handed_on = dict(zip((k for k, s in enumerate(same) if s), (v for _, v in still), strict=True))
     return [outs[k] if k in outs else handed_on[k] for k in range(len(graph.outputs))]
 
 
-def _scalars_apart(builder: Builder, op: Op, origin: Origin) -> dict[int, int]:
-    """Results of the loop ``op`` that need nothing but a few scalars, as results of a second loop, which makes these only.
+def _scalar_loop(builder: Builder, op: Op, origin: Origin) -> dict[int, int]:
+    """Append a second loop, which makes only those results of the loop ``op`` that need nothing but a few scalars. Returns them.
 
     A counter is the same for all rows of a stream, so the call of the large loop could not store it. The second loop is dropped
-    where nobody reads what it makes.
+    where nothing reads its results.
     """
     p, body = parts(op), body_of(op)
 
@@ -362,36 +357,19 @@ def _scalars_apart(builder: Builder, op: Op, origin: Origin) -> dict[int, int]:
     return dict(zip(new.outputs, made, strict=True))
 
 
-def cheap(branch: Captured) -> bool:
+def is_cheap(branch: Captured) -> bool:
     """May the ops of this branch be computed although another branch is taken?"""
     return len(branch.graph.ops) <= _MOST_OPS and not any(
-        op.kind in _DEAR or step.has_effects for op, step in zip(branch.graph.ops, branch.steps, strict=True)
+        op.kind in _COSTLY or step.has_effects for op, step in zip(branch.graph.ops, branch.steps, strict=True)
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Walking a jaxpr: calls are inlined, every other equation becomes ops of the table or one opaque op.
-#
-# Comes in: a closed jaxpr without constants. Goes out: ``Captured``. Invariants: running the ops in order gives what the jaxpr
-# gives; ops with effects keep their order; recomputation that ``jax.checkpoint`` asks for stays behind an
-# ``optimization_barrier``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- a jaxpr, equation by equation ------------------------------------------------------------------------------------------------
 
-# Call-like primitives that are seen through, and the parameter that holds their body.
-_BODY = {
-    "pjit": "jaxpr",
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "kitsune_pipeline": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-}
+# Call-like primitives that are inlined, and the parameter that holds their body.
 _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+_CALLS = ("closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "kitsune_pipeline")
+_BODY = dict.fromkeys(("pjit", "jit", *_CHECKPOINTS), "jaxpr") | dict.fromkeys(_CALLS, "call_jaxpr")
 _LOOPS = {
     "scan": "a loop (scan): its body is pipelined on its own, because ",
     "while": "a loop (while): its body is pipelined on its own, because ",
@@ -399,18 +377,14 @@ _LOOPS = {
 }
 
 
-def capture(
-    closed_jaxpr: Any,
-    rewrite: Rewrite | None = None,
-    context: RewriteContext = ALWAYS,
-) -> Captured:
-    """The Graph of ``closed_jaxpr``, and what JAX needs to evaluate its ops as they stood (``Captured.run``).
+def capture(closed_jaxpr: Any, rewrite: BodyRewrite | None = None, context: RewriteContext = ALWAYS) -> Captured:
+    """The Graph of ``closed_jaxpr``, with the means to evaluate its ops by JAX (``Captured.run``).
 
     Args:
       closed_jaxpr: a closed jaxpr whose constants have been hoisted into arguments.
-      rewrite: what ``Step.prepare`` applies to the (closed) bodies of a ``scan``, ``while`` or ``cond`` equation that is left to
-        XLA; it returns a jaxpr of the same type, which takes the body's place when the op runs. Bodies that hold constants are left
-        alone.
+      rewrite: a function that ``Step.prepare`` applies to the (closed) bodies of a ``scan``, ``while`` or ``cond`` equation that is
+        left to XLA; it returns a jaxpr of the same type, which takes the body's place when the op runs. Bodies that hold constants
+        are left alone.
       context: the target's capabilities and the user's wishes, which decide which rewrites of the Graph follow
         (``rewrites.REWRITES``). Loops and generators at the places ``context.kept`` stay as they are.
 
@@ -434,8 +408,8 @@ def capture(
     builder = Builder()
     inputs = [builder.value(v.aval) for v in jaxpr.invars]
     walk = _Walk(builder, rewrite, [], context)
-    outputs = walk.jaxpr(jaxpr, (), [random.unwrapped(builder, v) for v in inputs], Origin(()))
-    outputs = [random.wrapped(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
+    outputs = walk.jaxpr(jaxpr, (), [random.unwrap(builder, v) for v in inputs], Origin(()))
+    outputs = [random.wrap(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
     return rewritten(captured, REWRITES, context)
@@ -443,11 +417,10 @@ def capture(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """``context``: of the rewrites. ``inside``: in the body of a loop. ``part_of``: the
-    equation on keys that this is the expansion of."""
+    """``context``: of the rewrites. ``inside``: in the body of a loop. ``part_of``: the equation whose expansion this is."""
 
     builder: Builder
-    rewrite: Rewrite | None
+    rewrite: BodyRewrite | None
     failures: list[Failure]
     context: RewriteContext
     inside: bool = False
@@ -468,7 +441,7 @@ class _Walk:
         return self._constant(v.val, v.aval, origin) if _compat.is_literal(v) else env[v]
 
     def _constant(self, x: Any, aval: Any, origin: Origin) -> int:
-        """A literal for a scalar; for anything larger an op without inputs that yields it."""
+        """A literal for a scalar; for any other constant an op without inputs that yields it."""
         scalar = scalar_of(x)
         if scalar is not None and scalar[1] == str(getattr(aval, "dtype", "")):
             return self.builder.literal(*scalar)
@@ -476,10 +449,10 @@ class _Walk:
             literal = self.builder.literal(*number)
             return self.builder.add("broadcast_in_dim", [literal], Step(origin), aval, shape=aval.shape, dims=())
         step = Step(origin, lambda: [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)])
-        return random.unwrapped(self.builder, self.builder.opaque((), [aval], step, "a constant array")[0])
+        return random.unwrap(self.builder, self.builder.opaque((), [aval], step, "a constant array")[0])
 
     def _equation(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
-        """Value ids of the equation's results, which are those of one opaque op where a rule fails."""
+        """Value ids of the equation's results; where a rule fails, of the results of one opaque op."""
         mark = len(self.builder.ops)
         try:
             outs = self._translated(eqn, ins, origin)
@@ -488,7 +461,7 @@ class _Walk:
         except Exception as e:
             self.builder.cut(mark)
             self.failures.append(failure(e, eqn, origin))
-            reason = f"{_compat.called(eqn)}: kitsune_jax failed on it, which is a bug of kitsune_jax ({type(e).__name__}: {e})"
+            reason = f"{_compat.called(eqn)}: a bug of kitsune_jax, please report it ({type(e).__name__}: {e})"
             return self._opaque(eqn, ins, origin, reason)
 
     def _translated(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
@@ -520,7 +493,7 @@ class _Walk:
     def _barrier(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:
         """The inputs of a checkpointed body, the marked ones behind a barrier, without which XLA would merge the recomputation.
 
-        In a loop there is none: what is computed again there was computed in another loop, which nothing merges it with.
+        A body of a loop needs no barrier: the first computation is in another loop, with which XLA merges nothing.
         """
         prevent = eqn.params["prevent_cse"]
         marked = [prevent] * len(ins) if isinstance(prevent, bool) else jax.tree.leaves(prevent)
@@ -533,21 +506,21 @@ class _Walk:
             with origin.context():
                 return jax.lax.optimization_barrier(arrays)
 
-        reason = "a barrier that keeps a recomputation from being merged with what it recomputes"
+        reason = "a barrier that keeps XLA from merging a recomputation with the first computation"
         outs = iter(self.builder.opaque(behind, avals, Step(origin, evaluate), reason))
         return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
 
     def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
         bodies = Bodies(eqn, origin, self.rewrite if eqn.primitive.name in _LOOPS else None)
         step = Step(origin, bodies.evaluate, bool(_effects(eqn)), bodies.prepare)
-        ins = [random.wrapped(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
+        ins = [random.wrap(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
         outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
-        return [random.unwrapped(self.builder, v) for v in outs]
+        return [random.unwrap(self.builder, v) for v in outs]
 
     def _loop(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
-        return loop(self.builder, eqn, ins, Bodies(eqn, origin, self.rewrite), lambda jaxpr: self._captured(jaxpr, origin))
+        return loop(self.builder, eqn, ins, Bodies(eqn, origin, self.rewrite), lambda jaxpr: self._capture_body(jaxpr, origin))
 
-    def _captured(self, closed: Any, origin: Origin) -> Captured:
+    def _capture_body(self, closed: Any, origin: Origin) -> Captured:
         """The body of a loop or a branch inside one, as a Graph of its own."""
         jaxpr, consts = _compat.open_parts(closed)
         builder = Builder()
@@ -556,9 +529,9 @@ class _Walk:
         return rewritten(builder.finish(inputs, outputs), OF_BODIES, self.context)
 
     def _branches(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
-        """In a loop: all branches, if they are cheap, and a choice between their results; else the reason, "" for the usual one."""
+        """In a loop all branches, if they are cheap, and a choice between their results; else "", the usual reason."""
         branches = eqn.params["branches"]
-        if not self.inside or not all(cheap(self._captured(branch, origin)) for branch in branches):
+        if not self.inside or not all(is_cheap(self._capture_body(branch, origin)) for branch in branches):
             return ""
         index, *operands = ins
         results = [self.jaxpr(*_compat.open_parts(branch), operands, origin) for branch in branches]
@@ -576,7 +549,7 @@ class _Walk:
 
 
 def _effects(eqn: Any) -> str:
-    """What the equation does besides computing, in words; "" for nothing. Naming a mesh axis is no side effect."""
+    """The side effects of the equation, in words; "" if it has none. Naming a mesh axis is no side effect."""
     kinds = {type(e).__name__ for e in eqn.effects} - {"NamedAxisEffect"}
     if not kinds:
         return ""
@@ -586,7 +559,7 @@ def _effects(eqn: Any) -> str:
 
 
 def why_not_inlined(eqn: Any) -> str | None:
-    """Why a call has to stay one: what it says about placement or compilation would be lost."""
+    """Why a call is not inlined: it has parameters about placement or compilation, which would be lost. None where it is."""
     p = eqn.params
     if any(type(s).__name__ != "UnspecifiedValue" for s in (*p.get("in_shardings", ()), *p.get("out_shardings", ()))):
         return "a jit with explicit shardings"

@@ -1,4 +1,8 @@
-"""The rules of capture: one function for each JAX primitive that is not an op of the table under its own name."""
+"""The rules of capture: one function for each JAX primitive that is not an op of the table under its own name.
+
+Comes in: an ``Equation``. Goes out: value ids of its results, or the reason why it stays opaque. Invariants: a rule that returns a
+reason has appended nothing; gathers and scatters give the values that JAX gives, for indices out of range as well.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +18,34 @@ from jax import lax
 
 from kitsune_jax.capture import random
 from kitsune_jax.capture.edit import Builder
-from kitsune_jax.capture.equation import MODES, Equation, Numbers, components, known, mode_of, numbers_of
+from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, constant_of, mode_of, scatter_dims_of
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.pointwise import LOG2_E
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import FORMATS, INTEGERS, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# ``dot_general`` in the op table's terms: a product that adds up, or an outer product, which is a multiplication.
-#
-# Comes in: an ``Equation``, a ``dot_general``. Goes out: value ids of its result, or the reason why it stays opaque. Invariant:
-# the op ``dot_general`` contracts at least one pair of dimensions. Transposition writes the gradient of ``vdot(w, w)`` as a
-# ``dot_general`` of a number and an array that contracts nothing: such a product has one term for each element of its result.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- dot_general ------------------------------------------------------------------------------------------------------------------
 
 _MOST_PRECISE = ("DEFAULT", "HIGH", "HIGHEST")
-# Algorithms that multiply numbers of a type, and what is wider rounded to it; such products are exact and added up in float32
-# anyway. jax.nn.dot_product_attention asks for them, its gradient with an operand in float32.
+# Algorithms that round wider operands to a type; its products are exact, and added up in float32 anyway.
+# jax.nn.dot_product_attention asks for them, its gradient with an operand in float32.
 _ROUNDED = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
 
 
 def dot_general(e: Equation) -> int | str:
-    """One op that adds products up in ``accumulate``, or a multiplication where nothing is contracted."""
+    """One op that adds products up in ``accumulate``, or an outer product, which is a multiplication, where nothing is contracted.
+
+    Transposition writes the gradient of ``vdot(w, w)`` as a ``dot_general`` of a number and an array that contracts nothing.
+    """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = e.params["dimension_numbers"]
     dtypes = [str(a.dtype) for a in (*e.in_avals, e.out)]
     if "bool" in dtypes or len({is_float(d) for d in dtypes}) > 1:
         return f"dot_general: multiplies {dtypes[0]} by {dtypes[1]} into {dtypes[2]}"
     narrow = _ROUNDED.get(str(getattr(e.params["precision"], "name", "")))
-    narrow = narrow if narrow in dtypes[:2] else None  # two wide operands XLA does not round on every platform
+    narrow = narrow if narrow in dtypes[:2] else None  # XLA does not round two wide operands on every platform
     precision = None if narrow else _precision(e.params["precision"], dtypes)
-    alike = narrow or _common(*dtypes[:2])
+    common = narrow or _common(*dtypes[:2])
     if precision == "":
         return f"dot_general: asks for {e.params['precision']}"
     accumulate = dtypes[2] if not is_float(dtypes[2]) else "float64" if "float64" in dtypes else "float32"
@@ -52,7 +53,7 @@ def dot_general(e: Equation) -> int | str:
         return _outer(e, lhs_batch, rhs_batch, accumulate)
     return e.op(
         "dot_general",
-        *(e.convert(v, alike) for v in e.ins),
+        *(e.convert(v, common) for v in e.ins),
         lhs_contract=lhs_contract,
         rhs_contract=rhs_contract,
         lhs_batch=lhs_batch,
@@ -63,15 +64,15 @@ def dot_general(e: Equation) -> int | str:
 
 
 def _common(lhs: str, rhs: str) -> str:
-    """The dtype in which both operands are multiplied: every number of either is one of it."""
+    """The dtype in which both operands are multiplied: it holds every number of either."""
     return lhs if lhs == rhs or not (is_float(lhs) and is_float(rhs)) else str(jnp.promote_types(lhs, rhs))
 
 
 def _outer(e: Equation, lhs_batch: Sequence[int], rhs_batch: Sequence[int], accumulate: str) -> int:
-    """Each side spread over the dimensions of the result (batch, free of the left, free of the right), then multiplied.
+    """Each side repeated over the dimensions of the result (batch, free of the left, free of the right), then multiplied.
 
-    The product is rounded once: where the dtypes differ it is made in ``accumulate``, which holds it exactly or is what a product
-    that adds up would round it to first.
+    The product is rounded once: where the dtypes differ it is made in ``accumulate``, which holds it exactly, or to which a product
+    that adds up would round it first.
     """
     dtype, shape = e.out_dtype, e.out_shape
     wide = dtype if all(e.dtype_of(v) == dtype for v in e.ins) else accumulate
@@ -87,7 +88,7 @@ def _outer(e: Equation, lhs_batch: Sequence[int], rhs_batch: Sequence[int], accu
 
 
 def _precision(precision: Any, dtypes: Sequence[str]) -> str | None:
-    """The stronger of the operands' precisions by name, ``None`` where nothing is asked for, "" for what cannot be promised."""
+    """The stronger of the operands' precisions by name, ``None`` where none is asked for, "" for one that cannot be promised."""
     if precision is None:
         return None
     sides = precision if isinstance(precision, tuple) else (precision,)
@@ -98,26 +99,22 @@ def _precision(precision: Any, dtypes: Sequence[str]) -> str | None:
     return "HIGHEST" if len(names) == 1 and all(d == exact.get(names[0]) for d in dtypes) else ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Gathers and scatters of whole rows as the ops ``take`` and ``scatter_sum``, ``_max``, ``_min``, ``_prod``.
-#
-# Comes in: an ``Equation``, a gather or a scatter that folds. Goes out: value ids of its result, or the reason why it stays
-# opaque. Invariant: the values that JAX gives, for indices out of range as well.
-#
-# The indexed dimensions of the array become one: several components of an index become one number, and a batching dimension is a
-# component that counts. An index with a component out of range becomes -1. Dimensions change places only where the indexed ones
-# do not stand side by side, or the result wants its own elsewhere.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- gathers and scatters of whole rows: take, scatter_sum, _max, _min, _prod -----------------------------------------------------
 
 _COMBINED = {"sum": "add", "max": "max", "min": "min", "prod": "mul"}
 _MOST = 2**31 - 1
-# An array so many times as large as what is folded into it stays with XLA, which may write into it in place.
+# An array so many times as large as the rows folded into it stays with XLA, which may write into it in place.
 _IN_PLACE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The array as rows: dimensions ``before``, then ``indexed`` as one, then ``after``."""
+    """The array as rows: dimensions ``before``, then ``indexed`` as one, then ``after``.
+
+    The indexed dimensions become one: several components of an index become one number, and a batching dimension is a component
+    that counts. An index with a component out of range becomes -1. Dimensions change places only where the indexed ones do not
+    stand side by side, or the result wants them elsewhere.
+    """
 
     shape: tuple[int, ...]
     before: tuple[int, ...]
@@ -139,12 +136,12 @@ class _Rows:
 
 def take(e: Equation) -> int | str:
     """``jnp.take`` of the rows of an array."""
-    numbers, index_rank = numbers_of(e), len(e.shape_of(e.ins[1])) - 1
+    numbers, index_rank = scatter_dims_of(e), len(e.shape_of(e.ins[1])) - 1
     rows = _rows(e, numbers, e.params["slice_sizes"])
     if isinstance(rows, str):
         return rows
     index = _index(e, numbers, rows, modulo=True)
-    mode = "fill" if mode_of(e) == "FILL_OR_DROP" else "clip"  # what is promised to be in range is clipped by XLA as well
+    mode = "fill" if mode_of(e) == "FILL_OR_DROP" else "clip"  # XLA clips indices that are promised to be in range as well
     if mode == "clip" and len(rows.indexed) > 1:
         mode = "promise_in_bounds"  # each component has been clipped
     shape = [rows.shape[d] for d in rows.order]
@@ -157,21 +154,21 @@ def take(e: Equation) -> int | str:
 
 
 def scatter(e: Equation, fold: str) -> int | str:
-    """What is folded into the rows of an array, and the array folded with it unless it changes nothing."""
+    """Rows folded by their index, and then the array folded with the result, unless the array changes nothing."""
     if e.out_dtype == "bool" and fold in ("sum", "prod"):
         return f"{e.name}: of booleans"
     x, index, updates = e.ins
-    numbers, index_rank = numbers_of(e), len(e.shape_of(index)) - 1
+    numbers, index_rank = scatter_dims_of(e), len(e.shape_of(index)) - 1
     given = e.shape_of(updates)
     in_window = [d for d in range(len(e.shape_of(x))) if d not in (*numbers.dropped, *numbers.batching)]
     sizes = dict(zip(in_window, (given[k] for k in numbers.window), strict=True))
     rows = _rows(e, numbers, [sizes.get(d, 1) for d in range(len(e.shape_of(x)))])
     if isinstance(rows, str):
         return rows
-    start = known(e.builder, x)
+    start = constant_of(e.builder, x)
     fresh = start is not None and start == identity(fold, np_dtype(e.out_dtype))
     if not fresh and math.prod(e.shape_of(x)) > _IN_PLACE * math.prod(given):
-        return f"{e.name}: changes a small part of an array, which XLA does in place"
+        return f"{e.name}: changes a small part of an array; XLA does that in place"
     names = _names(given, numbers, rows)
     order = [names.index(n) for n in _rows_names(rows, index_rank)]
     squeezed = [given[k] for k in range(len(given)) if not _is_indexed(k, numbers, rows)]
@@ -192,8 +189,8 @@ def scatter(e: Equation, fold: str) -> int | str:
 # --- which dimensions are which ---------------------------------------------------------------------------------------------------
 
 
-def _rows(e: Equation, numbers: Numbers, sizes: Sequence[int]) -> _Rows | str:
-    """How the array's rows lie, or why it is not indexed by whole rows. ``sizes``: of what is read or written at each index."""
+def _rows(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> _Rows | str:
+    """The array as rows, or why it is not indexed by whole rows. ``sizes``: of the window read or written at each index."""
     shape = e.shape_of(e.ins[0])
     if mode_of(e) not in MODES:
         return f"{e.name}: treats indices out of range by {mode_of(e)}"
@@ -204,46 +201,46 @@ def _rows(e: Equation, numbers: Numbers, sizes: Sequence[int]) -> _Rows | str:
     if not indexed:
         return f"{e.name}: has an index without components"
     if any(sizes[d] != 1 for d in indexed):
-        return f"{e.name}: each index stands for a window of several rows"
+        return f"{e.name}: each index reads or writes a window of several rows"
     kept = [d for d in range(len(shape)) if d not in indexed]
     if any(sizes[d] != shape[d] or d in numbers.dropped for d in kept):
-        return f"{e.name}: each index stands for a part of a row"
+        return f"{e.name}: each index reads or writes a part of a row"
     if len(indexed) > 1 and math.prod(shape[d] for d in indexed) > _MOST:
         return f"{e.name}: the indexed dimensions have more than 2**31 elements together"
     before = tuple(d for d in kept if d < indexed[0])
     return _Rows(shape, before, indexed, tuple(d for d in kept if d > indexed[0]))
 
 
-def _whole(e: Equation, numbers: Numbers, sizes: Sequence[int]) -> set[int]:
+def _whole(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> set[int]:
     """Dimensions with a component of the index that are read or written whole: the component is 0, or clipped to it."""
     shape, count = e.shape_of(e.ins[0]), len(numbers.index_map)
     pieces = dict(zip(numbers.index_map, components(e, count), strict=False))
     clips = mode_of(e) == "CLIP" or (mode_of(e) == "PROMISE_IN_BOUNDS" and e.name == "gather")
     whole = {d for d in numbers.index_map if sizes[d] == shape[d] != 1}
-    return {d for d in whole if clips or (d in pieces and known(e.builder, pieces[d]) == 0)}
+    return {d for d in whole if clips or (d in pieces and constant_of(e.builder, pieces[d]) == 0)}
 
 
 Name = tuple[str, int]  # a dimension of the array ("x") or of the index ("i")
 
 
 def _rows_names(rows: _Rows, index_rank: int) -> list[Name]:
-    """The dimensions of what ``take`` gives and a scatter folds in."""
+    """The dimensions of the rows that ``take`` makes and ``scatter_*`` folds."""
     return [*(("x", d) for d in rows.before), *(("i", k) for k in range(index_rank)), *(("x", d) for d in rows.after)]
 
 
-def _windowed(numbers: Numbers, rows: _Rows) -> dict[int, int]:
-    """Dimension of what is gathered or folded in -> that of the array which it comes from or goes to."""
+def _windowed(numbers: ScatterDims, rows: _Rows) -> dict[int, int]:
+    """Dimension of the gathered or folded rows -> dimension of the array that it comes from or goes to."""
     in_window = [d for d in range(len(rows.shape)) if d not in (*numbers.dropped, *numbers.batching)]
     return dict(zip(numbers.window, in_window, strict=True))
 
 
-def _is_indexed(k: int, numbers: Numbers, rows: _Rows) -> bool:
-    """Is dimension ``k`` of what is gathered or folded in an indexed one, of extent 1?"""
+def _is_indexed(k: int, numbers: ScatterDims, rows: _Rows) -> bool:
+    """Is dimension ``k`` of the gathered or folded rows an indexed one, of extent 1?"""
     return _windowed(numbers, rows).get(k) in rows.indexed
 
 
-def _names(shape: Sequence[int], numbers: Numbers, rows: _Rows) -> list[Name]:
-    """The dimensions of what JAX gathers or folds in, without indexed ones."""
+def _names(shape: Sequence[int], numbers: ScatterDims, rows: _Rows) -> list[Name]:
+    """The dimensions of the rows that JAX gathers or folds, without indexed ones."""
     windowed, counted = _windowed(numbers, rows), iter(range(len(shape)))
     names = [("x", windowed[k]) if k in windowed else ("i", next(counted)) for k in range(len(shape))]
     return [n for n in names if n[0] == "i" or n[1] not in rows.indexed]
@@ -252,8 +249,8 @@ def _names(shape: Sequence[int], numbers: Numbers, rows: _Rows) -> list[Name]:
 # --- one index out of several components ------------------------------------------------------------------------------------------
 
 
-def _index(e: Equation, numbers: Numbers, rows: _Rows, modulo: bool) -> int:
-    """One index for each row. ``modulo``: JAX takes an index of a gather that may be filled modulo 2**32."""
+def _index(e: Equation, numbers: ScatterDims, rows: _Rows, modulo: bool) -> int:
+    """One index for each row. ``modulo``: of a gather; JAX takes its index modulo 2**32 where rows out of range are filled."""
     v, count = e.ins[1], len(numbers.index_map)
     shape = e.shape_of(v)[:-1]
     pieces = components(e, count) or [e.part(v, len(shape), k, 1) for k in range(count)]
@@ -301,24 +298,20 @@ def _fill(e: Equation) -> Scalar | None:
     return None if scalar is None or scalar != scalar else scalar
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Gathers of one element per row, and their gradients, as ops that stream: a compare with the column's number, then a select.
-#
-# Comes in: an ``Equation``, a ``gather`` or ``scatter-add``. Goes out: value ids of its result, or the reason why it stays
-# opaque. Invariant: the values that JAX gives, for indices out of range as well. Each row has one index, so nothing is added up:
-# a gather is the largest of what the index lets through, which is exact. What is no such gather is a matter of ``lookups``.
-#
-# The labels of a cross-entropy come in three forms: ``take_along_axis`` (the other dimensions are batching ones), ``x[arange,
-# labels]`` (the index has a component for each dimension, and all but one count rows) and ``vmap`` of ``row[label]`` (as the
-# first).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- gathers of one element per row, and their gradients: a comparison with the column's number, then a select --------------------
 
 _INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pick:
-    """Dimension ``along`` of the array is indexed by value ``index``, which runs over dimensions ``index_dims`` of the array."""
+    """Dimension ``along`` of the array is indexed by value ``index``, which runs over dimensions ``index_dims`` of the array.
+
+    The labels of a cross-entropy come in three forms: ``take_along_axis`` (the other dimensions are batching ones), ``x[arange,
+    labels]`` (the index has a component for each dimension, and all but one count rows) and ``vmap`` of ``row[label]`` (as the
+    first). Each row has one index, so nothing is added up: a gather is the largest of the elements that the comparison with the
+    index keeps, which is exact.
+    """
 
     shape: tuple[int, ...]
     along: int
@@ -339,27 +332,27 @@ class _Pick:
 
 
 def gather(e: Equation) -> int | str:
-    """One element of each row."""
+    """One element of each row, or whole rows (``take``)."""
     p = _pick(e, e.out_shape)
     if p is None:
         return take(e)
-    x, index = e.ins[0], known(e.builder, p.index)
+    x, index = e.ins[0], constant_of(e.builder, p.index)
     if isinstance(index, int) and 0 <= index < p.extent:
         return e.reshape(e.part(x, p.along, index, 1), e.out_shape)
     if not _is_computed(e.builder, x):
         return take(e)
-    return e.reshape(_taken(e, p, mode_of(e) == "FILL_OR_DROP"), e.out_shape)
+    return e.reshape(_picked(e, p, mode_of(e) == "FILL_OR_DROP"), e.out_shape)
 
 
 def scatter_add(e: Equation) -> int | str:
-    """One element of each row added to: the gradient of ``gather``."""
+    """Add to one element of each row: the gradient of ``gather``. Or to whole rows (``scatter``)."""
     x, _, updates = e.ins
     p = _pick(e, e.shape_of(updates))
     if p is None or e.out_dtype == "bool":
         return scatter(e, "sum")
     each = e.broadcast(e.reshape(updates, p.row_shape), p.shape, p.others)
     total = e.op("add", x, each)
-    if p.extent == 1 and known(e.builder, p.index) == 0:
+    if p.extent == 1 and constant_of(e.builder, p.index) == 0:
         return total
     hit = _hits(e, p, _clamped_pick(e, p) if mode_of(e) == "CLIP" else _flat(e, p))
     return e.op("select_n", hit, x, total)
@@ -369,8 +362,8 @@ def scatter_add(e: Equation) -> int | str:
 
 
 def _pick(e: Equation, rows: tuple[int, ...]) -> _Pick | None:
-    """What is picked; None where it is not one element per row. ``rows``: the shape of the elements."""
-    x, index, numbers = e.shape_of(e.ins[0]), e.builder.values[e.ins[1]], numbers_of(e)
+    """The elements that are picked; None where it is not one element per row. ``rows``: the shape of the elements."""
+    x, index, numbers = e.shape_of(e.ins[0]), e.builder.values[e.ins[1]], scatter_dims_of(e)
     if mode_of(e) not in MODES or index.dtype not in _INDEX_DTYPES or 0 in (*x, *index.shape):
         return None
     in_window = [d for d in range(len(x)) if d not in (*numbers.dropped, *numbers.batching)]
@@ -401,9 +394,8 @@ def _pick(e: Equation, rows: tuple[int, ...]) -> _Pick | None:
 
 
 def _counted(builder: Builder, v: int) -> int | None:
-    """The dimension along which ``v`` is 0, 1, 2 ..., if it is.
-
-    JAX makes an index valid by ``where(i < 0, i + n, i)``, which leaves such a value as it is.
+    """The dimension along which ``v`` counts 0, 1, 2 ..., perhaps by way of ``where(i < 0, i + n, i)``, with which JAX makes an
+    index valid; None for any other value.
     """
     op, shape = builder.made_by(v), builder.values[v].shape
     if op is None:
@@ -412,7 +404,9 @@ def _counted(builder: Builder, v: int) -> int | None:
         return int(op["dimension"])
     if op.kind == "select_n":
         test = builder.made_by(op.inputs[0])
-        wraps = test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and known(builder, test.inputs[1]) == 0
+        wraps = (
+            test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and constant_of(builder, test.inputs[1]) == 0
+        )
         return _counted(builder, op.inputs[1]) if wraps else None
     if op.kind not in ("broadcast_in_dim", "reshape"):
         return None
@@ -431,23 +425,23 @@ def _counted(builder: Builder, v: int) -> int | None:
 
 
 def _is_computed(builder: Builder, v: int) -> bool:
-    """Is ``v`` made by an op that may stream? A compare with each column would read all of an array that lies in memory."""
+    """Is ``v`` made by an op that may stream? A comparison with each column would read all of an array that lies in memory."""
     op = builder.made_by(v)
     if op is not None and op.kind in ("broadcast_in_dim", "reshape", "transpose"):
         return _is_computed(builder, op.inputs[0])
     return op is not None and op.kind != "opaque"
 
 
-# --- the ops that stand for it ----------------------------------------------------------------------------------------------------
+# --- the ops of a pick -----------------------------------------------------------------------------------------------------------
 
 
-def _taken(e: Equation, p: _Pick, fill: bool) -> int:
+def _picked(e: Equation, p: _Pick, fill: bool) -> int:
     """A value of shape ``p.row_shape``."""
     dtype = e.out_dtype
-    index = e.convert(_flat(e, p), "int32") if fill else _clamped_pick(e, p)  # JAX takes an index to fill by modulo 2**32, too
+    index = e.convert(_flat(e, p), "int32") if fill else _clamped_pick(e, p)  # as JAX, modulo 2**32 if filled
     least = -np.inf if is_float(dtype) else int(np.iinfo(dtype).min) if dtype in INTEGERS else False
-    let_through = e.op("select_n", _hits(e, p, index), _full(e, least, p.shape), e.ins[0])
-    found = e.op("reduce_max", let_through, axes=(p.along,))
+    kept = e.op("select_n", _hits(e, p, index), _full(e, least, p.shape), e.ins[0])
+    found = e.op("reduce_max", kept, axes=(p.along,))
     if not fill:
         return found
     inside = _inside(e, p, index)
@@ -485,12 +479,7 @@ def _full(e: Equation, scalar: Any, shape: Sequence[int]) -> int:
     return e.broadcast(e.constant(scalar), shape, ())
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# How JAX's primitives become ops of the table: one rule per primitive whose parameters differ, or that stands for several ops.
-#
-# Comes in: an ``Equation``. Goes out: value ids of its results, or the reason why it stays opaque. Invariant: a rule that returns
-# a reason has appended nothing.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- all other primitives, and the table of the rules -----------------------------------------------------------------------------
 
 Rule = Callable[[Equation], "int | list[int] | str"]
 
@@ -499,9 +488,7 @@ _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
 
 def pointwise(e: Equation) -> int | str:
-    """Operands of full shape or of rank 0; a dimension of extent 1 that JAX would expand on the way is expanded by an op of its
-    own.
-    """
+    """An op on operands of full shape or of rank 0; a dimension of extent 1 that JAX would expand is expanded by an op before."""
     shape = e.out_shape
     if any(s and len(s) != len(shape) for s in map(e.shape_of, e.ins)):
         return f"{e.name}: operands of different ranks"
@@ -514,10 +501,10 @@ def _select(e: Equation) -> int | list[int] | str:
     if len(e.ins) != 3:
         return "select_n: more than two cases"
     which, *cases = e.ins
-    if 0 < len(e.shape_of(which)) < len(e.out_shape):  # of keys: all words of one alike
+    if 0 < len(e.shape_of(which)) < len(e.out_shape):  # one choice for all words of a key
         which = e.broadcast(which, e.out_shape, range(len(e.shape_of(which))))
-    if (known := e.builder.values[which].literal) is not None and e.shape_of(cases[int(known > 0)]) == e.out_shape:
-        return [cases[int(known > 0)]]  # as jnp.var chooses by the number of elements
+    if (fixed := e.builder.values[which].literal) is not None and e.shape_of(cases[int(fixed > 0)]) == e.out_shape:
+        return [cases[int(fixed > 0)]]  # as jnp.var chooses by the number of elements
     if e.dtype_of(which) != "bool":
         which = e.op("ge", which, e.constant(1, e.dtype_of(which)))
     return e.op("select_n", which, *cases)
@@ -558,15 +545,11 @@ def _pow(e: Equation) -> int | str:
     return pointwise(e)
 
 
-def _log2(e: Equation) -> int:
-    return e.op("mul", e.op("log", *e.ins), e.constant(LOG2_E))
-
-
 def _polynomial(e: Equation) -> int | str:
     """Horner's rule, lowest coefficient first."""
     x, *terms = e.ins
     if len(terms) > (e.params.get("unroll") or _UNROLLED_TERMS):
-        return "polynomial: so many terms are a loop"
+        return "polynomial: JAX evaluates so many terms in a loop"
     if any(e.shape_of(v) not in ((), e.out_shape) for v in e.ins):
         return "polynomial: operands of different shapes"
     result = terms[-1]
@@ -590,10 +573,6 @@ def _reshape(e: Equation) -> int | str:
         return "reshape: the shape is not known"
     order = e.params.get("dimensions")
     return e.reshape(e.ins[0] if order is None else e.transpose(e.ins[0], order), e.out_shape)
-
-
-def _rev(e: Equation) -> int | list[int]:
-    return e.op("rev", *e.ins, dimensions=e.params["dimensions"]) if e.params["dimensions"] else e.ins
 
 
 def _split(e: Equation) -> list[int]:
@@ -632,10 +611,6 @@ def _pad(e: Equation) -> int:
     return e.op("pad", *e.ins, low=low, high=high, interior=interior)
 
 
-def _concatenate(e: Equation) -> int | list[int]:
-    return e.ins if len(e.ins) == 1 else e.op("concatenate", *e.ins, dimension=e.params["dimension"])
-
-
 def _iota(e: Equation) -> int | str:
     return "iota: the shape is not known" if e.ins else e.op("iota", shape=e.out_shape, dimension=e.params["dimension"])
 
@@ -644,19 +619,19 @@ def _reduce(e: Equation) -> int | list[int]:
     axes = tuple(sorted(map(int, e.params["axes"])))
     made = e.builder.made_by(e.ins[0])
     if made is not None and made.kind == "reshape" and e.shape_of(made.inputs[0]) == e.out_shape:
-        return list(made.inputs)  # over dimensions of extent 1 that were just added, as the gradient of ``bias[None]`` does
+        return list(made.inputs)  # dimensions of extent 1 that were just added, as in the gradient of ``bias[None]``
     return e.op(e.name, *e.ins, axes=axes) if axes else e.ins
 
 
 def _window(e: Equation) -> int | list[int]:
-    """A slice, or an update, along those dimensions that it does not have whole; what begins at constants is a slice or a pad."""
+    """A slice, or an update, along the dimensions that it does not have whole; a slice that begins at constants is a static one."""
     updates = e.name == "dynamic_update_slice"
     arrays, starts = (e.ins[:2], e.ins[2:]) if updates else (e.ins[:1], e.ins[1:])
     shape, window = e.shape_of(arrays[0]), e.shape_of(arrays[1]) if updates else e.out_shape
     dims = [d for d, (n, m) in enumerate(zip(shape, window, strict=True)) if m != n]
     if not dims:
         return [arrays[-1]]
-    numbers = [known(e.builder, starts[d]) for d in dims]
+    numbers = [constant_of(e.builder, starts[d]) for d in dims]
     if not updates and None not in numbers:
         first = [0] * len(shape)
         for d, number in zip(dims, numbers, strict=True):
@@ -681,21 +656,21 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _reduce_precision,
     "device_put": _device_put,
     "one_minus_square": _one_minus_square,
-    "log2": _log2,
+    "log2": lambda e: e.op("mul", e.op("log", *e.ins), e.constant(LOG2_E)),
     "pow": _pow,
     "polynomial": _polynomial,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
     "squeeze": lambda e: e.reshape(e.ins[0], e.out_shape),
     "transpose": lambda e: e.transpose(e.ins[0], e.params["permutation"]),
-    "rev": _rev,
+    "rev": lambda e: e.op("rev", *e.ins, dimensions=e.params["dimensions"]) if e.params["dimensions"] else e.ins,
     "slice": lambda e: e.slice(e.ins[0], e.params["start_indices"], e.params["limit_indices"], e.params["strides"] or ()),
     "split": _split,
     "unstack": _unstack,
     "stack": _stack,
     "tile": _tile,
     "pad": _pad,
-    "concatenate": _concatenate,
+    "concatenate": lambda e: e.ins if len(e.ins) == 1 else e.op("concatenate", *e.ins, dimension=e.params["dimension"]),
     "iota": _iota,
     "dynamic_slice": _window,
     "dynamic_update_slice": _window,

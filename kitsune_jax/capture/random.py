@@ -1,4 +1,12 @@
-"""Random bits in a Graph: typed keys as arrays of uint32, and the hashes that make bits of them."""
+"""Random bits in a Graph: typed keys as arrays of uint32, and the hashes that make bits of them.
+
+Comes in: values of a Graph under construction, with JAX's types of them, or an ``Equation``. Goes out: value ids of results, or the
+reason why an equation stays opaque. Invariants: only arguments and results of the Graph and of opaque ops have the type of keys;
+inside, a key is its array of uint32, with one dimension more. Both conversions cost nothing, for JAX lowers a key as that array.
+
+JAX's own functions say how keys are split, folded and turned into bits (``_compat.random_jaxpr``); they consist of two primitives,
+whose rules are here, and of ops that the table has anyway.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +17,15 @@ import jax
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.edit import Builder, Origin, Step, value_of
-from kitsune_jax.capture.equation import Equation, known
+from kitsune_jax.capture.equation import Equation, constant_of
 from kitsune_jax.ops.spec import np_dtype
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Typed keys of ``jax.random`` in a Graph: as the arrays of uint32 that they are, a dimension more at their end.
-#
-# Comes in: values of a Graph under construction, and JAX's types of what they stand for. Goes out: the same, keys taken out of
-# their type or put into it. Invariant: only arguments and results of the Graph and of opaque ops have the type of keys; both
-# directions cost nothing, for JAX lowers a key as that array.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------------------------------------------
 
 UNWRAP, WRAP = "random_unwrap", "random_wrap"  # labels of the ops
 _REASON = "a key, which is an array of uint32 inside of pipelines"
 
-# Primitives that move keys about, and the parameters that name all dimensions: what stands in them for a key's own.
+# Primitives that move keys, and their parameters that have one entry for each dimension, so also for the words of a key.
 _MOVES: dict[str, tuple[str, ...]] = {
     "broadcast_in_dim": ("broadcast_dimensions",),
     "concatenate": (),
@@ -40,38 +42,38 @@ _MOVES: dict[str, tuple[str, ...]] = {
 }
 
 
-def unwrapped(builder: Builder, v: int) -> int:
-    """The array that ``v`` is: ``v`` itself unless it is of keys."""
+def unwrap(builder: Builder, v: int) -> int:
+    """The array of uint32 of keys ``v``; ``v`` itself if it is an array."""
     aval = builder.avals[v]
     if aval is None or not _compat.is_key(aval):
         return v
-    step = Step(Origin(), lambda keys: [plain(keys)])
+    step = Step(Origin(), lambda keys: [key_data(keys)])
     return builder.opaque([v], [_compat.physical(aval)], step, _REASON, UNWRAP)[0]
 
 
-def wrapped(builder: Builder, v: int, aval: Any) -> int:
-    """The value of type ``aval`` that the array ``v`` stands for: ``v`` itself unless that is of keys."""
+def wrap(builder: Builder, v: int, aval: Any) -> int:
+    """The keys of type ``aval`` whose array is ``v``; ``v`` itself if ``aval`` is an array."""
     if not _compat.is_key(aval):
         return v
     made = builder.made_by(v)
     if made is not None and made.label == UNWRAP and builder.avals[made.inputs[0]] == aval:
         return made.inputs[0]
-    step = Step(Origin(), lambda x: [typed(x, aval)])
+    step = Step(Origin(), lambda x: [typed_key(x, aval)])
     return builder.opaque([v], [aval], step, _REASON, WRAP)[0]
 
 
-def plain(x: Any) -> Any:
-    """The array (or tracer) of uint32 that ``x`` is if it is of keys, else ``x``."""
+def key_data(x: Any) -> Any:
+    """The array (or tracer) of uint32 of keys ``x``; ``x`` itself if it is an array."""
     return jax.random.key_data(x) if x is not None and _compat.is_key(x) else x
 
 
-def typed(x: Any, aval: Any) -> Any:
-    """``x``, which is an array that no key is typed in, as one of type ``aval``."""
+def typed_key(x: Any, aval: Any) -> Any:
+    """The array (or tracer) ``x`` as keys of type ``aval``; ``x`` itself if ``aval`` is an array."""
     return _compat.wrapped_like(x, aval) if x is not None and _compat.is_key(aval) else x
 
 
 def params_of(eqn: Any) -> dict[str, Any] | None:
-    """The parameters of an equation as it is on arrays: those of one on keys that moves them about; None for others on keys."""
+    """The parameters of an equation once keys are arrays; None where an equation on keys does more than move them."""
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     keys = [aval for aval in avals if _compat.is_key(aval)]
     if not keys:
@@ -86,39 +88,35 @@ def params_of(eqn: Any) -> dict[str, Any] | None:
     return params | {k: (*params[k], last[k]) for k in _MOVES[name] if params[k] is not None}
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the primitives below ``jax.random`` are in the table: hashes of counters, and the counters.
-#
-# Comes in: an ``Equation``. Goes out: value ids of its results, or the reason why it stays opaque. JAX's own functions say how
-# keys are split, folded and turned into bits (``_compat.random_jaxpr``); they are made of two primitives, which stand here, and
-# of ops that the table has anyway. Invariant: a rule that returns a reason has appended nothing.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- hashes of counters, and the counters -----------------------------------------------------------------------------------------
 
 _KIND = "threefry2x32"
 _FEW = 8  # hashes of each key that are made one by one
-# XLA makes four elements of each hash, a pipeline one: what is not in a pipeline stays the generator.
+# XLA makes four elements of each hash, a pipeline one: outside of pipelines the generator stays.
 GENERATOR = "rng_bit_generator: the bits of an rbg key that no pipeline makes are left to XLA's generator"
-_PHILOX = ("RNG_DEFAULT", "RNG_PHILOX")  # what XLA makes the default of, on CPUs and GPUs alike
+_PHILOX = ("RNG_DEFAULT", "RNG_PHILOX")  # the default is Philox in XLA, on CPUs and GPUs alike
 
 
 def threefry(e: Equation) -> list[int]:
     """Both words of a hash. Operands of other shapes than the result have dimensions of extent 1, or none."""
-    if (numbered := _numbered(e)) is not None:
-        return numbered
-    ins = [v if e.shape_of(v) == () else _spread(e, v) for v in e.ins]
+    if (hashes := _split_keys(e)) is not None:
+        return hashes
+    ins = [v if e.shape_of(v) == () else _repeated(e, v) for v in e.ins]
     if all(e.shape_of(v) != e.out_shape for v in ins):
         ins[0] = e.broadcast(ins[0], e.out_shape, ())
     return [e.op(_KIND, *ins, word=word) for word in ("first", "second")]
 
 
-def _numbered(e: Equation) -> list[int] | None:
-    """The split of each of many keys into a few: their hashes one after the other, each of a number. A hash of one number for all
-    keys is fast code, hashes of rows of three are not; and whoever takes one of the new keys finds it. None for other hashes.
+def _split_keys(e: Equation) -> list[int] | None:
+    """Split each of many keys into a few, one new key after the other, by a hash of its number; None for other hashes.
+
+    A hash of one number for all keys is fast code, hashes of rows of three are not; and an op that takes one of the new keys finds
+    it.
     """
     if all(eqn.primitive.name != "random_split" for eqn in e.step.origin.eqns):
         return None
     *outer, few = e.out_shape or (0,)
-    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or known(e.builder, e.ins[2]) != 0:
+    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or constant_of(e.builder, e.ins[2]) != 0:
         return None
     keys = [v if e.shape_of(v) == () else e.reshape(v, outer) for v in e.ins[:2] if e.shape_of(v) in ((), (*outer, 1))]
     if len(keys) < 2 or all(e.shape_of(v) == () for v in keys):
@@ -137,9 +135,9 @@ def _counts_along_last(e: Equation, v: int) -> bool:
     return bool(one) and made is not None and made.kind == "iota" and e.shape_of(v) == e.out_shape[-1:]
 
 
-def _spread(e: Equation, v: int) -> int:
-    """``v`` in the shape of the result or as a number, by one op where its dimensions of extent 1 were added only to be spread."""
-    if (number := known(e.builder, v)) is not None:
+def _repeated(e: Equation, v: int) -> int:
+    """``v`` in the shape of the result or as a number, by one op where its dimensions of extent 1 were added for that."""
+    if (number := constant_of(e.builder, v)) is not None:
         return e.constant(number)
     if e.shape_of(v) == e.out_shape:
         return v
@@ -154,7 +152,7 @@ def generated(e: Equation) -> list[int] | str:
     """The next key and the bits of an rbg key: each element a hash of its place (``ops.pointwise``)."""
     dtype, algorithm = value_of(e.aval_of_result(1)).dtype, e.params["algorithm"]
     if getattr(algorithm, "name", str(algorithm)) not in _PHILOX:
-        return f"{e.name}: bits of {getattr(algorithm, 'name', algorithm)}"
+        return f"{e.name}: bits of {getattr(algorithm, 'name', algorithm)}, which only XLA's generator makes"
     if e.shape_of(e.ins[0]) != (4,) or dtype not in ("uint8", "uint16", "uint32"):
         return f"{e.name}: {dtype} bits of a key of {e.shape_of(e.ins[0])} words (only of 4 words, up to 32 bits)"
     shape = tuple(e.params["shape"])
@@ -162,7 +160,7 @@ def generated(e: Equation) -> list[int] | str:
         return f"{e.name}: counts beyond 32 bits"
     key = [e.reshape(e.part(e.ins[0], 0, i, 1), ()) for i in range(4)]
     place = _places(e, shape)
-    bits = e.builder.add("philox4x32", [*key, place], e.left_as_it_is(), e.aval_of_result(1), "uint32")
+    bits = e.builder.add("philox4x32", [*key, place], e.step_in_pipelines(), e.aval_of_result(1), "uint32")
     blocks = e.constant(-(-math.prod(shape) // 4), "uint32")
     low = e.op("add", key[2], blocks, dtype="uint32")
     carry = e.convert(e.op("lt", low, blocks, dtype="bool"), "uint32")
@@ -171,7 +169,7 @@ def generated(e: Equation) -> list[int] | str:
 
 
 def both_words(e: Equation) -> int | None:
-    """The exclusive or of both words of a hash, as random bits of 32 are: one op. None for any other."""
+    """The exclusive or of both words of a hash, as in 32 random bits: one op. None for any other operands."""
     made = [e.builder.made_by(v) for v in e.ins]
     first, second = made if len(made) == 2 else (None, None)
     if first is None or second is None or not first.kind == second.kind == _KIND or first.inputs != second.inputs:
@@ -189,7 +187,7 @@ def shifted_out(e: Equation) -> int | None:
 
 
 def all_bits(e: Equation) -> int | None:
-    """An operand itself, of which all bits are taken, as of a seed's lower word. None for any other ``and``."""
+    """The operand whose bits the mask keeps all, as those of a seed's lower word. None for any other ``and``."""
     every = -1 if e.out_dtype.startswith("i") else True if e.out_dtype == "bool" else 2 ** (8 * np_dtype(e.out_dtype).itemsize) - 1
     for x, mask in (e.ins, reversed(e.ins)):
         if e.builder.values[mask].literal == every and e.shape_of(x) == e.out_shape:

@@ -32,8 +32,8 @@ from kitsune_jax.ops.table import verify_op
 
 @dataclasses.dataclass(frozen=True)
 class RewriteContext:
-    """Whom a function is rewritten for. ``deterministic``: results must have the same bits in every run. ``kept``: the places
-    (``Origin.key``) of loops that stay as they are. ``workers``: of the machine."""
+    """The target and the wishes that a function is rewritten for. ``deterministic``: results must have the same bits in every run.
+    ``kept``: the places (``Origin.key``) of loops that stay as they are. ``workers``: of the machine."""
 
     capabilities: TargetCapabilities = TargetCapabilities()
     deterministic: bool = True
@@ -41,13 +41,13 @@ class RewriteContext:
     workers: int = 1
 
 
-ALWAYS = RewriteContext()  # what is rewritten for every target
+ALWAYS = RewriteContext()  # asks for the rewrites that suit every target
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """``run``: from a ``Captured`` to an equal one, or to itself. ``when``: is it asked for? ``given``: arguments of ``run`` by
-    keyword. ``name``: a participle, for messages."""
+    """``run``: makes an equal ``Captured``, or returns its argument. ``when``: is it asked for? ``given``: keyword arguments of
+    ``run``. ``name``: a participle, for messages."""
 
     name: str
     run: Callable[..., Captured]
@@ -59,26 +59,29 @@ def _kept(context: RewriteContext) -> Mapping[str, Any]:
     return {"kept": context.kept}
 
 
-_INDICES = Rewrite("making indices where they are compared", spread_indices)
+_INDICES = Rewrite("computing indices in the shape in which they are compared", spread_indices)
 _DIVISIONS = Rewrite("moving divisions by the sums of a segment softmax", divide_segments)
-_ONLINE = Rewrite("making the sums of a segment softmax online", sum_online, lambda c: c.capabilities.sums_online)
+_ONLINE = Rewrite("summing a segment softmax online", sum_online, lambda c: c.capabilities.sums_online)
 
-# Of a function, and of the body of each loop that stays in the Graph; in this order.
+# For a function, and for the body of each loop that stays in the Graph; in this order.
 OF_BODIES: Sequence[Rewrite] = (
     _INDICES,
     Rewrite("folding transpositions into weight gradients", fold_transposes),
-    Rewrite("making scores again behind the attention they are of", repeat_scores),
+    Rewrite("recomputing attention scores in the backward pass", repeat_scores),
     Rewrite("moving indexing to the other side of products", move_indexing),
     _DIVISIONS,
     Rewrite("folding slices into the weights of a product", fold_slices),
-    Rewrite("reading the masks of rectified values off the results", masks_of_results),
-    Rewrite(
-        "moving what a loop makes of its constants in front of the loop", move_constants, lambda c: c.capabilities.runs_loops, _kept
-    ),
+    Rewrite("computing masks from rectified values", masks_of_results),
+    Rewrite("moving work on constants in front of a loop", move_constants, lambda c: c.capabilities.runs_loops, _kept),
     Rewrite("moving the sums of a loop's steps behind the loop", move_sums, lambda c: c.capabilities.runs_loops, _kept),
-    Rewrite("making again what loops hand to each other", recompute_cheap_slices, lambda c: c.capabilities.runs_loops, _kept),
+    Rewrite(
+        "recomputing cheap slices that loops store for each other",
+        recompute_cheap_slices,
+        lambda c: c.capabilities.runs_loops,
+        _kept,
+    ),
 )
-# Of a function: all of the table.
+# For a function: those of bodies, and more.
 REWRITES: Sequence[Rewrite] = (
     *OF_BODIES,
     Rewrite(
@@ -90,32 +93,26 @@ REWRITES: Sequence[Rewrite] = (
     Rewrite("dividing the weight gradients of concatenations", split_gradients, lambda c: c.capabilities.divides_gradients),
     _ONLINE,
     Rewrite(
-        "letting sums by index run in any order",
-        allow_any_order,
-        lambda c: c.capabilities.sums_unordered and not c.deterministic,
+        "letting sums by index run in any order", allow_any_order, lambda c: c.capabilities.sums_unordered and not c.deterministic
     ),
+    Rewrite("multiplying scores by reciprocals of their statistics", multiply_scores, lambda c: not c.capabilities.sums_by_batch),
     Rewrite(
-        "multiplying scores by the reciprocals of what they are divided by",
-        multiply_scores,
-        lambda c: not c.capabilities.sums_by_batch,
-    ),
-    Rewrite(
-        "making scores once for sums over their rows and once for those over their columns",
+        "computing scores once for sums over rows and once for sums over columns",
         part_scores,
         lambda c: not c.capabilities.sums_by_batch,
     ),
 )
-# Of a function with long reductions of few rows: the plans of the result are compared with the plans of the function as it is.
+# For a function with long reductions of few rows: its plans are compared with the plans of the result, and the faster ones win.
 FEW_ROWS: Sequence[Rewrite] = (
-    Rewrite("making rows of the elements of long reductions", elements_as_rows, lambda c: c.capabilities.streams_elements),
+    Rewrite("making the elements of long reductions rows", elements_as_rows, lambda c: c.capabilities.streams_elements),
     Rewrite(
-        "taking long reductions of few rows in parts",
+        "cutting long reductions of few rows into parts",
         split_reductions,
         lambda c: c.capabilities.splits_reductions and not c.capabilities.streams_elements,
         lambda c: {"workers": c.workers},
     ),
 )
-# Of the result, where elements have become rows.
+# For the result, where elements have become rows.
 OF_NEW_ROWS: Sequence[Rewrite] = (_INDICES, _DIVISIONS, _ONLINE)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, with_params
 from kitsune_jax.ops.graph import Graph, Op, Param, make_params
+from kitsune_jax.ops.spec import DimRelation
 from kitsune_jax.ops.table import OPS
 
 # --- values one of whose dimensions is cut into parts -----------------------------------------------------------------------------
@@ -30,15 +31,19 @@ def is_long_maximum(graph: Graph, op: Op, least: int) -> bool:
     return graph.values[op.inputs[0]].shape[op["axes"][0]] >= least
 
 
+def _relations(editor: GraphEditor, op: Op) -> Sequence[DimRelation]:
+    """How the dimensions of operands and result of ``op`` run along; the result has the number behind the operands'."""
+    ins, outs = (tuple(editor.shape(v) for v in side) for side in (op.inputs, op.outputs))
+    return OPS[op.kind].relate(op, ins, outs)
+
+
 def other_dims(editor: GraphEditor, op: Op, operand: int) -> dict[int, int]:
     """Dimension of operand number ``operand`` of ``op`` -> the one of its result that runs along with it."""
-    out = len(op.inputs)
-    shapes = [editor.shape(v) for v in (*op.inputs, *op.outputs)]
-    found = {}
-    for relation in OPS[op.kind].relate(op, tuple(shapes[:out]), tuple(shapes[out:])):
-        if relation.role == "parallel":
-            ends = [d for k, d in relation.members if k == out]
-            found.update({d: ends[0] for k, d in relation.members if k == operand and ends})
+    found, out = {}, len(op.inputs)
+    for relation in _relations(editor, op):
+        ends = [d for k, d in relation.members if k == out]
+        if relation.role == "parallel" and ends:
+            found.update({d: ends[0] for k, d in relation.members if k == operand})
     return found
 
 
@@ -46,8 +51,7 @@ def operand_dims(editor: GraphEditor, op: Op, dim: int) -> dict[int, int] | None
     """Operand number -> its dimension that runs along with dimension ``dim`` of the result of ``op``; None where ``op`` needs or
     makes all of the dimension at once."""
     out = len(op.inputs)
-    shapes = [editor.shape(v) for v in (*op.inputs, *op.outputs)]
-    for relation in OPS[op.kind].relate(op, tuple(shapes[:out]), tuple(shapes[out:])):
+    for relation in _relations(editor, op):
         if (out, dim) in relation.members:
             ok = relation.role == "parallel" or relation.role == "created" and OPS[op.kind].family == "broadcast"
             return {k: d for k, d in relation.members if k < out} if ok else None
@@ -56,7 +60,7 @@ def operand_dims(editor: GraphEditor, op: Op, dim: int) -> dict[int, int] | None
 
 class Cut:
     """Values of a graph that are cut at ``dims`` (value -> dimension) into ``parts``: ``[.., n, ..]`` as ``[.., parts, n / parts,
-    ..]``. A cut value is a reshape of the value it stands for, so a part lies behind the part before it."""
+    ..]``. A cut value is a reshape of the whole value, so a part lies behind the part before it."""
 
     def __init__(self, editor: GraphEditor, dims: dict[int, int], parts: int):
         self.editor, self.dims, self.parts = editor, dims, parts
@@ -178,7 +182,7 @@ def split_reductions(captured: Captured, workers: int) -> Captured:
         sum_k g x[k]               =  g  sum_p sum_(k in p) x[k]
         sum_k x[k] exp(s[k] - c)   =  sum_p exp(t[p] - c)  sum_(k in p) x[k] exp(s[k] - t[p])
 
-    Rows of which every element is -inf, or one is NaN, become what they were.
+    Rows of which every element is -inf, or one is NaN, have the same results as before.
     """
     if workers < 2:
         return captured
@@ -388,13 +392,13 @@ class _Splitter:
         return self.tops[scores]
 
     def _fold(self, i: int, op: Op) -> None:
-        """Replace fold ``i`` by one of each part, and one of these."""
+        """Replace fold ``i`` by a fold of each part, and a fold of their results."""
         (out,), at = op.outputs, self.at
         states = [(k, self.states[v]) for k, v in enumerate(op.inputs) if v in self.states]
         if len(states) > 1 or any(s.open for _, s in states):
             raise Unsupported("a sum of products of two exponentials")
         if states and _FOLDS[op.kind] != "reduce_sum":
-            raise Unsupported("of an exponential only sums can be taken apart")
+            raise Unsupported("only sums of an exponential can be made of parts")
         x, dim = op.inputs[0], 0
         if op.kind == "dot_general":
             part = self._product(op)
@@ -589,24 +593,15 @@ class _RowMaker:
         self.scores = Scores(self.editor, self.editor.maker[root])
         self.shape, self.long, self.labels = self.scores.shape, self.scores.long, self.scores.labels
         self.batch, self.others = self.scores.batch, self.scores.others
-        if math.prod(self.shape[d] for d in self.others) > _ROWS or math.prod(self.shape) == 0:
+        self.other_sizes = tuple(self.shape[d] for d in self.others)
+        self.segments = math.prod(self.shape[d] for d in self.batch)
+        self.rows = self.segments * self.shape[self.long]
+        if math.prod(self.other_sizes) > _ROWS or math.prod(self.shape) == 0:
             raise Unsupported("there are rows enough")
         self.made: dict[int, int] = {}  # value -> the same as rows
         self.placed: dict[int, Labels] = {}  # labels of values that are no results of the scores
         self.tables: dict[int, int] = {}  # result of a fold -> the same as [batch, others..]
         self.index = -1
-
-    @property
-    def _segments(self) -> int:
-        return math.prod(self.shape[d] for d in self.batch)
-
-    @property
-    def _rows(self) -> int:
-        return self._segments * self.shape[self.long]
-
-    @property
-    def _other_sizes(self) -> tuple[int, ...]:
-        return tuple(self.shape[d] for d in self.others)
 
     def rewrite(self) -> Captured:
         for i, op in enumerate(self.graph.ops):
@@ -648,10 +643,10 @@ class _RowMaker:
         if op.kind in ("transpose", "reshape"):
             return self._as_rows(op.inputs[0])
         inputs = [self._as_rows(v, self.labels[out]) if self.editor.shape(v) else v for v in op.inputs]
-        return self._pointwise(op, inputs, (self._rows, *self._other_sizes))
+        return self._pointwise(op, inputs, (self.rows, *self.other_sizes))
 
     def _pointwise(self, op: Op, inputs: Sequence[int], sizes: tuple[int, ...]) -> int:
-        """``op`` of values that stand for its operands; floats of 16 bits become floats of 32."""
+        """``op`` on its operands as rows, or as tables; floats of 16 bits become floats of 32."""
         dtype = self._wide(self.editor.dtype(op.outputs[0]))
         if op.kind == "convert_element_type":
             return self.new.convert(inputs[0], dtype)
@@ -677,7 +672,7 @@ class _RowMaker:
             found = self._repeated(x, place)
         else:
             found = self._moved(v, labels, (*self.batch, self.long, *self.others))
-            found = self.new.reshape(found, (self._rows, *self._other_sizes))
+            found = self.new.reshape(found, (self.rows, *self.other_sizes))
         self.made[v] = found
         return found
 
@@ -689,10 +684,10 @@ class _RowMaker:
             self.tables[x] = found
         if x not in self.tables and (self.long in place or not any(d in place for d in self.batch)):
             spread = self._spread(x, place, whole)
-            return self.new.reshape(spread, (self._rows, *self._other_sizes))
+            return self.new.reshape(spread, (self.rows, *self.other_sizes))
         if x not in self.tables:
             table = self._spread(x, place, (*self.batch, *self.others))
-            self.tables[x] = self.new.reshape(table, (self._segments, *self._other_sizes))
+            self.tables[x] = self.new.reshape(table, (self.segments, *self.other_sizes))
         return self._take(self.tables[x])
 
     def _of_folds(self, x: int, depth: int = 4) -> int | None:
@@ -708,7 +703,7 @@ class _RowMaker:
             if found is None:
                 return None
             inputs.append(found)
-        sizes = (self._segments, *self._other_sizes)
+        sizes = (self.segments, *self.other_sizes)
         if all(not self.editor.shape(v) for v in inputs):
             return None
         spread = [v if self.editor.shape(v) else self.new.broadcast(v, (), sizes) for v in inputs]
@@ -754,15 +749,15 @@ class _RowMaker:
         return self.new.broadcast(x, sorted(at), tuple(self.shape[d] for d in whole))
 
     def _take(self, table: int) -> int:
-        sizes = (self._rows, *self.editor.shape(table)[1:])
+        sizes = (self.rows, *self.editor.shape(table)[1:])
         return self.new.add("take", (table, self._ids()), sizes, label="broadcast_in_dim", axis=0, mode="clip", fill=None)
 
     def _ids(self) -> int:
         """For each row the number of the fold that it belongs to."""
         if self.index < 0:
-            sizes = (self._segments, self.shape[self.long])
+            sizes = (self.segments, self.shape[self.long])
             counted = self.new.add("iota", (), sizes, "int32", like=self.scores.value, dimension=0, shape=sizes)
-            self.index = self.new.reshape(counted, (self._rows,))
+            self.index = self.new.reshape(counted, (self.rows,))
         return self.index
 
     # -- products and folds
@@ -781,11 +776,9 @@ class _RowMaker:
             raise Unsupported("the numbers of a row do not lie side by side")
         contracted = tuple(self.editor.shape(op.inputs[0])[d] for d in op["lhs_contract"])
         flat = (math.prod(contracted),)
-        x = self._side(op, rows, sides[rows], (*self.batch, self.long), (self._rows, *flat))
-        t = self._take(
-            self._side(op, table, sides[table], (*self.batch, *self.others), (self._segments, *self._other_sizes, *flat))
-        )
-        sizes = (self._rows, *self._other_sizes, *flat)
+        x = self._side(op, rows, sides[rows], (*self.batch, self.long), (self.rows, *flat))
+        t = self._take(self._side(op, table, sides[table], (*self.batch, *self.others), (self.segments, *self.other_sizes, *flat)))
+        sizes = (self.rows, *self.other_sizes, *flat)
         x = self.new.broadcast(self.new.convert(x, dtype), (0, len(sizes) - 1), sizes)
         product = self.new.add("mul", (self.new.convert(t, dtype), x), sizes)
         made = self.new.add("reduce_sum", (product,), sizes[:-1], axes=(len(sizes) - 1,))
@@ -848,8 +841,8 @@ class _RowMaker:
         where = {labels[d]: e for d, e in zip(batch, its_batch, strict=True)}
         order = [*(where[d] for d in self.batch), *its, *free]
         wide = tuple(value.shape[d] for d in free)
-        y = self.new.reshape(self.new.transpose(op.inputs[1 - k], order), (self._rows, *wide))
-        sizes, ahead, dtype = (self._rows, *self._other_sizes, *wide), 1 + len(self.others), str(op["accumulate"])
+        y = self.new.reshape(self.new.transpose(op.inputs[1 - k], order), (self.rows, *wide))
+        sizes, ahead, dtype = (self.rows, *self.other_sizes, *wide), 1 + len(self.others), str(op["accumulate"])
         weights = self.new.broadcast(self.new.convert(self.made[op.inputs[k]], dtype), range(ahead), sizes)
         y = self.new.broadcast(self.new.convert(y, dtype), (0, *range(ahead, len(sizes))), sizes)
         table = self._scatter("scatter_sum", self.new.add("mul", (weights, y), sizes), op.label)
@@ -860,8 +853,8 @@ class _RowMaker:
         self._put(i, table, (*(labels[d] for d in batch), *ends), wide)
 
     def _scatter(self, kind: str, rows: int, label: str) -> int:
-        params: dict[str, Param] = {"axis": 0, "n": self._segments, "sorted": True}
-        return self.new.add(kind, (rows, self._ids()), (self._segments, *self.editor.shape(rows)[1:]), label=label, **params)
+        params: dict[str, Param] = {"axis": 0, "n": self.segments, "sorted": True}
+        return self.new.add(kind, (rows, self._ids()), (self.segments, *self.editor.shape(rows)[1:]), label=label, **params)
 
     def _put(self, i: int, table: int, labels: Labels, wide: tuple[int, ...] = ()) -> None:
         """Make the result of op ``i`` from ``table``: dimensions in the order of ``labels``; those of ``wide`` are -1, -2, .."""

@@ -36,7 +36,7 @@ _LARGER, _SMALLER = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """What a value is made of: the ``largest`` constant (0: none), and whether by ``work``, ``costly`` work, a ``product``."""
+    """How a value is made: of the ``largest`` constant (0: none), and whether by ``work``, ``costly`` work or a ``product``."""
 
     largest: int = 0
     work: bool = False

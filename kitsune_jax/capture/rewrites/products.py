@@ -92,7 +92,7 @@ def _has_few_wide_parts(join: Op, rows: int, editor: GraphEditor) -> bool:
 def split_gradients(captured: Captured, worth: Worth = _has_few_wide_parts) -> Captured:
     """Compute ``concatenate(a, b)^T dY`` as the concatenation of ``a^T dY`` and ``b^T dY``, where the operand is ``worth`` it.
 
-    The parts are in memory or on chip anyway; their concatenation would have to be made again for the backward pass, or stored as
+    The parts are in memory or on chip anyway; their concatenation would have to be made again in the backward pass, or stored as
     rows whose pitch suits no vector load. An element of a gradient is the same sum as before.
     """
     editor = GraphEditor(captured)
@@ -103,7 +103,7 @@ def split_gradients(captured: Captured, worth: Worth = _has_few_wide_parts) -> C
 
 
 def _split(editor: GraphEditor, i: int, op: Op, worth: Worth) -> Op | None:
-    """The concatenation that stands for ``op``, with the products of the parts in front of op ``i``; None where it stays whole."""
+    """The concatenation that replaces ``op``, with the products of the parts in front of op ``i``; None where it stays whole."""
     for side in range(2) if is_weight_gradient(op, editor.values) else ():
         join, rows = editor.made_by(op.inputs[side]), len(op["lhs_contract"])
         if join is not None and join.kind == "concatenate" and _joins_columns(join, rows, editor) and worth(join, rows, editor):
@@ -136,7 +136,7 @@ def _joins_columns(join: Op, rows: int, editor: GraphEditor) -> bool:
 def fold_slices(captured: Captured) -> Captured:
     """Compute ``slice(x @ w)`` as ``x @ slice(w)``, where the slice takes columns of a product that nothing else reads.
 
-    The gradient of a concatenation is such a slice, where nobody wants the gradient of the other parts. An element of the result is
+    The gradient of a concatenation is such a slice, where the gradient of the other parts is not read. An element of the result is
     the same sum as before. The sliced weights take the product's place and the product takes the slice's, so no op moves in front
     of its operands.
     """
@@ -242,10 +242,11 @@ def spread_indices(captured: Captured) -> Captured:
     """Make ``arange(n)[None, :]`` repeated to [m, n] an iota of [m, n], where only other indices are combined with it.
 
     An index along a dimension that a stream cuts into tiles, or that is worked off in blocks, is known to each of them; an array of
-    indices would have to be read, and would not tell which blocks a causal mask hides. So what is computed of indices, constants
-    and single integers alone (the place of a piece of a text), and then repeated to be combined with more of its kind, is computed
-    in that shape. Vectors that are combined with anything else stay vectors. So do results of a costly function, such as a power,
-    of few numbers: in the shape of the scores of an attention, the slopes of its heads would be made again for every query and key.
+    indices would have to be read, and would not tell which blocks a causal mask hides. So values that are computed of indices,
+    constants and single integers alone (the place of a piece of a text), and then repeated to be combined with others of that kind,
+    are computed in that shape. Vectors that are combined with anything else stay vectors. So do results of a costly function, such
+    as a power, of few numbers: in the shape of the scores of an attention, the slopes of its heads would be made again for every
+    query and key.
     """
     return _Spreader(captured).run() if any(op.kind == "iota" for op in captured.graph.ops) else captured
 
@@ -353,12 +354,12 @@ def _is_index_work(op: Op) -> bool:
 
 # --- rows taken by an index and multiplied by a matrix: the product is made of the table ------------------------------------------
 
-# An index has to take every row of its table so often, on average: below, a larger array of results outweighs what is saved.
+# An index has to take every row of its table so often, on average: below, a larger array of results costs more than is saved.
 _LEAST_USES = 2.0
 
 
 def move_indexing(captured: Captured) -> Captured:
-    """Do once for each row of a table what is done to all rows that an index takes of it, where it takes more than there are.
+    """Multiply or sum the rows of a table instead of the rows that an index takes of it, where it takes more than the table has.
 
     Each node of a graph has several edges; the first layer of a network over edges and its gradients need fewer multiplications:
 
@@ -417,7 +418,7 @@ class _IndexMover:
     # --- new ops ----------------------------------------------------------------------------------------------------------------
 
     def _add(self, kind: str, inputs: Sequence[int], like: int, shape: Sequence[int], dtype: str = "", /, **params: Param) -> int:
-        """The result of a new op in front of the op at hand, or of an equal one that is there already."""
+        """The result of a new op in front of op ``at.op``, or of an equal op that was added before."""
         key = kind, tuple(inputs), make_params(**params)
         if key not in self.made:
             self.made[key] = self.at.add(kind, inputs, shape, dtype, like=like, label=_label(kind, self.at.op), **params)
@@ -596,5 +597,5 @@ class _IndexMover:
 
 
 def _label(kind: str, op: Op) -> str:
-    """The user's name for an op of that kind that stands for ``op``, or for a part of it."""
+    """The user's name for an op of that kind that replaces ``op``, or a part of it."""
     return {op.kind: op.label, "take": "gather", "scatter_sum": "scatter-add", "broadcast_in_dim": "broadcast"}.get(kind, kind)

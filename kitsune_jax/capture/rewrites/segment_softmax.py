@@ -170,7 +170,7 @@ class _DivisionMover:
 
     def run(self) -> Captured:
         for i, op in enumerate(self.editor.graph.ops):
-            self.at = self.editor.in_front_of(i)  # new ops, which stand for op i or in front of it
+            self.at = self.editor.in_front_of(i)
             new = self._divided(op)
             if new is not None:
                 self.editor.replace(i, new)
@@ -183,7 +183,7 @@ class _DivisionMover:
     # --- one sum ----------------------------------------------------------------------------------------------------------------
 
     def _divided(self, op: Op) -> Op | None:
-        """The op that stands for ``op`` if it is a sum over segments with a softmax's sum among its factors."""
+        """The op that replaces ``op`` if that is a sum over segments with a softmax's sum among its factors."""
         total = self.segments.scattered(op.outputs[0], "scatter_sum") if op.kind == "scatter_sum" else None
         if total is None or self.dtype(op.inputs[0]) not in ("float32", "bfloat16", "float64"):
             return None
