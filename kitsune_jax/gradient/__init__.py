@@ -1,1 +1,1 @@
-"""What the forward pass stores for the backward pass, and rewrites of linear jaxprs."""
+"""Rewrites of the linear jaxprs of a gradient: which values the forward pass stores, and sums that it has made already."""

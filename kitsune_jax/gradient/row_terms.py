@@ -1,6 +1,7 @@
 """Gradients of a softmax: a term that is constant in a row is taken out of the sum over that row.
 
-Comes in: a linear jaxpr, with the calls in it inlined. Goes out: the same with fewer passes over its rows.
+Comes in: the two jaxprs that linearization makes of a function, which are read as ``Flat``. Goes out: the same, whose tangents take
+fewer passes over their rows. Invariant: the numbers are the same but for rounding.
 """
 
 from __future__ import annotations
@@ -19,19 +20,14 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.edit import Origin
 from kitsune_jax.capture.jaxpr import why_not_inlined
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A jaxpr with the calls in it seen through: steps that read and make numbered values.
-#
-# Comes in: a closed jaxpr. Goes out: a ``Flat``, and what it makes of arrays. Invariants: every equation is evaluated with its
-# own parameters, name stack, source line and mesh; only calls that say nothing about placement or compilation are seen through,
-# and the body of a function with a derivative of its own is not.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- a jaxpr with its calls inlined: steps that read and make numbered values -----------------------------------------------------
 
 _CALLS = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _CALLS |= {f"vjp_node[{name}]": body for name, body in _CALLS.items()}  # as linearization for a gradient writes them
 
+Forwarded = tuple[int | None, ...]  # for each residual the number of the function's argument that it is, or None
 Atom = Any  # a value, by its number, or a literal of JAX's
-Evaluate = Callable[[Callable[[Atom], Any]], Sequence[Any]]  # what reads a value -> the results of a step
+Evaluate = Callable[[Callable[[Atom], Any]], Sequence[Any]]  # from a function that reads a value to the results of a step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +54,11 @@ def is_value(v: Atom) -> bool:
 
 
 class Flat:
-    """``avals[v]``: the type of value ``v``. ``constants``: arrays that the jaxpr holds. ``maker[v]``: the step that makes it."""
+    """A closed jaxpr with its calls inlined, but for calls that say something about placement or compilation, and for functions
+    with a derivative of their own.
+
+    ``avals[v]``: the type of value ``v``. ``constants``: arrays that the jaxpr holds. ``maker[v]``: the step that makes ``v``.
+    """
 
     def __init__(self, closed: Any):
         self.avals: list[Any] = []
@@ -88,8 +88,14 @@ class Flat:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [v if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
+    def residuals(self, forwarded: Forwarded, results: int, consts: int) -> list[Any]:
+        """The values that the residuals of a linearized function are (see ``handover.lean``); None for constants before the
+        arguments."""
+        computed = iter(self.results[results:])
+        return [next(computed) if f is None else self.arguments[f - consts] if f >= consts else None for f in forwarded]
+
     def needed(self, wanted: Collection[Atom], known: Collection[int]) -> list[Step]:
-        """The steps that make ``wanted`` of what is ``known``, in order."""
+        """The steps that make ``wanted`` of ``known`` values, in order."""
         alive = {v for v in wanted if is_value(v) and v not in known}
         steps = []
         for step in reversed(self.steps):
@@ -101,8 +107,8 @@ class Flat:
     def evaluate(
         self, wanted: Sequence[Atom], known: Mapping[int, Any], instead: Mapping[Step, Evaluate] = types.MappingProxyType({})
     ) -> list[Any]:
-        """The ``wanted`` values made of those that are ``known``, which are arrays or tracers. ``instead``: what some steps are
-        evaluated by; it reads values of the steps before."""
+        """The ``wanted`` values made of ``known`` ones, which are arrays or tracers. ``instead``: functions that replace some steps
+        and read values of the steps before. Every equation has its own parameters, name stack, source line and mesh."""
         env = {**self.constants, **known}
 
         def read(v: Atom) -> Any:
@@ -118,36 +124,32 @@ class Flat:
             env.update(zip(step.outputs, outs, strict=True))
         return [read(v) for v in wanted]
 
+    def jaxpr_of(self, wanted: Sequence[Atom], known: Sequence[int], like: Any) -> Any:
+        """The closed jaxpr that makes ``wanted`` values of ``known`` ones; named after the jaxpr ``like``."""
+        avals = [self.avals[v] for v in known]
+        return _compat.trace_jaxpr(lambda *a: self.evaluate(wanted, dict(zip(known, a, strict=True))), avals, like=like)
+
+
+def rename_all(variables: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """``variables``, with others in the place of those in ``names``. Literals stay."""
+    return [v if _compat.is_literal(v) else names.get(v, v) for v in variables]
+
 
 def renamed(eqn: Any, names: Mapping[Any, Any]) -> Any:
     """``eqn`` with other variables in the place of those in ``names``."""
-
-    def name(v: Any) -> Any:
-        return v if _compat.is_literal(v) else names.get(v, v)
-
-    return eqn.replace(invars=[name(v) for v in eqn.invars], outvars=[name(v) for v in eqn.outvars])
+    return eqn.replace(invars=rename_all(eqn.invars, names), outvars=rename_all(eqn.outvars, names))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A term that is the same in a whole row leaves the sum over that row, where the sum of the rest is at hand.
-#
-# Comes in: the two jaxprs that linearization makes of a function, as for ``handover``. Goes out: the same, in which a product
-# ``sum_j (u a_j + b_j) v_j`` of the tangents ``u`` and ``b`` is ``u o + sum_j b_j v_j``, with a value ``o = sum_j a_j v_j`` of
-# the forward pass. Invariants: the numbers are the same but for rounding; what is handed over in addition is small beside ``a``.
-#
-# The tangent of a softmax ``p`` is ``p_j (s_j - u)`` with ``u = sum_i p_i s_i``. Its product with the values ``v`` is where this
-# finds ``u`` times the attention's result. In the backward pass the sum of p times dp over all keys then is that of the result
-# times its cotangent, over the columns of a head: nothing has to be known of all keys of a row before its first gradient is made.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- terms that are the same in a whole row ---------------------------------------------------------------------------------------
 
 Read = Callable[[Atom], Any]
 _MOST_FACTORS = 64  # of a product, and steps on the way to a row term
 Term = Callable[[Read, dict[int, Any]], Any]  # of the values of the tangent, and those of the forward pass
-_TIMES = 8  # the summed row is at least so many times larger than the sum, as for what is made again (``repeats``)
+_TIMES = 8  # the summed row is at least so many times larger than the sum, as in ``handover._TIMES_OPERANDS``
 
 
 @dataclasses.dataclass(frozen=True)
-class _Thin:
+class _RowValue:
     """A value with one element in each row: ``v``, or ``v`` put into ``shape`` with its dimensions at ``dims``."""
 
     v: Atom
@@ -159,11 +161,11 @@ class _Thin:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Row:
-    """A term ``sign * u * factors``: ``u`` is a tangent; ``factors``: values and their powers, and masks, as (mask, number of the
-    case that is taken)."""
+class _RowTerm:
+    """A term ``sign * u * factors * masks``: ``u`` is a tangent; ``factors``: values and their powers; ``masks``: (mask, number of
+    the case that is taken)."""
 
-    u: _Thin
+    u: _RowValue
     factors: tuple[tuple[Atom, int], ...] = ()
     masks: tuple[tuple[Atom, int], ...] = ()
     sign: int = 1
@@ -171,10 +173,10 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A value without its row terms (None: nothing is left), and these."""
+    """A value without its row terms (None: it has no other terms), and its row terms."""
 
     rest: Callable[[Read], Any] | None
-    rows: tuple[_Row, ...] = ()
+    rows: tuple[_RowTerm, ...] = ()
 
 
 class _Factors:
@@ -183,7 +185,7 @@ class _Factors:
     def __init__(self, flat: Flat, over: Sequence[int]):
         self.flat, self.over = flat, over
         self.whole: collections.Counter[Any] = collections.Counter()
-        self.rows: list[tuple[_Thin, int]] = []
+        self.rows: list[tuple[_RowValue, int]] = []
         self.steps = 0
 
     def add(self, v: Atom, power: int) -> _Factors:
@@ -194,7 +196,7 @@ class _Factors:
             self.rows.append((thin, power))
         elif name in ("mul", "div") and step is not None and self.steps < _MOST_FACTORS:
             self.add(step.inputs[0], power).add(step.inputs[1], power if name == "mul" else -power)
-        elif name == "convert_element_type" and step is not None and _is_float(self.flat.avals[step.outputs[0]]):
+        elif name == "convert_element_type" and step is not None and jnp.issubdtype(step.eqn.params["new_dtype"], jnp.floating):
             self.add(step.inputs[0], power)
         elif step is not None and (case := _masked(self.flat, step)) is not None and power == 1:
             self.whole["mask", step.inputs[0], case - 1] += 1
@@ -207,33 +209,36 @@ class _Factors:
         return {v: n for v, n in self.whole.items() if n}
 
 
-def without_row_terms(primal: Any, tangent: Any, forwarded: tuple[int | None, ...], results: int, consts: int) -> Any:
-    """Another division of a linearized function (see ``handover.lean``), or None where no sum has such a term."""
-    if _compat.open_parts(primal)[0].effects or "dot_general" not in _names(tangent):
+def split_off_row_terms(primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int) -> Any:
+    """Another division of a linearized function (see ``handover.lean``), or None where no sum has a term that is the same in a row.
+
+    A product ``sum_j (u a_j + b_j) v_j`` of the tangents ``u`` and ``b`` becomes ``u o + sum_j b_j v_j``, with a value
+    ``o = sum_j a_j v_j`` of the forward pass; the values that are stored in addition are small beside ``a``.
+
+    The tangent of a softmax ``p`` is ``p_j (s_j - u)`` with ``u = sum_i p_i s_i``. Its product with the values ``v`` is where this
+    finds ``u`` times the attention's result. In the backward pass the sum of p times dp over all keys then is that of the result
+    times its cotangent, over the columns of a head: the first gradient of a row does not wait for all keys of the row.
+    """
+    if _compat.open_parts(primal)[0].effects or all(e.primitive.name != "dot_general" for e in _compat.open_parts(tangent)[0].eqns):
         return None
     flat = Flat(primal)
-    computed = iter(flat.results[results:])
-    sources = [next(computed) if f is None else flat.arguments[f - consts] if f >= consts else None for f in forwarded]
-    return _Rewriting(flat, Flat(tangent), sources).run(primal, tangent, forwarded, results, consts)
+    sources = flat.residuals(forwarded, results, consts)
+    return _RowTerms(flat, Flat(tangent), sources).run(primal, tangent, forwarded, results, consts)
 
 
-def _names(closed: Any) -> set[str]:
-    return {e.primitive.name for e in _compat.open_parts(closed)[0].eqns}
-
-
-class _Rewriting:
+class _RowTerms:
     def __init__(self, primal: Flat, tangent: Flat, sources: list[Atom | None]):
         self.primal, self.tangent, self.sources = primal, tangent, sources
         self.linear = set(tangent.arguments[len(sources) :])
         for step in tangent.steps:
             if not self.linear.isdisjoint(step.values):
                 self.linear.update(step.outputs)
-        self.readers = collections.Counter(v for step in tangent.steps for v in step.inputs if is_value(v))
+        self.reads = collections.Counter(v for step in tangent.steps for v in step.inputs if is_value(v))
         self.source = dict(zip(tangent.arguments, sources, strict=False))
-        self.read: dict[int, None] = {}  # values of the forward pass that are handed over in addition
+        self.read: dict[int, None] = {}  # values of the forward pass that are stored in addition
 
-    def run(self, primal: Any, tangent: Any, forwarded: tuple[int | None, ...], results: int, consts: int) -> Any:
-        instead = {step: made for step in self.tangent.steps if (made := self._divided(step)) is not None}
+    def run(self, primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int) -> Any:
+        instead = {step: made for step in self.tangent.steps if (made := self._split_product(step)) is not None}
         if not instead:
             return None
         slots = len(self.sources)
@@ -256,12 +261,8 @@ class _Rewriting:
         avals = [*avals[:slots], *(self.primal.avals[v] for v in new), *avals[slots:]]
         numbers = {v: consts + k for k, v in enumerate(self.primal.arguments)}
         stored = [v for v in new if v not in numbers]
-        wanted = [*self.primal.results, *stored]
-        known = self.primal.arguments
         return (
-            _compat.trace_jaxpr(
-                lambda *a: self.primal.evaluate(wanted, dict(zip(known, a, strict=True))), _compat.in_avals(primal), like=primal
-            ),
+            self.primal.jaxpr_of([*self.primal.results, *stored], self.primal.arguments, primal),
             _compat.without_dead_code(_compat.trace_jaxpr(tangents, avals, like=tangent)),
             (*forwarded, *(numbers.get(v) for v in new)),
         )
@@ -270,13 +271,13 @@ class _Rewriting:
         return is_value(v) and v in self.linear
 
     def _known(self, v: Atom) -> Atom | None:
-        """What ``v`` is in the forward pass."""
+        """The value of the forward pass that ``v`` is."""
         return self.source.get(v) if is_value(v) else v
 
     # --- one product ------------------------------------------------------------------------------------------------------------
 
-    def _divided(self, step: Step) -> Term | None:
-        """What is evaluated in the place of ``step``, of the tangent's values and those of the forward pass that are ``read``."""
+    def _split_product(self, step: Step) -> Term | None:
+        """The function that replaces ``step``: of the tangent's values, and of those of the forward pass that are ``read``."""
         if step.eqn.primitive.name != "dot_general" or sum(map(self._is_linear, step.inputs)) != 1:
             return None
         side = int(self._is_linear(step.inputs[1]))
@@ -306,12 +307,12 @@ class _Rewriting:
     def _split(self, x: Atom, over: Sequence[int], depth: int) -> _Split:
         """Tangent ``x``, ``depth`` steps in front of the product, without the terms that have one element in each row.
 
-        What several steps read is not looked into: it would be made for each of them."""
+        A value that several steps read stays whole: it would be made for each of them."""
         whole = _Split(lambda read: read(x))
         step = self.tangent.maker.get(x)
         if (thin := _thin(self.tangent, x, over)) is not None:
-            return _Split(None, (_Row(thin),))
-        if step is None or depth > _MOST_FACTORS or (depth and self.readers[x] > 1):
+            return _Split(None, (_RowTerm(thin),))
+        if step is None or depth > _MOST_FACTORS or (depth and self.reads[x] > 1):
             return whole
         name, ins = step.eqn.primitive.name, step.inputs
         if name in ("add_any", "add", "sub") and all(map(self._is_linear, ins)):
@@ -355,14 +356,14 @@ class _Rewriting:
 
         return _Split(evaluate if rests else None, tuple(rows))
 
-    def _times(self, row: _Row, name: str, ins: Sequence[Atom], k: int) -> _Row:
+    def _times(self, row: _RowTerm, name: str, ins: Sequence[Atom], k: int) -> _RowTerm:
         if name in ("mul", "div"):
             return dataclasses.replace(row, factors=(*row.factors, (ins[1 - k], 1 if name == "mul" else -1)))
         if name == "select_n":
             return dataclasses.replace(row, masks=(*row.masks, (ins[0], k - 1)))
         return dataclasses.replace(row, sign=-row.sign) if name == "neg" else row
 
-    def _sum(self, step: Step, side: int, over: Sequence[int], row: _Row) -> Term | None:
+    def _sum(self, step: Step, side: int, over: Sequence[int], row: _RowTerm) -> Term | None:
         """The term of ``row`` in the product, where a product of the forward pass has its factors."""
         wanted = _Factors(self.primal, over)
         for v, power in row.factors:
@@ -386,7 +387,7 @@ class _Rewriting:
         return None
 
     def _given(
-        self, step: Step, side: int, over: Sequence[int], row: _Row, total: int, powers: Sequence[tuple[_Thin, int]]
+        self, step: Step, side: int, over: Sequence[int], row: _RowTerm, total: int, powers: Sequence[tuple[_RowValue, int]]
     ) -> Term:
         self.read |= dict.fromkeys(v for v in (total, *(thin.v for thin, _ in powers)) if is_value(v))
         shape, rank = self.tangent.avals[step.outputs[0]].shape, len(self.tangent.avals[step.inputs[side]].shape)
@@ -423,12 +424,12 @@ def _sizes(narrow: Any, shape: Sequence[int], at: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _thin(flat: Flat, v: Atom, over: Sequence[int]) -> _Thin | None:
-    """``v`` if it has one element in each row, or what was repeated along the rows to make it."""
+def _thin(flat: Flat, v: Atom, over: Sequence[int]) -> _RowValue | None:
+    """``v`` if it has one element in each row, or the value that was repeated along the rows to make it."""
     if not is_value(v):
-        return _Thin(v)
+        return _RowValue(v)
     if _is_row(flat.avals[v].shape, over):
-        return _Thin(v)
+        return _RowValue(v)
     step = flat.maker.get(v)
     if step is None or step.eqn.primitive.name != "broadcast_in_dim":
         return None
@@ -438,7 +439,7 @@ def _thin(flat: Flat, v: Atom, over: Sequence[int]) -> _Thin | None:
         step.inputs[0].aval.shape if not is_value(step.inputs[0]) else flat.avals[step.inputs[0]].shape, dims, strict=True
     ):
         shape[d] = n
-    return _Thin(step.inputs[0], tuple(shape), dims) if _is_row(shape, over) else None
+    return _RowValue(step.inputs[0], tuple(shape), dims) if _is_row(shape, over) else None
 
 
 def _masked(flat: Flat, step: Step) -> int | None:
@@ -458,10 +459,6 @@ def _is_zero(flat: Flat, v: Atom) -> bool:
 
 def _is_row(shape: Sequence[int], over: Sequence[int]) -> bool:
     return not shape or all(shape[d] == 1 for d in over)
-
-
-def _is_float(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
 def _count(aval: Any) -> int:
