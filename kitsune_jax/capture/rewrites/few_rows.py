@@ -575,8 +575,6 @@ def elements_as_rows(captured: Captured) -> Captured:
     folded, as in any attention that is made block by block.
     """
     for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
-        if not is_long_maximum(captured.graph, captured.graph.ops[captured.graph.producers()[root]], _LONG):
-            continue  # a fold already, by the scores of another one
         try:
             captured = _RowMaker(captured, root).rewrite()
         except Unsupported:
@@ -590,6 +588,8 @@ class _RowMaker:
 
     def __init__(self, captured: Captured, root: int):
         self.editor, self.graph = GraphEditor(captured), captured.graph
+        if not is_long_maximum(self.graph, self.graph.ops[self.editor.maker[root]], _LONG):
+            raise Unsupported("it folds rows already, with the scores of another reduction")
         self.scores = Scores(self.editor, self.editor.maker[root])
         self.shape, self.long, self.labels = self.scores.shape, self.scores.long, self.scores.labels
         self.batch, self.others = self.scores.batch, self.scores.others
