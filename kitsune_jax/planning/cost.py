@@ -151,7 +151,7 @@ class RegionCost(abc.ABC):
             self._bodies[i] = self._body(i)
         return self._bodies[i]
 
-    def beside(self, graph: Graph, region: Region) -> Self:
+    def for_graph(self, graph: Graph, region: Region) -> Self:
         """The costs of another graph on the same machine, such as the body of a loop."""
         return type(self)(graph, region, self.machine)
 
@@ -169,7 +169,7 @@ class RegionCost(abc.ABC):
             inputs=tuple(v for v in body.inputs if v in live),
             outputs=tuple(v for v in dict.fromkeys(body.outputs) if v in live and v in made),
         )
-        found = self.beside(body, region)
+        found = self.for_graph(body, region)
         found.carried = frozenset(parts(op).in_next)
         return found
 

@@ -1,7 +1,7 @@
-"""Targets: what executes plans. One folder per family; the rest of the package asks a ``Target``, which it gets by its name.
+"""Targets run plans on devices; each has a folder, and ``get`` returns its ``base.Target`` by name.
 
-A target is a *platform* of JAX ("cpu", "cuda") or "emulator": CUDA kernels, planned for a GPU, compiled for and run on the host.
-To add one, make its folder with an object of ``base.Target``, and name that object in ``_OBJECTS``.
+A target is a *platform* of JAX ("cpu", "cuda") or "emulator", which compiles CUDA kernels planned for a GPU for the host.
+To add a target, make a folder with a ``base.Target`` object and name that object in ``_OBJECTS``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTEAD", "PLATFORMS", "CannotLower", "InvalidProgram", "get"]
 
-# The module and the object of each target. A target is imported when it is first asked for.
+# The module and the object of each target, imported by the first ``get``.
 _OBJECTS = {
     "cpu": ("kitsune_jax.targets.cpu.target", "CPU"),
     "cuda": ("kitsune_jax.targets.cuda.target", "CUDA"),
     "emulator": ("kitsune_jax.targets.cuda.target", "EMULATOR"),
 }
-# Targets that are asked for by name, and the platform of JAX on which they then take the place of its own target.
+# Targets that run only where a user names them, and the JAX platform whose own target they then replace.
 INSTEAD = {"emulator": "cpu"}
 PLATFORMS = tuple(name for name in _OBJECTS if name not in INSTEAD)
 
 
 def get(name: str) -> Target[Any, Any, Any]:
-    """The target called ``name``. Raises ``ValueError`` for one that there is not.
+    """The target called ``name``. Raises ``ValueError`` for any other name.
 
     >>> get("emulator").platform
     'cuda'

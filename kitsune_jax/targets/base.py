@@ -1,7 +1,7 @@
-"""What a target is: everything the rest of the package asks of whoever executes plans.
+"""The interface of a target, the part of the package that plans, compiles and runs regions on one family of devices.
 
-A target owns the machine models that it is planned for, its planner, its layout and its code. The package gets it as one object, by
-its name (``targets.get``); nothing outside of its folder tells targets apart.
+A target owns its machine models, its planner and its code generator. The rest of the package gets the target by name
+(``targets.get``) and never asks which one it is.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands
 
 
 class Target(abc.ABC, Generic[M, P, L]):
-    """``name``: the name in options and reports. ``platform``: the platform of the devices whose machine models it is planned for
-    ("cpu", "cuda"). ``capabilities``: the programs that it has code for. ``M``: its machine models. ``P``: what its
-    plans depend on of the program around a region. ``L``: its plans.
+    """``name``: as in options and reports. ``platform``: the platform of the devices it plans for ("cpu", "cuda").
+    ``capabilities``: the programs it has code for. ``M``: its machine models; ``P``: its context of a program; ``L``: its plans.
     """
 
     name: str
@@ -38,12 +37,11 @@ class Target(abc.ABC, Generic[M, P, L]):
 
     @abc.abstractmethod
     def why_not(self) -> str:
-        """Why regions cannot be executed here, as a clause; "" where they can. They can be planned all the same."""
+        """Why regions cannot be executed here, as a clause; "" where they can. Planning works in either case."""
 
     @abc.abstractmethod
     def available(self) -> bool:
-        """Whether regions can be executed here. Warns, once, of something missing that an installation of this package should
-        have."""
+        """Whether regions can be executed here. Warns, once, if a part of this package's installation is missing."""
 
     @abc.abstractmethod
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
@@ -51,61 +49,57 @@ class Target(abc.ABC, Generic[M, P, L]):
 
     @abc.abstractmethod
     def machine(self, device: str | None = None) -> M:
-        """The model of ``device``, or of the one at hand. Raises ``ValueError`` for a device that it does not know."""
+        """The model of ``device``, by default of the device present. Raises ``ValueError`` for a name it does not know."""
 
     @abc.abstractmethod
     def program_context(self, graph: Graph, machine: M, body: bool) -> P:
-        """The program ``graph`` as the plans of its regions depend on it. ``body``: it is the body of a loop that XLA executes."""
+        """The facts about the program ``graph`` that plans of its regions depend on. ``body``: it is the body of XLA's loop."""
 
     def is_planned_in_program(self, region: Region, program: P) -> bool:
-        """Does the plan of ``region`` depend on the readers of its results? Such a region has no plan as a graph of its own."""
+        """Whether the plan of ``region`` depends on the readers of its results, so it needs its program to be planned."""
         return False
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M, program: P) -> float:
-        """Modelled seconds of ``ops`` where XLA runs them. Asked of targets with ``splits_reductions`` or ``streams_elements``."""
+        """Modelled seconds of ``ops`` where XLA runs them. Only for targets with ``splits_reductions`` or ``streams_elements``."""
         return 0.0
 
     @abc.abstractmethod
     def plan(self, graph: Graph, region: Region, machine: M, program: P) -> L:
-        """The fastest plan of ``region``, a part of ``program``, that there is code for, by the cost model. A pure function: no
-        clock, no randomness.
-
-        Raises ``Infeasible`` with the reason where there is none.
+        """The fastest plan of ``region``, a part of ``program``, that the target has code for, by the cost model: a pure function
+        of its arguments, without clock or randomness. Raises ``Infeasible`` with the reason where there is none.
         """
 
     def together(self, make: Callable[[], Program], plans: Sequence[L], machine: M, apart: float) -> Sequence[L] | str:
-        """The plans of parts as phases of one call, or why they cannot be that or do not pay.
+        """The ``plans`` of several regions changed to phases of one call, or the reason why one call cannot run them or is slower.
 
-        Asked where ``runs_phases``. ``make`` gives the program of the call; ``plans``: of its parts by themselves, of which later
-        ones have no launch of their own; ``apart``: the seconds that the same work takes otherwise.
+        Only for targets with ``runs_phases``. ``make`` builds the program of the call. ``plans``: of the regions alone, all but the
+        first without the seconds of a launch. ``apart``: seconds of the same work in separate calls.
         """
         return plans
 
     def ahead(self, graph: Graph, calls: Sequence[Sequence[tuple[Region, L]]], machine: M, force: bool) -> Sequence[Ahead | None]:
-        """For each of the ``calls``, the regions and plans of its parts, the weight that it asks for on behalf of what XLA does
-        behind it. The graph's inputs are arrays in memory. ``force``: wherever that is possible, however little it gains."""
+        """For each of ``calls`` (the regions and plans of its parts), the weight it prefetches for XLA's product behind it, if any.
+        ``force``: wherever a prefetch is possible, however little it gains."""
         return [None] * len(calls)
 
     @abc.abstractmethod
     def generate(self, program: Program, plans: Sequence[L], title: str, ahead: Ahead | None = None) -> Any:
-        """The code of a call. ``plans``: one for each of its parts. ``title`` is what profilers show. ``ahead``: what it asks for.
+        """The code of a call. ``plans``: one for each part. ``title``: its name in profilers. ``ahead``: the weight it prefetches.
 
-        Raises ``CannotLower`` where there is no code, ``InvalidProgram`` for code that the target's own check refuses.
+        Raises ``CannotLower`` where there is no code, and ``InvalidProgram`` for code that the target's own check refuses.
         """
 
     @abc.abstractmethod
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval. The last of
-        ``args`` is the array that the call asks for ahead, where ``code`` was generated with one.
-
-        ``evaluate`` computes what the target leaves to XLA: values that do not depend on the stream.
+        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval. Where
+        ``code`` prefetches a weight, the last of ``args`` is its array. ``evaluate`` has XLA compute a value that does not stream.
         """
 
     def order(self, ids: Any, n: int) -> Any:
-        """The positions 0..size - 1 of ``ids``, an integer array of any shape, by their id: int32 ``[ids.size]``.
+        """The positions 0..size - 1 of ``ids``, an integer array of any shape, sorted by id: int32 ``[ids.size]``.
 
-        Stable: positions of equal ids keep their order. Those of ids outside of [0, n) come last, in their order too. Without side
-        effects, so that XLA evaluates equal orders once and moves them out of loops.
+        Stable. Positions of ids outside of [0, n) come last, in their order. Free of side effects, so that XLA evaluates equal
+        orders once and moves them out of loops.
         """
         ids = ids.reshape(-1)
         outside = ids < 0
@@ -116,9 +110,9 @@ class Target(abc.ABC, Generic[M, P, L]):
         return jax.lax.sort((*keys, positions), num_keys=2, is_stable=True)[2]
 
     def notes(self) -> tuple[str, ...]:
-        """What a report has to say about the device at hand, where it is not what a reader would expect."""
+        """Remarks for the report about the device present, such as measurements that failed."""
         return ()
 
     def surroundings(self) -> tuple[Any, ...]:
-        """All that ``plan`` and ``generate`` depend on beside their arguments: plans are remembered by it."""
+        """Everything that ``plan`` and ``generate`` depend on beside their arguments; part of the key of remembered plans."""
         return ()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cpu.call import Handed, handed
+from kitsune_jax.targets.cpu.call import FlopCounts, count_flops
 from kitsune_jax.targets.cpu.planning.machines import REGION_ALONE, cpu_model
 from kitsune_jax.targets.cpu.planning.xla import of_ops, program_context
 from tests.support.graphs import graph_of
@@ -45,20 +45,20 @@ def _arrays(*shapes: tuple[int, ...]) -> list[Any]:
 def test_operations_are_counted_as_xla_counts_them(function: Any, shapes: list[tuple[int, ...]]) -> None:
     args = _arrays(*shapes)
     found = jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
-    assert handed(graph_of(function, *args)).total == pytest.approx(found, rel=0.02)
+    assert count_flops(graph_of(function, *args)).total == pytest.approx(found, rel=0.02)
 
 
 def test_a_program_is_handed_over_unless_little_is_left_of_it() -> None:
-    known = Handed((2000, 10, 900), 2910)
-    assert known.without((0,)) and known.without((0, 2)) and not known.without((2,))
-    assert not Handed((500, 400), 900).without((0, 1))  # the caller runs it anyway
-    assert not Handed().without((0,))  # nothing is known of the program
+    known = FlopCounts((2000, 10, 900), 2910)
+    assert known.avoids_hand_over((0,)) and known.avoids_hand_over((0, 2)) and not known.avoids_hand_over((2,))
+    assert not FlopCounts((500, 400), 900).avoids_hand_over((0, 1))  # the caller runs it anyway
+    assert not FlopCounts().avoids_hand_over((0,))  # nothing is known of the program
 
 
 def test_steps_of_a_loop_are_not_handed_over() -> None:
     graph = graph_of(_layer, *_arrays((32, 8), (8, 8)))
-    assert program_context(graph, CPU, body=False).handed.total == 4096
-    assert program_context(graph, CPU, body=True).handed.total == 0
+    assert program_context(graph, CPU, body=False).flop_counts.total == 4096
+    assert program_context(graph, CPU, body=True).flop_counts.total == 0
 
 
 def test_what_is_all_of_a_small_program_is_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The CPU target: tile program -> CPU program (``lower``), its format (``bytecode``, ``words``), its custom call (``emit``).
+"""The CPU target: planning (``planning``), measured times (``profile``), and code: ``lower`` turns tile programs into CPU programs.
 
-What runs it is C++ in ``cpu/``. ``supports`` says, op by op, what there is code for.
+``bytecode`` defines the format of CPU programs, ``call`` runs them as custom calls, and C++ in ``cpu/`` executes them.
 """

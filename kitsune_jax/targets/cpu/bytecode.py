@@ -1,6 +1,11 @@
 """The CPU program: its instructions, its operands, and its encoding as int64 words. This file *is* the format.
 
-``targets.cpu.lower`` makes it of tile programs, and ``cpu/src/program.cc`` parses it.
+``targets.cpu.lower`` makes a ``Program`` of each part of a call; ``encode`` writes the ``Call`` as the attribute of the custom
+call, which ``cpu/src/program.cc`` parses.
+
+Semantics shared by all instructions: a worker runs one stage on one tile, the rows ``row0 .. row0 + rows`` of a batch, ``rows ==
+tile_rows`` except on the batch's last tile. The first ``Program.batch_axes`` axes number the batches; without them there is one.
+The parser rejects accesses outside of an operand's memory, for all rows and indices. Strides may be 0 or negative; extents may not.
 """
 
 from __future__ import annotations
@@ -14,13 +19,23 @@ import numpy as np
 
 from kitsune_jax.ops.table import OPS
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What instructions of the CPU program name memory by. ``bytecode`` says what the fields mean, and hands these on.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Operands ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
+    """Names memory from element ``offset`` (of ``dtype``) on. It moves by ``loop_strides`` with the numbers of the enclosing loops,
+    outermost first, and an array also by ``batch_strides`` with the tile's index along each batch axis. Spaces:
+
+    * ``IN``/``OUT``: array ``index``. A row stride applies to the row of the batch: element (r, i...) is at
+      ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
+    * ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the
+      tile's start.
+    * ``QUEUE``: the slot ``tile % depth`` of queue ``index``, which the stage produces (and writes) or consumes (and reads); rows
+      count from the tile's start.
+    * ``PREP``: stationary operand ``index`` prepared once per call (see ``Prep``); row stride 0.
+    """
+
     space: int
     index: int
     offset: int
@@ -38,17 +53,15 @@ class Operand:
     strides: tuple[int, ...]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The instructions of the CPU program that go by indices. ``bytecode`` is the format that they are part of, and hands them on.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Instructions that read or write by indices -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
     """out(rows, *index_extents, *extents) = row index(rows, *index_extents) of ``table``, which has ``count`` rows of ``extents``.
 
-    ``table.row_stride`` is the distance of its rows. An index below 0 or beyond count - 1 takes the nearest row (``mode`` CLIP) or
-    ``fill`` (FILL), a number as ``Micro.imm`` has it. One dtype; the index is of any integer dtype.
+    ``table.row_stride`` is the distance of its rows. An index below 0 or beyond count - 1 reads the nearest row (``mode`` CLIP) or
+    gives ``fill`` (FILL; encoded as ``Micro.imm``). Table and result have one dtype; the index has any integer dtype.
     """
 
     CODE: ClassVar[int] = 9
@@ -65,12 +78,11 @@ class Gather:
 @dataclasses.dataclass(frozen=True)
 class AccumulateAt:
     """Row index(rows, *index_extents) of the sink's accumulator (dense, [count, *extents]) folded with
-    x(rows, *index_extents, *extents), whose ``extents`` lie dense. Indices below 0 or beyond count - 1 are dropped; rows that none
-    names hold the identity. x has the sink's dtype, or a 16-bit one that is computed in it.
+    x(rows, *index_extents, *extents), whose ``extents`` lie dense. Indices below 0 or beyond count - 1 are dropped; rows without an
+    index hold the identity. x has the sink's dtype, or a 16-bit one that is computed in it.
 
-    ``sorted``: the others never decrease from one row of the stream to the next; if they do, the result is any numbers. Nothing
-    else folds into such a sink. ``ordered``: row r of x, an input, is at element ``order[r]`` of the program's order; there is an
-    index for each row.
+    ``sorted``: valid indices never decrease along the stream; if they do, the result is undefined, but stays in bounds. No other
+    instruction folds into such a sink. ``ordered``: row r of the input x is at element ``order[r]`` of the program's order.
     """
 
     CODE: ClassVar[int] = 10
@@ -86,9 +98,9 @@ class AccumulateAt:
 
 @dataclasses.dataclass(frozen=True)
 class RunMax:
-    """out(rows, *extents) = the largest x of the rows around it in the tile that have its index(rows), element by element.
+    """out(rows, *extents) = the elementwise maximum of x over the adjacent rows of the tile with the same index(rows).
 
-    ``extents`` lie dense in x and out, which have one 16-bit or 32-bit float dtype. Indices outside of [0, count) are nobody's.
+    ``extents`` lie dense in x and out, which have one 16-bit or 32-bit float dtype. Other indices belong to no run.
     """
 
     CODE: ClassVar[int] = 17
@@ -101,11 +113,11 @@ class RunMax:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulateScaled(AccumulateAt):
-    """AccumulateAt of rows that were scaled by e^-top, into sums that are kept with what they are scaled by: two sums are added up
-    at the larger of their tops. ``sorted``, and not ``ordered``; one index for each row; a sum of float32.
+    """AccumulateAt of rows scaled by e^-top. Each sum is kept with its top; two sums are added at the larger of their tops.
+    Always ``sorted`` and never ``ordered``; one index for each row; the sink is a sum of float32.
 
     ``top(rows, heads)``: one for each of the first dimensions of a row, ``heads`` in all, the same for all rows of one index in a
-    tile; one that is not finite stands for 0. ``finite``: otherwise a sum whose largest top is not finite is NaN.
+    tile; one that is not finite counts as 0. Unless ``finite``, a sum whose largest top is not finite is NaN.
     """
 
     CODE: ClassVar[int] = 18
@@ -116,12 +128,12 @@ class AccumulateScaled(AccumulateAt):
 
 @dataclasses.dataclass(frozen=True)
 class AccumulateTaken(AccumulateScaled):
-    """A sum of float32 by ``sorted`` indices, one for each row, of rows that are read where a table has them and multiplied: ``x``
-    is the table, and its row stride the distance of its ``rows`` rows, of one 16-bit or 32-bit float dtype.
+    """A float32 sum by ``sorted`` indices, one for each row, of rows that are read in place from a table and multiplied: ``x`` is
+    the table of ``rows`` rows, its row stride their distance, of one 16-bit or 32-bit float dtype.
 
-    Row r is row taken(r) of the table, by ``mode`` and ``fill`` as of Gather, times factor(r, factors) of float32, which lie
-    dense: each for as many elements of the row, one after the other. Without ``factors`` rows are added up as they are. Without
-    ``heads`` the sum is that of AccumulateAt, and ``top`` any operand.
+    Row r is row taken(r) of the table (``mode`` and ``fill`` as in Gather) times factor(r, factors) of float32, which lie dense;
+    each factor applies to an equal share of consecutive elements. Without ``factors`` rows are added as they are. Without ``heads``
+    the sum is that of AccumulateAt, and ``top`` is ignored.
     """
 
     CODE: ClassVar[int] = 19
@@ -135,8 +147,8 @@ class AccumulateTaken(AccumulateScaled):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a tile, dense; or, with ``rows`` above 0, those that ``taken`` names of a table of so many, whose row stride is their
-    distance, by ``mode`` and ``fill`` as of Gather. Without a table these are any."""
+    """Dense rows of a tile; or, with ``rows`` above 0, rows ``taken`` of a table with that many rows, at distance ``x.row_stride``
+    (``mode`` and ``fill`` as in Gather). Without a table ``mode``, ``fill`` and ``taken`` are ignored."""
 
     x: Operand
     rows: int
@@ -149,7 +161,7 @@ class Rows:
 class TakenDot:
     """out(rows, h) = the sum of the products of elements [h * inner, (h + 1) * inner) of two rows, h < ``heads``, in float32.
 
-    x and y have one 16-bit or 32-bit float dtype, and out any of these; the elements of a row lie dense in all.
+    x and y have one 16-bit or 32-bit float dtype, out any of these; the elements of a row lie dense in all three.
     """
 
     CODE: ClassVar[int] = 20
@@ -162,10 +174,10 @@ class TakenDot:
 
 @dataclasses.dataclass(frozen=True)
 class Take:
-    """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``; the dimension: ``count``.
+    """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``, index[i] < ``count``.
 
-    The index does not depend on the row. x and out have a stride for each of ``outer``, then that of the dimension and of the
-    indices, which is ``inner``: what is selected lies dense. ``mode`` and ``fill`` as of Gather.
+    The index does not depend on the row. x and out have a stride for each of ``outer``, then one for the dimension of ``count`` or
+    ``indices``, which is ``inner``: the selected elements lie dense. ``mode`` and ``fill`` as in Gather.
     """
 
     CODE: ClassVar[int] = 15
@@ -182,7 +194,7 @@ class Take:
 
 @dataclasses.dataclass(frozen=True)
 class Put:
-    """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :) over the i with index[i] == k < ``count``; the rest as of Take.
+    """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :) over the i with index[i] == k < ``count``; the rest as in Take.
 
     16-bit floats are added up in float32. Indices below 0 or beyond count - 1 are dropped.
     """
@@ -197,28 +209,7 @@ class Put:
     out: Operand
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The CPU program: what ``targets.cpu.lower`` makes of tile programs and ``cpu/src/program.cc`` parses. This file *is* the format.
-#
-# A call holds a ``Program`` for each of its parts, and travels as an attribute of the custom call (``words.Call``,
-# ``words.encode``).
-#
-# Semantics shared by all instructions. A worker runs one stage on one tile: rows ``row0 .. row0 + rows`` of a batch, ``rows ==
-# tile_rows`` except on the batch's last tile. The first ``Program.batch_axes`` axes number the batches; without them there is one.
-# ``Ref`` names memory; its ``offset`` counts elements of ``dtype``. It moves by ``loop_strides`` with the numbers of the enclosing
-# loops, outermost first, and an array also by ``batch_strides`` with the tile's index along each batch axis. Spaces:
-#
-# * ``IN``/``OUT``: array ``index``. A row stride applies to the row of the batch: element (r, i...) is at
-#   ``offset + (row0 + r) * row_stride + sum(i * stride)``. Stationary operands have row stride 0.
-# * ``SCRATCH``: the worker's own memory, ``Stage.scratch_bytes`` of it, 64-byte aligned; ``index`` is 0; rows count from the tile's
-#   start.
-# * ``QUEUE``: the slot ``tile % depth`` of queue ``index``; rows count from the tile's start. A stage writes the queues it produces
-#   and reads those it consumes.
-# * ``PREP``: stationary operand ``index`` prepared once per call (see ``Prep``); row stride 0.
-#
-# The parser rejects whatever reaches outside its memory, for all rows and all indices; strides may be negative or 0, extents are
-# at least 1.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Programs ---------------------------------------------------------------------------------------------------------------------
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
 VERSION = 14
@@ -233,27 +224,25 @@ IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 
 REDUCTIONS = tuple(spec.fold for spec in OPS.values() if spec.family in ("reduce", "argreduce"))
 CUMULATIVE = tuple(spec.fold for spec in OPS.values() if spec.family == "cumulative")
-# Activations of a matrix product's sums, with their parameters a and b. Of float64 sums, only none and relu.
+# Activations of a matrix product's sums, with their positive parameters a and b. Float64 sums have none and relu only.
 #   leaky_relu: x if x >= 0 else a x          elu: x if x > 0 else a (e^x - 1)       logistic: 1 / (1 + e^-x)
 #   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2
-# Parameters are positive. silu and gelu of minus infinity are NaN, as their definitions are. Of sums that are rounded
-# (``Matmul.rounds``), the logistic of silu is rounded as well.
+# silu and gelu of minus infinity are NaN, as by definition. Where sums are rounded (``Matmul.rounds``), silu's logistic is too.
 ACTIVATIONS = ("none", "relu", "leaky_relu", "elu", "logistic", "tanh", "silu", "gelu_tanh", "gelu_erf")
 ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1)
-# How a product of bfloat16 operands is multiplied: as the kernels at hand like best; widened to float32 (FMA); by instructions
-# that add pairs of bfloat16 products to float32 (VDPBF16PS, BFDOT, BFMMLA); by AMX tiles. Where the CPU lacks one, the next before
-# it that it has is taken. Products of other types are "best".
+# How bfloat16 operands are multiplied: the kernels' own choice; widened to float32 (FMA); by instructions that add pairs of
+# products to float32 (VDPBF16PS, BFDOT, BFMMLA); by AMX tiles. A CPU without one uses the one before it. Other dtypes use "best".
 PRODUCTS = ("best", "widened", "dots", "tiles")
 
-# Micro-operations of a Vector program, by name; the code is the position. They are those below and what the op table's entries
-# name, whose meaning they have (scripts/opcodes.py writes the same list as a C++ header; a test compares them). Comparisons and
-# is_finite give bool; select takes (pred, on_false, on_true). to_float16 and to_bfloat16 round a float32 as a store to that type
-# and a load would; reduce_precision to the bits of float16 also flushes what is denormal there.
-#
-# load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type; store: operand
-# ``a`` (index into Vector.stores) <- register ``b``, converted to its storage dtype; const: dst <- imm[0]; convert: dst <- register
-# ``a`` of type ``from_type``; index: dst <- (position in loop dimension ``a`` // b) % c, an int64 unless ``type`` says otherwise;
-# dimension 0 is the row of the whole stream, 1.. are the extents, -1.. the numbers of the enclosing loops, outermost first
+# Micro-operations of a Vector program, by name; the code is the position. SPECIAL_OPS are defined here, the others by the op table
+# (scripts/opcodes.py writes the same list as a C++ header; a test compares them). Comparisons and is_finite give bool; select takes
+# (pred, on_false, on_true). to_float16 and to_bfloat16 round a float32 as a store and a load would; reduce_precision to the bits of
+# float16 also flushes numbers that are denormal in float16.
+#   load: dst <- operand ``a`` (an index into Vector.loads), converted from its storage dtype to the register type
+#   store: operand ``a`` (an index into Vector.stores) <- register ``b``, converted to its storage dtype
+#   const: dst <- imm[0]; convert: dst <- register ``a`` of type ``from_type``
+#   index: dst <- (position in loop dimension ``a`` // b) % c, an int64 unless ``type`` says otherwise; dimension 0 is the row of
+# the     whole stream, 1.. are the extents, -1.. the numbers of the enclosing loops, outermost first
 SPECIAL_OPS = ("load", "store", "const", "convert", "index")
 OPCODES = (*SPECIAL_OPS, *(name for spec in OPS.values() for name in spec.opcodes))
 OPCODE = {name: code for code, name in enumerate(OPCODES)}
@@ -261,7 +250,7 @@ MAX_REGISTERS = 32
 SUM_GROUP = 32  # kSumGroup in cpu/include/kitsune_cpu/kernels.h
 MAX_LOOP_DIMS = 8
 MAX_NAME_BYTES = 1 << 16
-MAX_WEIGHT_INDICES = 1 << 24  # b, k and n of all weights together: the executor has a table of offsets for each
+MAX_WEIGHT_INDICES = 1 << 24  # b, k and n of all weights together: the executor has a table of offsets for each index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +258,8 @@ class StridedLoad:
     """scratch/queue tile <- input array, for arrays whose element address is not linear in the row.
 
     Row r has the mixed-radix index (r_0, ..., r_k) over ``Program.axes`` (last fastest); element (r, i...) of the array is at
-    ``array.offset + sum(r_j * axis_strides[j]) + sum(i * array_strides)``; ``tile`` has strides of its own. No conversion: one
-    dtype. In a program with an order, row r of the tile is element ``order[r]`` of the stream instead.
+    ``array.offset + sum(r_j * axis_strides[j]) + sum(i * array_strides)``; ``tile`` has strides of its own. Both have one dtype.
+    In a program with an order, row r of the tile is element ``order[r]`` of the stream instead.
     """
 
     CODE: ClassVar[int] = 1
@@ -295,16 +284,14 @@ class StridedStore:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64). Where it ``adds``
-    (only in f32), what is in ``out`` is one of the addends.
+    """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64). If ``adds``
+    (f32 only), the previous contents of ``out`` are added to the product.
 
-    ``rounds``: float16 or bfloat16, to which the sums are rounded before the bias is added, and again before the activation; or
-    float32, where they are not.
+    ``rounds``: float16 or bfloat16, to which sums are rounded before the bias is added and before the activation; float32: nowhere.
 
     ``x``: row_stride is the leading dimension lda (distance of consecutive m), strides = (batch stride,); its K elements are
     contiguous. ``out`` likewise with N contiguous elements. ``weight``: a Prep of kind WEIGHT with the same batch, giving K, N.
-    ``bias``: a Prep of kind DENSE of N f32 (f64 for f64) elements, or -1. For IN/OUT refs lda * row_multiple is the global row
-    stride.
+    ``bias``: a Prep of kind DENSE of N f32 (f64 for f64) elements, or -1. For IN/OUT, lda * row_multiple is the global row stride.
     """
 
     CODE: ClassVar[int] = 3
@@ -379,7 +366,7 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Where in a sink's accumulators an instruction folds: from element ``offset`` on, further by the numbers of the loops."""
+    """The part of a sink's accumulators an instruction folds into: from element ``offset`` on, moved by loop numbers."""
 
     offset: int = 0
     loop_strides: tuple[int, ...] = ()
@@ -395,7 +382,7 @@ class Accumulate:
     reduced: tuple[int, ...]
     x: Operand  # strides for (*kept, *reduced)
     sums: Sums = Sums()
-    sum_strides: tuple[int, ...] = ()  # of the accumulators, for kept; none: they are dense
+    sum_strides: tuple[int, ...] = ()  # of the accumulators, for kept; () where they are dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,9 +393,9 @@ class AccumulateMatmul:
     ``y`` likewise with n. Both have one dtype; the sink has how = sum and dtype float32 (float64 for float64), and accumulates in
     it. For IN refs the distance * row_multiple is the global row stride.
 
-    ``matrices``: empty, or (height, rows, columns) of the sink's matrices, one for each of the batch, of which m x n is a part:
-    some of the columns, where ``rows`` is the height, else ``rows`` rows, or as many as are left. In the accumulators such parts of
-    rows follow each other, each in groups of ``SUM_GROUP`` columns, with which parts of columns begin.
+    ``matrices``: empty, or (height, rows, columns) of the sink's matrices (one for each of the batch) of which m x n is a part: a
+    range of columns if ``rows`` is the height, else ``rows`` rows, or the remaining ones. The accumulators of each part of rows
+    are contiguous and ordered by groups of ``SUM_GROUP`` columns; parts of columns begin with a group.
     """
 
     CODE: ClassVar[int] = 8
@@ -426,7 +413,7 @@ class AccumulateMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """How a program multiplies bfloat16 operands, by names in ``PRODUCTS``: tiles times weights, and weight gradients."""
+    """How a program multiplies bfloat16 operands, as names in ``PRODUCTS``: tiles times weights, and weight gradients."""
 
     weights: str = "best"
     gradients: str = "best"
@@ -439,7 +426,7 @@ class Products:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """Prepares the ``Prep`` of this number, which is ``local``, for the products behind this in the stage's body."""
+    """Prepares the ``local`` ``Prep`` of this number for the products that follow in the stage's body."""
 
     CODE: ClassVar[int] = 11
     prep: int
@@ -467,10 +454,10 @@ class Dot:
 class Loop:
     """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0.
 
-    ``within``: empty, or (divisor, extent, step, low, high, which). Iteration i is then left out unless the elements from i * step
-    to (i + 1) * step - 1 reach into [x + low, y + high], where x and y are the smallest and the largest row // divisor % extent of
-    the tile's rows; rows count from the start of the batch. An iteration is whole if its elements all lie in [y + low, x + high];
-    ``which``: 0 for all that are left, 1 for the whole ones, 2 for the others.
+    ``within``: empty, or (divisor, extent, step, low, high, which). Let x and y be the smallest and the largest row // divisor %
+    extent of the tile's rows, counted from the start of the batch. Iteration i covers the elements i * step to (i + 1) * step - 1;
+    it is skipped unless they overlap [x + low, y + high], and it is whole if all lie in [y + low, x + high]. ``which``: 0 runs all
+    iterations that are not skipped, 1 the whole ones, 2 the others.
     """
 
     CODE: ClassVar[int] = 13
@@ -501,8 +488,8 @@ WEIGHT, DENSE = range(2)
 
 @dataclasses.dataclass(frozen=True)
 class Prep:
-    """A stationary operand prepared once per call, before any stage runs, from an IN ref; if ``local``, where ``Pack`` says so, for
-    the worker and the tile at hand, from any memory.
+    """A stationary operand prepared once per call, before any stage runs, from an IN ref; or, if ``local``, from any memory, for
+    one worker and tile, at its ``Pack``.
 
     WEIGHT: ``source`` read as W[b, k, n] with b, k, n running over the mixed-radix indices of the three extent lists
     (last fastest), packed into the panels of the ISA at hand. DENSE: ``source`` read over ``n_extents`` into a contiguous array of
@@ -530,13 +517,13 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """Folded per strand of consecutive tiles, strands combined in order (so the result does not depend on the schedule).
+    """Folded per strand of consecutive tiles; strands are combined in order, so the result does not depend on the schedule.
 
     Floating sums and products fold in f64, those of AccumulateAt in f32 (f64 for f64) where the sink has more than 4096 elements,
-    and of sorted indices in f32 up to 256 rows and in f64 beyond; but see AccumulateMatmul.
+    and of sorted indices in f32 up to 256 rows and in f64 beyond; AccumulateMatmul is an exception.
 
-    ``batch_strides``: none for a sink of the whole stream. Else there is one for each batch, whose sums are ``elements`` elements
-    of the output, from sum(index * stride) over the batch axes on; together they fill it.
+    ``batch_strides``: () for a sink of the whole stream. Else each batch has its own ``elements`` sums, from element
+    sum(index * stride) of the output on, over the batch axes; together they fill the output.
     """
 
     how: int
@@ -563,11 +550,11 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """``workers``: threads that the plan counts on. A call runs on however many there are; how many partial sums are kept beside
-    each other depends on this number, so that a program's results are the same bits on every machine of one instruction set.
+    """``workers``: threads that the plan assumes. A call runs on any number of threads; the number of partial sums depends on
+    ``workers`` alone, so results have the same bits on every machine of one instruction set.
 
-    ``order``: the input, int32 [rows], through which StridedLoad and StridedStore go, or -1. It should be a permutation; whatever
-    is in it, no element outside of an array is touched. There are no batch axes then.
+    ``order``: the number of the int32 [rows] input that StridedLoad and StridedStore index the stream by, or -1. It should be a
+    permutation; with any contents, all accesses stay in bounds. A program with an order has no batch axes.
     """
 
     name: str
@@ -584,14 +571,7 @@ class Program:
     order: int = -1
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A whole call, and it as the int64 words of the custom call's attribute.
-#
-# Comes in: a ``Call`` of programs (``bytecode``). Goes out: ``encode``, in int64 words: ``MAGIC, VERSION, number of words in all,
-# CRC-32 of the words after the header (as little-endian bytes)``, then the dataclasses depth first in the order their fields are
-# declared. An ``int`` is one word; a ``float`` is its IEEE-754 double bits; a ``tuple`` is its length, then its elements; a name
-# is its length, then one word for each UTF-8 byte; an instruction is its ``CODE``, then its fields.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Calls and their encoding -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -606,9 +586,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A whole call. Of ``arrays`` the first are its ``operands``, the next its ``results``; the others live during the call only.
+    """A whole call. ``arrays``: its ``operands``, then its ``results``, then arrays that live during the call only.
 
-    Parts stand in the order of their phases, between which a barrier stands. A part reads operands and what earlier phases wrote.
+    Parts are ordered by phase, with a barrier between phases. A part reads operands and arrays written in earlier phases.
     """
 
     name: str
@@ -619,7 +599,7 @@ class Call:
 
     @staticmethod
     def of(program: Program) -> Call:
-        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
+        """The call of ``program`` alone: its inputs are the operands, its outputs the results."""
         arrays = (*program.inputs, *program.outputs)
         n = len(program.inputs)
         part = Part(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
@@ -627,7 +607,13 @@ class Call:
 
 
 def encode(call: Call | Program) -> np.ndarray:
-    """``call``, or the call that is nothing but one program, as int64 words, shape (words,)."""
+    """``call``, or the call of one program alone, as int64 words, shape (words,).
+
+    The words are ``MAGIC, VERSION, number of words in all, CRC-32 of the words after the header (as little-endian bytes)``, then
+    the dataclasses depth first in the order in which their fields are declared. An ``int`` is one word; a ``float`` is its IEEE-754
+    double bits; a ``tuple`` is its length, then its elements; a name is its length, then one word for each UTF-8 byte; an
+    instruction is its ``CODE``, then its fields.
+    """
     body: list[int] = []
     _emit(call if isinstance(call, Call) else Call.of(call), body, {})
     words = np.asarray(body, np.int64)
@@ -636,7 +622,7 @@ def encode(call: Call | Program) -> np.ndarray:
 
 
 def name_bytes(name: str) -> bytes:
-    """``name`` as it travels: UTF-8. The path of a source file may hold bytes that are not; each becomes a question mark."""
+    """``name`` in UTF-8. Where the path of a source file is not valid Unicode, a question mark replaces each bad byte."""
     return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
 
 
@@ -644,7 +630,7 @@ _layouts: dict[type, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
 
 def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What stands in front of the fields of an instruction or record, and the fields' names."""
+    """The words before the fields of an instruction or record, and the fields' names."""
     if type(x) not in _layouts:
         code = (x.CODE,) if hasattr(x, "CODE") else ()
         _layouts[type(x)] = code, tuple(field.name for field in dataclasses.fields(x))
@@ -652,7 +638,7 @@ def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
-    """Append ``x`` to ``out``. ``programs``: words by the program's identity, for parameters of one shape share an update."""
+    """Append ``x`` to ``out``. ``programs``: words of each program by its identity, since equal parts share one program."""
     if isinstance(x, tuple):
         out.append(len(x))
         for v in x:

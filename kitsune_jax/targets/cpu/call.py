@@ -1,4 +1,7 @@
-"""The custom calls of the CPU target: the extension, its registration with XLA, and which thread runs a call."""
+"""The custom calls of the CPU target: the extension that runs them, their registration with XLA, and the thread they run on.
+
+A missing or mismatched extension never raises: one warning names it, and plain JAX runs.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import COPIES, FREE, SCATTER
 from kitsune_jax.targets.cpu import bytecode
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The CPU extension as seen from Python: whether it is there, and its registration with XLA.
-#
-# Comes in: nothing. Goes out: ``available()``, ``register()`` and the names of the FFI targets. Invariant: importing this module
-# and calling its functions never fails because of a missing or mismatched extension; that is said once, as a warning, and plain
-# JAX runs.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The extension ----------------------------------------------------------------------------------------------------------------
 
 TARGET_NAME = "kitsune_cpu"
 ORDER_NAME = "kitsune_cpu_order"
@@ -39,7 +36,7 @@ _state: tuple[Any, str] | None = None  # (extension or None, why not)
 
 
 def _load() -> tuple[Any, str]:
-    """The extension module, known to XLA, and ""; or None and the reason. Looked for, and warned about, once."""
+    """The extension module, registered with XLA, and ""; or None and the reason. Imports and warns once."""
     global _state
     if _state is not None:
         return _state
@@ -48,11 +45,10 @@ def _load() -> tuple[Any, str]:
             _state = _find()
             if _state[0] is None:
                 advice = "pip install --force-reinstall --no-deps --no-cache-dir kitsune_jax"
-                warnings.warn(
-                    f"kitsune_jax runs without its CPU pipelines: {_state[1]}. Functions run as plain JAX. To repair it: {advice}",
-                    RuntimeWarning,
-                    stacklevel=3,
+                message = (
+                    f"kitsune_jax runs without its CPU pipelines: {_state[1]}. Functions run as plain JAX. To repair it: {advice}"
                 )
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
         return _state
 
 
@@ -67,7 +63,7 @@ def _find() -> tuple[Any, str]:
     try:
         jax.ffi.register_ffi_target(TARGET_NAME, extension.handlers(), platform="cpu")
         jax.ffi.register_ffi_target(ORDER_NAME, extension.order_handler(), platform="cpu")
-    except Exception as error:  # an XLA that refuses the version of the FFI which the extension was built for
+    except Exception as error:  # an XLA that refuses the FFI version the extension was built for
         return None, f"this JAX {jax.__version__} does not take the extension kitsune_jax._cpu ({error})"
     return extension, ""
 
@@ -85,8 +81,8 @@ def why_not() -> str:
 def register() -> bool:
     """Registers the FFI targets (``TARGET_NAME``, ``ORDER_NAME``) for the CPU, once; safe from any thread. Returns ``available()``.
 
-    >>> from kitsune_jax.targets.cpu import runtime
-    >>> runtime.register() == runtime.available()
+    >>> from kitsune_jax.targets.cpu import call
+    >>> call.register() == call.available()
     True
     """
     return available()
@@ -98,7 +94,7 @@ def extension() -> Any | None:
 
 
 def isa() -> str:
-    """The kernel table that programs use from now on: "avx2", ...; "generic" without the extension."""
+    """The kernel table in use: "avx2", ...; "generic" without the extension."""
     found = _load()[0]
     return "generic" if found is None else str(found.isa())
 
@@ -111,19 +107,19 @@ def isas() -> tuple[str, ...]:
 
 @functools.cache
 def digest() -> str:
-    """A hash of the extension's file: another build may have other kernels."""
+    """A hash of the extension's file, since another build may have other kernels; "" where it cannot be read."""
     found = _load()[0]
     if found is None:
         return ""
     try:
         return hashlib.sha256(pathlib.Path(found.__file__).read_bytes()).hexdigest()
-    except OSError:  # loaded from somewhere that is no file: the package's version has to do
+    except OSError:  # not loaded from a file: the package's version has to suffice
         return ""
 
 
 def check(words: np.ndarray) -> str:
-    """What the extension finds wrong with a program (int64 words), by the code that checks it when XLA makes an executable; "" for
-    a valid program, and where the extension is missing."""
+    """Errors that the extension finds in a program (int64 words), by the check that runs when XLA makes an executable; "" for a
+    valid program, and where the extension is missing."""
     extension = _load()[0]
     return "" if extension is None else str(extension.validate(words))
 
@@ -134,51 +130,48 @@ def calls() -> int:
     return 0 if extension is None else int(extension.calls())
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Who runs a program of XLA:CPU: the thread that calls it, or another one that has to wake up first.
-#
-# Comes in: the Graph of a whole program. Goes out: ``Handed``. XLA's CPU client counts the operations of a compiled program and
-# runs one of fewer than a thousand where it is called; any other it hands to a thread of its own, for which the caller waits. A
-# custom call counts as nothing: where a short pipeline is all that a program has to do, the caller runs it. A long one is given
-# as many operations as it takes to be handed over (``targets.cpu.call``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The thread that runs a program -----------------------------------------------------------------------------------------------
 
 # ``flop_count() < 1000`` in XLA's CPU client (JAX 0.12): x + 1 took 5.5 us for 900 elements and 7.7 for 1100, whose sum takes 0.1.
 _CHEAP = 1000
-# Calls that are modelled to take so long are handed over: the caller's Python goes on meanwhile. It takes 20 us, and
-# sometimes as long again as the call: its threads have slept, and the system wakes two of them on one core. An LSTM of 1.3 ms took
-# 1.65 on the average, up to 2.3 for seconds on end, one of 8 ms 5 % longer (Xeon with AMX, 2 cores).
+# Calls modelled to take this long run on XLA's own thread, so that the caller's Python goes on. It costs 20 us and the wake-up of
+# threads: an LSTM of 1.3 ms took 1.65 to 2.3 ms, one of 8 ms 5 % longer (Xeon, 2 cores).
 LONG_SECONDS = 10e-3
-_READERS = frozenset({"reduce", "argreduce", "cumulative", SCATTER})  # families with an operation for each element that they read
+_READERS = frozenset({"reduce", "argreduce", "cumulative", SCATTER})  # families with one operation per element that they read
 
 
 @dataclasses.dataclass(frozen=True)
-class Handed:
-    """``flops``: of each op of a program, as XLA counts them; none where nothing is known of the program."""
+class FlopCounts:
+    """Operations of each op of a program, as XLA counts them; empty where the program is unknown.
+
+    XLA's CPU client runs a program of fewer than a thousand operations on the calling thread, and hands any other to a thread of
+    its own, for which the caller waits. A custom call counts as no operations, so the caller runs a program that is one short call;
+    a long call gets an operand that makes XLA hand it over (``_unread_operand``).
+    """
 
     flops: tuple[int, ...] = ()
     total: int = 0
 
     def is_of(self, graph: Graph) -> bool:
-        """Is this ``graph`` the program itself? A region of less than half of one is planned as a graph of its own: what runs
-        beside it keeps threads awake and caches full, and its ops have other numbers."""
+        """Whether ``graph`` is the program itself. (A region of less than half of a program is planned as a separate graph: the
+        rest of the program keeps threads awake and caches full, and the ops are numbered differently.)"""
         return len(graph.ops) == len(self.flops)
 
-    def without(self, ops: Collection[int]) -> bool:
-        """Is the program handed to another thread, but not what is left of it without ``ops``?"""
+    def avoids_hand_over(self, ops: Collection[int]) -> bool:
+        """Whether XLA hands the program to its own thread, but would not without ``ops``."""
         return self.total >= _CHEAP > self.total - sum(self.flops[i] for i in ops)
 
 
-def handed(graph: Graph) -> Handed:
+def count_flops(graph: Graph) -> FlopCounts:
     flops = tuple(_flops(graph, op) for op in graph.ops)
-    return Handed(flops, sum(flops))
+    return FlopCounts(flops, sum(flops))
 
 
 def _flops(graph: Graph, op: Op) -> int:
     if op.kind == "opaque":
-        return _CHEAP  # nobody knows
+        return _CHEAP  # unknown: count it as expensive
     if op.body is not None:
-        return handed(op.body).total
+        return count_flops(op.body).total
     family = OPS[op.kind].family
     if family in FREE or family in COPIES:
         return 0
@@ -189,11 +182,9 @@ def _flops(graph: Graph, op: Op) -> int:
     return size
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The custom calls of a CPU program and of the order of its stream, as JAX sees them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Binding the custom calls -----------------------------------------------------------------------------------------------------
 
-# XLA:CPU runs a program of fewer operations than this at once, in the thread that asks for it (1000, JAX 0.10 to 0.12).
+# XLA:CPU runs a program of fewer operations than this on the calling thread (1000, JAX 0.10 to 0.12).
 _OPERATIONS = 1024
 
 
@@ -204,27 +195,23 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], sec
     which also carry what ``shard_map`` tracks). Returns the results, one per aval. Arrays are dense and row-major. Raises
     ``RuntimeError`` where the extension is missing.
 
-    The call has one more result, a byte that nobody reads. Without it, a loop whose body is nothing but this call would be compiled
-    wrongly: XLA simplifies the tuple of all results of a call to the call itself, which makes the call the root of the body, and
-    its loop-invariant code motion then takes "operand i of the root is carry i" for "carry i never changes".
-
-    A long call has one more operand, which nobody reads: see ``_operations``.
+    The call has one more result, a byte that nobody reads. Without it, XLA miscompiles a loop whose body is this call alone: it
+    simplifies the tuple of all results to the call, which becomes the root of the body, and loop-invariant code motion then takes
+    "operand i of the root is carry i" for "carry i never changes". A long call also has one more operand (``_unread_operand``).
     """
     if not register():
         raise RuntimeError(f"CPU pipelines cannot run here: {why_not()}")
     unread = _compat.aval_like(out_avals[0], (1,), np.uint8)
-    more = _operations(args) if seconds >= LONG_SECONDS else []
+    more = _unread_operand(args) if seconds >= LONG_SECONDS else []
     outs = jax.ffi.ffi_call(TARGET_NAME, [*out_avals, unread])(*args, *more, program=program)
     return list(outs)[: len(out_avals)]
 
 
-def _operations(args: Sequence[Any]) -> list[Any]:
-    """An array that takes XLA ``_OPERATIONS`` operations to make of an element of ``args``, less than a microsecond; [] where there
-    is no element.
+def _unread_operand(args: Sequence[Any]) -> list[Any]:
+    """An operand that nobody reads, made of ``args`` by ``_OPERATIONS`` operations in less than a microsecond; [] without elements.
 
-    XLA:CPU counts the operations of a program and knows none of a custom call. A program of few operations it takes for cheap, and
-    runs it in the thread that asks for it: the user's Python would stand still for as long as the call takes, where other programs
-    return at once, and Ctrl-C would wait for its end.
+    XLA:CPU counts no operations for a custom call, takes a program of few operations for cheap, and runs it on the calling thread:
+    the user's Python, and Ctrl-C, would wait until the call ends, where other programs return at once.
     """
     some = next((x for x in args if x.size), None)
     if some is None:

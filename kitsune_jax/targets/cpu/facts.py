@@ -1,4 +1,7 @@
-"""Facts about a tile program that CPU lowering asks for: rows read in place, merged products, rounded values."""
+"""Facts about a stage's body (a ``Flow``) for CPU code: rows read in place, merged products, rounded values.
+
+All results name instructions by their position in the body, and values by their root.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,19 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.program.passes import Flow, compared_values
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Rows of a table that are read where the table has them, by what is computed of them, and never lie in a tile.
-#
-# Comes in: a stage's body, as ``Flow``. Goes out: each ``sink_at`` and each ``reduce_sum`` that can read them so, recognised by
-# what is computed:
-#
-#     sum over a segment's rows of  table[ids]  or  table[ids] * factor         TakenSum
-#     sum over the last dimensions of  table[ids] * table2[ids2]  or  table[ids] * y         TakenDot
-#
-# where the indices of the first sum are sorted and nobody else reads the rows. The first is the sum over the edges of a node of
-# what the nodes at their other ends have, with or without a weight for each edge, or for each edge and head; the second is the
-# gradient of that weight.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Rows of a table that are read in place and never lie in a tile ---------------------------------------------------------------
 
 _TABLES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TakenSum:
-    """``factor``: what rows are multiplied by, or None; of each row one number, one for each of the first dimensions, or all.
-    ``absorbed``: the instructions of the body that the sum computes."""
+    """A sum over a segment's rows of ``table[ids]`` or ``table[ids] * factor``, by sorted indices, whose rows nothing else reads:
+    over the edges of a node, of the nodes at their other ends, with or without a weight for each edge (and head).
+
+    ``factor``: what rows are multiplied by, or None; for each row one number, one for each of the first dimensions, or all.
+    ``absorbed``: the instructions of the body that the sum replaces.
+    """
 
     gather: Instr
     factor: int | None
@@ -38,14 +33,16 @@ class TakenSum:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TakenDot:
-    """``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as of ``TakenSum``."""
+    """A sum over the last dimensions of ``table[ids] * table2[ids2]`` or ``table[ids] * y``: the gradient of an edge's weight.
+
+    ``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as in ``TakenSum``."""
 
     sides: tuple[Instr | int, Instr | int]
     absorbed: tuple[int, ...]
 
 
 def taken_dots(flow: Flow) -> dict[int, TakenDot]:
-    """The products of rows in ``flow``'s body that read rows of a table, by the number of their ``reduce_sum``."""
+    """The products of rows of tables in ``flow``'s body, by the position of their ``reduce_sum``."""
     found: dict[int, TakenDot] = {}
     for i, instr in enumerate(flow.body):
         if instr.kind == "reduce_sum" and (match := _dot(flow, i, instr)) is not None:
@@ -81,7 +78,7 @@ def _dot(flow: Flow, i: int, instr: Instr) -> TakenDot | None:
 
 
 def taken_sums(program: TileProgram, flow: Flow) -> dict[int, TakenSum]:
-    """The sums of ``flow``'s body that read rows of a table, by the number of their ``sink_at``."""
+    """The sums of rows of tables in ``flow``'s body, by the position of their ``sink_at``."""
     found: dict[int, TakenSum] = {}
     for i, instr in enumerate(flow.body):
         if instr.kind != "sink_at" or not instr["sorted"] or flow.type(instr.inputs[1]).shape != ():
@@ -109,7 +106,7 @@ def _match(flow: Flow, sink: int, v: int) -> TakenSum | None:
 
 
 def _gathered(flow: Flow, number: int, factor: int | None, absorbed: tuple[int, ...]) -> TakenSum | None:
-    """The sum of what instruction ``number`` makes, if that is rows of a table, perhaps widened to float32."""
+    """The sum of the results of instruction ``number``, if these are rows of a table, perhaps widened to float32."""
     made, widened = _narrow(flow, number)
     if made is None or flow.body[made].kind != "gather":
         return None
@@ -123,7 +120,7 @@ def _gathered(flow: Flow, number: int, factor: int | None, absorbed: tuple[int, 
 
 
 def _narrow(flow: Flow, number: int | None) -> tuple[int | None, tuple[int, ...]]:
-    """Instruction ``number``; if it widens a 16-bit number to float32, what makes that, and the widening one."""
+    """Instruction ``number`` and (); if it widens a 16-bit float to float32, the maker of its operand, and itself."""
     if number is None or flow.body[number].kind != "convert_element_type":
         return number, ()
     (x,), (y,) = flow.body[number].inputs, flow.body[number].outputs
@@ -133,7 +130,7 @@ def _narrow(flow: Flow, number: int | None) -> tuple[int | None, tuple[int, ...]
 
 
 def _only_reader(flow: Flow, v: int, reader: int) -> int | None:
-    """The instruction that makes ``v``, if ``reader`` alone reads that."""
+    """The instruction that makes ``v``, if no other than ``reader`` reads it."""
     root = flow.root(v)
     maker = flow.makers.get(root)
     if maker is None or flow.readers(root) != [reader]:
@@ -142,8 +139,8 @@ def _only_reader(flow: Flow, v: int, reader: int) -> int | None:
 
 
 def _factor(flow: Flow, v: int) -> int | None:
-    """What ``v`` repeats along the last dimensions of a row, or ``v`` if it repeats nothing; None where it is the same for all
-    rows, or repeated in another way."""
+    """The operand that ``v`` repeats along the last dimensions of a row, or ``v`` where it repeats nothing; None where it is the
+    same for all rows, or repeated in another way."""
     if not flow.type(v).tile or flow.literal(v) is not None:
         return None
     instr = flow.makers.get(flow.root(v))
@@ -157,20 +154,18 @@ def _factor(flow: Flow, v: int) -> int | None:
     return source if own == real[: len(own)] else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Sums of two products of float32, of which the second adds to what the first has stored: ``x @ a + h @ b`` of a recurrent cell.
-#
-# Comes in: a stage's body, as ``Flow``, whose biases stand before such sums (``with_biases_first``). Goes out: the sums, by their
-# products. Only products of whole rows are joined (everything but the rows is contracted), so both see the same matrix of
-# results.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sums of two products ---------------------------------------------------------------------------------------------------------
 
 _SAME = ("x_contract", "w_contract", "x_batch", "w_batch", "out_perm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProductSum:
-    """``result`` = the product of instruction ``first`` + that of ``second``, a later one; ``add`` is the addition's number."""
+    """``result`` = the float32 product of instruction ``first`` + that of ``second``, a later one, as in the ``x @ a + h @ b`` of a
+    recurrent cell: the second product adds to the stored result of the first. ``add``: the position of the addition.
+
+    Only products that contract everything but the rows are joined, so that both have the same matrix of results.
+    ``with_biases_first`` has moved biases in front of such sums."""
 
     result: int
     first: int
@@ -179,7 +174,7 @@ class ProductSum:
 
 
 def product_sums(flow: Flow) -> dict[int, ProductSum]:
-    """The sums of two products in ``flow``'s body, by the number of each of the two."""
+    """The sums of two products in ``flow``'s body, by the position of either product."""
     number = {v: i for i, instr in enumerate(flow.body) for v in instr.outputs}
     found: dict[int, ProductSum] = {}
     for j, instr in enumerate(flow.body):
@@ -212,28 +207,26 @@ def _plain(flow: Flow, product: Instr) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which 16-bit values of a stage are rounded by the operation that makes them, although their group computes in float32.
-#
-# Comes in: the ``Flow`` of a stage, and where XLA rounds (``ops.spec``). Goes out: the roots of those values. Values that are
-# compared with others, or of which a maximum leaves the program, are rounded in any case (``program.passes.compared_values`` says
-# why), and conversions to a wider float do not keep their digits.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- 16-bit values that are rounded where they are made ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rounded:
-    """``values``: the roots that are rounded; ``everywhere``: those of them whose digits no conversion keeps."""
+    """``values``: the roots that are rounded; ``everywhere``: those that conversions to wider floats read rounded too."""
 
     values: frozenset[int]
     everywhere: frozenset[int]
 
 
 def rounded_values(program: TileProgram, flow: Flow, rounding: Rounding) -> Rounded:
-    """Roots of the values whose pointwise operation rounds its result to its 16-bit dtype."""
+    """The roots of 16-bit values that their pointwise operation rounds, although its group computes in float32.
+
+    ``rounding``: where XLA rounds. Values that are compared with others, or whose maximum leaves the program, are rounded in any
+    case, also for conversions (``program.passes.compared_values`` says why).
+    """
     found: set[int] = set()
     everywhere: set[int] = set()
-    compared: frozenset[int] | None = None  # asked for only where a program has 16-bit values
+    compared: frozenset[int] | None = None  # computed only for programs with 16-bit values
     for instr in flow.body:
         if instr.kind not in OPS or OPS[instr.kind].family != "pointwise":
             continue

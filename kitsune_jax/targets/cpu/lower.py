@@ -1,7 +1,8 @@
-"""From a tile program to a CPU program: one handler for each kind of instruction.
+"""Lowering of tile programs to CPU programs, with one handler for each kind of instruction.
 
-Comes in: a ``TileProgram``. Goes out: the ``bytecode.Program`` that computes the same, stage by stage; of a whole call, its words.
-Raises ``CannotLower`` for what ``target.supports`` refuses.
+Comes in: a ``TileProgram``, or a ``Program`` of several. Goes out: the ``bytecode.Program`` that computes the same, stage by stage,
+or the int64 words of a whole call. Groups of pointwise instructions come from ``pointwise``, products and loops from ``products``;
+indices, reductions, scans, concatenations and pads are here. Raises ``CannotLower`` for ops that ``target.supports`` refuses.
 """
 
 from __future__ import annotations
@@ -63,14 +64,10 @@ if TYPE_CHECKING:
     from kitsune_jax.program.ir import Program
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What an index chooses, as instructions of the CPU program: rows of a table, rows of a sink, elements of a tile's row.
-#
-# Comes in: an instruction ``gather``, ``sink_at``, ``take`` or ``put`` of a stage (or of a loop's body). Goes out: its code, in
-# the stage. What is read lies dense where the instruction wants it so; a copy is made where it does not.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Indices: rows of a table, rows of a sink, elements of a tile's row -----------------------------------------------------------
 
-_MOST_SELECTED = (1 << 31) - 1  # elements along what take and put select from: their offsets are int32
+# Elements along the dimension that take and put select from: their offsets are int32.
+_MOST_SELECTED = (1 << 31) - 1
 
 
 def emit_gather(stage: Stage, i: int, instr: Instr) -> None:
@@ -85,7 +82,7 @@ def emit_gather(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _out_of_range(instr: Instr, dtype: str) -> tuple[int, tuple[float, ...]]:
-    """What an index outside of its range gives, as the instructions have it."""
+    """The ``mode`` and ``fill`` of the CPU instruction: what an index out of range gives."""
     return (FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (CLIP, (0.0,))
 
 
@@ -102,7 +99,7 @@ def emit_sink_at(stage: Stage, i: int, instr: Instr) -> None:
     sink = stage.program.sinks[instr["sink"]]
     at = stage.view(index)
     rank = len(at.shape)
-    straight = stage.unordered(v) if math.prod(at.shape) == 1 and not tops else None
+    straight = stage.input_in_array_order(v) if math.prod(at.shape) == 1 and not tops else None
 
     def fits(view: View) -> bool:
         return sink.dtype in (view.dtype, compute_type(view.dtype)) and _dense(view, rank)
@@ -127,7 +124,7 @@ def emit_sink_at(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
-    """A sum of rows that it reads where the table has them."""
+    """Emit a sum of rows that are read in place from a table."""
     _, index, *tops = instr.inputs
     sink = stage.program.sinks[instr["sink"]]
     at, row, taken = stage.view(index), sink.shape[1:], _taken(stage, found.gather)
@@ -166,7 +163,7 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
 
 
 def _taken(stage: Stage, gather: Instr) -> Rows:
-    """What ``gather`` takes, where the table has it."""
+    """The rows that ``gather`` reads, in place."""
     table, index = (stage.view(v) for v in gather.inputs)
     assert _dense(table, 0) and index.shape == ()
     mode, fill = _out_of_range(gather, table.dtype)
@@ -174,7 +171,7 @@ def _taken(stage: Stage, gather: Instr) -> Rows:
 
 
 def emit_taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
-    """A sum over the last dimensions of products of rows that it reads where a table has them."""
+    """Emit a sum over the last dimensions of products of rows, at least one of which is read in place from a table."""
 
     def side(of: Instr | int) -> Rows:
         if isinstance(of, Instr):
@@ -197,13 +194,13 @@ def emit_run_max(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _rows_of(stage: Stage, instr: Instr, fits: Callable[[View], bool]) -> View:
-    """The place of a result whose rows are written one by one: in a loop as well, where others lie column by column."""
+    """The place of a result that is written row by row, also in a loop, where other values may lie column by column."""
     t = stage.type(instr.outputs[0])
     return stage.place(instr.outputs[0], fits, lambda: stage.scratch(t.shape, t.dtype))
 
 
 def _dense_view(stage: Stage, v: int) -> View:
-    """Where ``v`` lies with dense rows; a copy if they are not."""
+    """A view of ``v`` with dense rows; of a copy if its own are not dense."""
     x = stage.view(v)
     if not _dense(x, 0):
         x = stage.scratch(x.shape, x.dtype)
@@ -260,19 +257,13 @@ def _index(stage: Stage, v: int) -> View:
 
 
 def _selected(x: View, d: int, inner: int, extent: int) -> Operand:
-    """``x``, dense from dimension ``d`` on, with one stride for what is selected, ``extent`` times ``inner`` elements."""
+    """``x``, dense from dimension ``d`` on, with one stride for the ``extent`` times ``inner`` elements that are selected from."""
     if extent * inner > _MOST_SELECTED:
         raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
     return dataclasses.replace(x.operand(), strides=(*x.strides[:d], inner))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Tile program -> CPU program.
-#
-# Comes in: a ``TileProgram``. Goes out: the ``bytecode.Program`` that computes the same, stage by stage: pointwise instructions
-# in groups (``pointwise``), matrix products with their epilogues (``matmul``), reductions, scans, concatenations and pads here.
-# Raises ``CannotLower`` for what ``support.supports`` refuses.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Programs and stages ----------------------------------------------------------------------------------------------------------
 
 _BEST = Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
@@ -281,8 +272,8 @@ _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
 def generate(program: Program, name: str, products: Sequence[Products] = (), rounding: Rounding = EVERYWHERE) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
 
-    ``products`` says for each part how bfloat16 operands are multiplied; by default, as the kernels of the CPU that runs the code
-    like best. ``rounding``: where 16-bit results are rounded.
+    ``products``: for each part how bfloat16 operands are multiplied, by default as the CPU that runs the code chooses.
+    ``rounding``: where 16-bit results are rounded.
     """
     ways = products or (Products(),) * len(program.parts)
     several = len(program.parts) > 1
@@ -298,17 +289,15 @@ def generate(program: Program, name: str, products: Sequence[Products] = (), rou
 
 
 def _valid(words: np.ndarray) -> np.ndarray:
-    """``words``, which the custom call will accept: it checks them in the same way when XLA makes the executable."""
+    """``words``, checked as the custom call checks them when XLA makes the executable."""
     if wrong := check(words):
         raise InvalidProgram(wrong)
     return words
 
 
 def lower(program: TileProgram, name: str, products: Products = _BEST, rounding: Rounding = EVERYWHERE) -> bytecode.Program:
-    """The CPU program of ``program``, called ``name``, whose bfloat16 operands are multiplied as ``products`` says, and whose
-    16-bit results are rounded as ``rounding`` says.
-
-    Raises ``CannotLower`` where an instruction has no code.
+    """The CPU program of ``program``, called ``name``. ``products``: how bfloat16 operands are multiplied. ``rounding``: where
+    16-bit results are rounded. Raises ``CannotLower`` where an instruction has no code.
 
     Example::
 
@@ -349,7 +338,7 @@ def _ring(queue: QueueType, tile_rows: int) -> bytecode.Ring:
 
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
-    """Bytes of a queue slot: ``tile_rows`` rows at their pitch, up to a cache line."""
+    """Bytes of a queue slot: ``tile_rows`` rows at their pitch, rounded up to a cache line."""
     size = tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype]
     return -(-size // memory.ALIGNMENT) * memory.ALIGNMENT
 
@@ -362,7 +351,7 @@ def _stage(program: TileProgram, body: StageProgram, preps: list[Prep], products
 
 
 def _emit(stage: Stage) -> None:
-    """The code of all instructions of ``stage``: the body of a stage, or of a loop."""
+    """Emit the code of all instructions of ``stage``, which is a stage or the body of a loop."""
     for item in pointwise.schedule(stage):
         if item.loop is not None:
             pointwise.emit_group(stage, item.ops, item.loop)
@@ -384,7 +373,7 @@ def _handler(kind: str) -> Handler:
 
 def _store(stage: Stage, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
-    if stage.settled((i, 0), x):
+    if stage.delivered((i, 0), x):
         return
     array = stage.output(instr["array"]) if instr.kind == "store" else memory.border_of(stage, instr)
     if array.view is not None:
@@ -398,13 +387,13 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _push(stage: Stage, i: int, instr: Instr) -> None:
-    if not stage.settled((i, 0), instr.inputs[0]):
+    if not stage.delivered((i, 0), instr.inputs[0]):
         stage.write(instr.inputs[0], stage.queue(instr["queue"]))
 
 
 def _concatenate(stage: Stage, i: int, instr: Instr) -> None:
     for p, v in enumerate(instr.inputs):
-        if not stage.settled((i, p), v):
+        if not stage.delivered((i, p), v):
             stage.write(v, stage.piece(instr, p))
 
 
@@ -463,7 +452,7 @@ def _reduce(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _reduced(stage: Stage, v: int) -> View:
-    """``v`` where it lies; the 16-bit value it was widened from, if nothing else has brought the wide one into memory."""
+    """A view of ``v``; of the 16-bit value it was widened from, unless the wide value is in memory already."""
     narrow = stage.widened(v)
     if narrow is None or stage.type(narrow).shape != stage.type(v).shape:
         return stage.view(v)
@@ -471,7 +460,7 @@ def _reduced(stage: Stage, v: int) -> View:
 
 
 def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(extent, stride, stride) per loop: extents of 1 dropped, neighbours that one loop can walk for both strides merged."""
+    """(extent, stride, stride) per loop: extents of 1 dropped, and neighbours merged where one loop can walk both strides."""
     out: list[tuple[int, int, int]] = []
     for n, s, t in dims:
         if n == 1:

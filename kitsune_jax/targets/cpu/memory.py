@@ -1,4 +1,4 @@
-"""Where the values of a CPU program lie: views of tiles and arrays, layouts in loops, and offsets in scratch memory."""
+"""The memory of a CPU program's values: views of tiles and arrays, layouts in loops, and offsets in scratch memory."""
 
 from __future__ import annotations
 
@@ -29,23 +29,17 @@ from kitsune_jax.targets.cpu.bytecode import (
     Vector,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The view algebra: how a tile lies in memory, and which operations only change how it is looked at.
-#
-# A ``View`` is memory (``Ref``), the distance of consecutive rows, and the row shape with a stride per dimension, all in
-# elements. The row dimension stands apart and never merges with another. Broadcast, transpose, slice, rev and most reshapes give
-# a view of the same memory: no instruction is spent on them. Invariant: every function here returns a view inside the memory of
-# the one it got.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Views ------------------------------------------------------------------------------------------------------------------------
 
 ITEM_SIZE = dict(zip(DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """Element ``(r, i...)`` is at ``ref.offset + r * row_stride + sum(i * strides)``.
+    """A tile or array in memory. Element ``(r, i...)`` is at ``ref.offset + r * row_stride + sum(i * strides)``, all in elements.
 
-    A stationary array has ``row_stride`` 0 and its whole shape as ``shape``.
+    The row dimension never merges with another. A stationary array has ``row_stride`` 0 and its whole shape as ``shape``.
+    Broadcast, transpose, slice, rev and most reshapes give a view inside of the same memory, without an instruction.
     """
 
     ref: Ref
@@ -66,7 +60,7 @@ class View:
 
 
 def readable(view: View) -> bool:
-    """Whether a stage may, and should, read a result back from here: not from a queue slot it produces, nor strided elements."""
+    """Whether a stage may read a result back from ``view`` cheaply: it is no queue slot, and its elements have unit stride."""
     strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
     return view.ref.space != QUEUE and (not strides or strides[-1] == 1)
 
@@ -74,9 +68,8 @@ def readable(view: View) -> bool:
 def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
     """Elements between the rows of a tile in scratch or in a queue.
 
-    Rows of one dimension and 256 bytes or more begin on cache lines, and not a multiple of a page apart (stores would falsely
-    depend on loads of other rows, 4 KB aliasing). Shorter rows, and rows of several dimensions, are dense, so that loops over rows
-    and inner dimensions can be one loop.
+    Rows of one dimension and 256 bytes or more begin on cache lines, and not a multiple of a page apart (else stores would falsely
+    depend on loads of other rows: 4 KB aliasing). Other rows are dense, so that one loop can walk the rows and inner dimensions.
     """
     item = ITEM_SIZE[dtype]
     size = math.prod(shape)
@@ -95,7 +88,7 @@ def reshape(view: View, shape: tuple[int, ...]) -> View | None:
 
 
 def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the same elements in the same order under shape ``new``; None where no strides exist.
+    """Strides of the same elements in the same order under shape ``new``; None where there are none.
 
     >>> reshape_strides((4, 6), (6, 1), (2, 2, 6)), reshape_strides((4, 6), (1, 4), (24,))
     ((12, 6, 1), None)
@@ -140,7 +133,7 @@ def broadcast(view: View, shape: tuple[int, ...], dims: Sequence[int]) -> View:
 
 def aligned(view: View, tile: bool, shape: tuple[int, ...]) -> View:
     """``view`` as an operand of a pointwise tile op of row shape ``shape``: dimensions of extent 1 and rank 0 are stretched."""
-    if not tile and len(view.shape) == len(shape) + 1:  # a stationary operand with a dimension of extent 1 where the rows stand
+    if not tile and len(view.shape) == len(shape) + 1:  # a stationary operand with a dimension of extent 1 in place of the rows
         view = View(view.ref, view.row_stride, view.shape[1:], view.strides[1:])
     if not view.shape:
         return View(view.ref, view.row_stride, shape, (0,) * len(shape))
@@ -168,18 +161,17 @@ def cut(view: View, start: Sequence[int], limit: Sequence[int], step: Sequence[i
 
 
 def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = False) -> View:
-    """A tile of its own in scratch; ``buffer`` is a virtual buffer number until ``buffers.place`` gives it an address.
+    """A new tile in scratch; ``buffer`` is a virtual buffer number until ``place_buffers`` gives it an address.
 
-    ``dense``: no space between rows, for those who walk rows and an inner dimension in one loop.
+    ``dense``: no space between rows, so that one loop can walk rows and an inner dimension.
     """
     pitch = math.prod(shape) if dense else row_pitch(shape, DTYPES[dtype_code])
     return View(Ref(SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
 
 
 def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Innermost stride of several (extent, stride) dimensions, outermost first, if one loop can walk them all; None if not.
-
-    Dimensions of extent 1 do not count; no dimension left gives 0.
+    """The innermost stride of several (extent, stride) dimensions, outermost first, if one loop can walk them all; None if not.
+    Dimensions of extent 1 are ignored; without any other the stride is 0.
     """
     real = [(n, s) for n, s in pairs if n != 1]
     for (_, s), (n, t) in zip(real, real[1:], strict=False):
@@ -189,7 +181,7 @@ def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
 
 
 def row_stride_of(axes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The single row stride of an array with a stride per stream axis, or None where its address is not linear in the row.
+    """The row stride of an array with a stride per stream axis, or None where its address is not linear in the row.
 
     >>> row_stride_of((4, 10), (30, 3)), row_stride_of((4, 10), (3, 12)), row_stride_of((1, 10), (0, 3))
     (3, None, 3)
@@ -197,15 +189,7 @@ def row_stride_of(axes: Sequence[int], strides: Sequence[int]) -> int | None:
     return chain(list(zip(axes, strides, strict=True)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which values of a loop's body lie column by column in scratch.
-#
-# A carry of a few columns (the state of a simulator, ``[envs, 4]``) is taken apart by slices and put together again in every
-# iteration. Row by row each of these is a load or a store with a stride; column by column they are dense, and a sum over the
-# columns adds whole vectors. Rows as long as a vector stay rows where nothing takes them apart (the state of a recurrent layer):
-# what they are computed with lies row by row. So do carries that a step multiplies with a matrix, or makes so, and what is handed
-# on in their place: a product reads and writes rows.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Values of a loop's body that lie column by column ----------------------------------------------------------------------------
 
 MOST_COLUMNS = 32
 _VECTOR = 16
@@ -220,8 +204,12 @@ def by_columns(
     instruction: Callable[[int], Instr],
     pointwise: Callable[[str], bool],
 ) -> bool:
-    """Whether nothing reads ``roots``, a tile of type ``t`` and what a loop's next step has in its place, but element by element,
-    through views, as a piece of another tile or to fold it, and its rows are short, or something takes them apart."""
+    """Whether a loop keeps ``roots``, a value of type ``t`` and the next step's value in its place, column by column in scratch.
+
+    A carry of a few columns (the state of a simulator, ``[envs, 4]``) is sliced and concatenated in every iteration: row by row
+    these are loads and stores with a stride, column by column dense ones. So all readers must be elementwise, views, copies, stores
+    or reductions (a matrix product reads rows), and rows as long as a vector must be taken apart by some reader.
+    """
     if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
         return False
     apart = math.prod(t.shape) < _VECTOR
@@ -241,19 +229,13 @@ def by_columns(
     return all(map(fits, roots)) and apart
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The arrays at a program's border as memory.
-#
-# Comes in: an ``ArrayType`` of a tile program. Goes out: its ``Border``, with strides for the stream axes and the row's
-# dimensions.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Arrays at a program's border -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Border:
-    """An array of the program's border as memory: ``view`` where its address is linear in the row of a batch, else None.
-
-    Where the stream has an order of its own, no streamed array's address is.
+    """An array at the program's border as memory. ``view``: where its address is linear in the row of a batch, else None. No
+    streamed array has a ``view`` in a stream with an order.
     """
 
     ref: Ref
@@ -276,16 +258,11 @@ def border(program: TileProgram, array: ArrayType, space: int, number: int) -> B
     return Border(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Parts of arrays and of tiles that move with the numbers of loops.
-#
-# Comes in: a ``load_slice``, ``store_slice``, ``cut`` or ``paste`` of a stage. Goes out: where its part lies. No instruction is
-# spent on that: the operands of whoever reads or writes the part move with the loops.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Parts of arrays and tiles that move with the numbers of loops. They cost no instruction: the operands move -------------------
 
 
-class Numbered(Protocol):
-    """What is asked of a stage."""
+class StageMemory(Protocol):
+    """The members of ``stage.Stage`` that this section uses."""
 
     @property
     def program(self) -> TileProgram: ...
@@ -297,8 +274,8 @@ class Numbered(Protocol):
     def number(self, v: int) -> tuple[int | None, int]: ...
 
 
-def border_of(stage: Numbered, instr: Instr) -> Border:
-    """What a ``load_slice`` or a ``store_slice`` names: a part of an array."""
+def border_of(stage: StageMemory, instr: Instr) -> Border:
+    """The part of an array that a ``load_slice`` or a ``store_slice`` names."""
     loads = instr.kind == "load_slice"
     array = (stage.program.inputs if loads else stage.program.outputs)[instr["array"]]
     whole = stage.input(instr["array"]) if loads else stage.output(instr["array"])
@@ -315,8 +292,10 @@ def border_of(stage: Numbered, instr: Instr) -> Border:
     return Border(_moved(whole.ref, offset, moves), whole.axis_strides, tuple(shape), whole.strides, view)
 
 
-def moves_of(stage: Numbered, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """How far ``numbers`` move an operand: by elements, and by a stride for each enclosing loop, the outermost first."""
+def moves_of(
+    stage: StageMemory, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]
+) -> tuple[int, tuple[int, ...]]:
+    """The offset in elements by which ``numbers`` move an operand, and a stride for each enclosing loop, the outermost first."""
     offset, moves = 0, [0] * stage.depth
     for v, step, stride in zip(numbers, steps, strides, strict=True):
         loop, constant = stage.number(v)
@@ -327,26 +306,20 @@ def moves_of(stage: Numbered, numbers: Sequence[int], steps: Sequence[int], stri
     return offset, tuple(moves) if any(moves) else ()
 
 
-def part(stage: Numbered, instr: Instr) -> View:
-    """What a ``cut`` reads and a ``paste`` writes: a part of its first operand."""
+def part(stage: StageMemory, instr: Instr) -> View:
+    """The part of its first operand that a ``cut`` reads or a ``paste`` writes."""
     whole = stage.view(instr.inputs[0])
     offset, moves = moves_of(stage, instr.inputs[-1:], (1,), whole.strides[:1])
     return View(_moved(whole.ref, offset, moves), whole.row_stride, whole.shape[1:], whole.strides[1:])
 
 
 def _moved(ref: Ref, offset: int, moves: Sequence[int]) -> Ref:
-    """``ref``, ``offset`` elements further on, which also moves by ``moves`` with the numbers of the loops around it."""
+    """``ref``, ``offset`` elements further on and moved by ``moves`` with the numbers of the enclosing loops."""
     strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
     return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Scratch memory: virtual buffers to byte offsets.
-#
-# Comes in: a stage's instructions, whose scratch refs name virtual buffers (``Ref.index``) with element offsets inside them. Goes
-# out: the same instructions with real offsets and index 0, and the size of the stage's scratch. Two buffers share bytes only
-# where no instruction uses the one between the first and the last use of the other.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Scratch memory ---------------------------------------------------------------------------------------------------------------
 
 ALIGNMENT = 64
 
@@ -361,7 +334,7 @@ _OPERAND_FIELDS, _ROWS_FIELDS = _fields("Operand"), _fields("Rows")
 
 
 def operands(instruction: Instruction) -> list[Operand]:
-    """All operands of an instruction that address tiles; of a loop, none of what is inside it."""
+    """All operands of an instruction that address tiles, without those of instructions inside a loop."""
     if isinstance(instruction, Vector):
         return [*instruction.loads, *instruction.stores]
     rows = [getattr(instruction, name) for name in _ROWS_FIELDS[type(instruction)]]
@@ -370,8 +343,10 @@ def operands(instruction: Instruction) -> list[Operand]:
 
 
 def place_buffers(body: Sequence[Instruction], sizes: list[int], preps: list[Prep]) -> tuple[tuple[Instruction, ...], int]:
-    """Give the virtual buffers of ``sizes`` bytes their addresses, also in the ``preps`` that ``body`` packs. Returns the body and
-    the scratch bytes it needs."""
+    """Replace the virtual buffers of ``sizes`` bytes (``Ref.index``, with offsets inside them) by byte offsets in scratch, in
+    ``body`` and in the ``preps`` that it packs. Returns the body and the scratch bytes it needs.
+
+    Buffers share bytes only where no instruction uses one between the first and the last use of the other."""
     lives = _lives(body, preps)
     first, last = {b: life[0] for b, life in lives.items()}, {b: life[1] for b, life in lives.items()}
     # Neither order of placement is always better; both are cheap.
@@ -383,7 +358,7 @@ def place_buffers(body: Sequence[Instruction], sizes: list[int], preps: list[Pre
 
 
 def _lives(body: Sequence[Instruction], preps: Sequence[Prep]) -> dict[int, list[int]]:
-    """The first and the last time of use of every buffer. One that is used in a loop and outside of it lives in all of the loop."""
+    """The first and the last time each buffer is used. A buffer used inside and outside of a loop lives for the whole loop."""
     lives: dict[int, list[int]] = {}
     time = 0
 
@@ -417,7 +392,7 @@ def _lives(body: Sequence[Instruction], preps: Sequence[Prep]) -> dict[int, list
 
 
 def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: list[int]) -> tuple[dict[int, int], int]:
-    """Every buffer of ``order`` at the lowest offset that is free for its whole life. Returns the offsets and their end."""
+    """Place every buffer of ``order`` at the lowest offset that is free for its whole life. Returns the offsets and their end."""
     offsets: dict[int, int] = {}
     placed = _Lives(max(last.values(), default=0) + 1)
     total = 0
@@ -437,10 +412,10 @@ def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: l
 
 
 class _Lives:
-    """Buffers by the time for which they live: which of them live at some time of a span?
+    """The lives of placed buffers, as a segment tree: ``during`` finds the buffers that live at some time of a span.
 
-    A segment tree: each buffer is kept at the few nodes that together are its life, and known to the nodes above these. So a
-    question costs as much as its answer is long, however long the program.
+    Each buffer is stored at the few nodes that together cover its life, and in ``_below`` of the nodes above them, so a query costs
+    as much as its answer is long, however long the program.
     """
 
     def __init__(self, times: int):

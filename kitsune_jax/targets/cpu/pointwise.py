@@ -1,8 +1,8 @@
-"""Scheduling a stage: pointwise instructions gathered into groups, each of which becomes one ``Vector``.
+"""Schedules a stage: gathers pointwise instructions into groups, each of which becomes one ``Vector``.
 
-Comes in: a ``Stage``. Goes out: its instructions as a list of items in an order that computes everything before it is read. An
-instruction joins a group of the same loop (its row shape without dimensions of extent 1) when all that it reads is there by then,
-so that a value used only inside its group never leaves a register.
+Comes in: a ``Stage``. Goes out: a list of items in an order that computes every value before it is read. An instruction joins a
+group of the same loop (its row shape without dimensions of extent 1) if all it reads is available by then; a value that only its
+group reads never leaves a register.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Item:
 
     loop: Shape | None
     ops: list[int]
-    touches: set[int] = dataclasses.field(default_factory=set)  # values (roots) that a group reads or makes
+    touches: set[int] = dataclasses.field(default_factory=set)  # roots of the values that a group reads or makes
 
 
 def schedule(stage: Stage) -> list[Item]:
-    """Items of ``stage`` in order."""
+    """The items of ``stage``, in order."""
     items: list[Item] = []
-    at: dict[int, int] = {}  # root -> item that makes it (absent: there from the beginning)
-    direct: set[int] = set()  # roots that their group still holds in a register
+    at: dict[int, int] = {}  # root -> item that makes it; absent for values from outside
+    direct: set[int] = set()  # roots that their group holds in a register
     for i, instr in enumerate(stage.body):
         if instr.kind in _NO_ITEM or i in stage.absorbed:
             continue
@@ -40,7 +40,7 @@ def schedule(stage: Stage) -> list[Item]:
         ready = max((at[r] for r in inputs if r in at), default=-1)
         out = stage.root(instr.outputs[0]) if instr.outputs else -1
         if i in stage.added:
-            at[out] = ready  # the later of its products
+            at[out] = ready  # the item of the later product
             continue
         if out in stage.leaves or (instr.outputs and out != instr.outputs[0]):
             continue
@@ -52,12 +52,12 @@ def schedule(stage: Stage) -> list[Item]:
         else:
             items.append(Item(None, [i]))
             at.update(dict.fromkeys(instr.outputs, len(items) - 1))
-    _sink(stage, items)
+    _sink_parts(stage, items)
     return [item for item in items if item.ops]
 
 
 def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[int, int], direct: set[int]) -> int:
-    """Put pointwise instruction ``i`` into a group; returns its number."""
+    """Put pointwise instruction ``i`` into a group; returns the group's position in ``items``."""
     out = stage.body[i].outputs[0]
     loop = shape_of(stage, out)
     first = 0
@@ -76,11 +76,11 @@ def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[in
     return chosen
 
 
-def _sink(stage: Stage, items: list[Item]) -> None:
-    """Move connected parts of groups down into the one later group that reads them: what they hand over stays in registers.
+def _sink_parts(stage: Stage, items: list[Item]) -> None:
+    """Move each connected part of a group into the one later group that reads it, so that values pass in registers.
 
-    What such a part reads itself lies in memory, which nothing overwrites. Example: the silu of a gate moves behind the second
-    matrix product of a SwiGLU block, to the multiplication with it.
+    The operands of a moved part lie in memory that nothing overwrites. Example: the silu of a gate moves behind the second matrix
+    product of a SwiGLU block, to the multiplication that reads both.
     """
     group_of = {i: k for k, item in enumerate(items) if item.loop is not None for i in item.ops}
     for k in range(len(items) - 1, -1, -1):
@@ -97,7 +97,7 @@ def _sink(stage: Stage, items: list[Item]) -> None:
 
 
 def _parts(stage: Stage, item: Item) -> list[set[int]]:
-    """The instructions of a group, by who hands values to whom in registers."""
+    """The instructions of a group as parts; instructions are connected if one reads another's result in a register."""
     parts: list[set[int]] = []
     for i in item.ops if item.loop is not None else ():
         makers = {stage.root(v) for v in stage.body[i].inputs}
@@ -107,7 +107,7 @@ def _parts(stage: Stage, item: Item) -> list[set[int]]:
 
 
 def emit_group(stage: Stage, ops: list[int], loop: Shape) -> None:
-    """Append the ``Vector`` of a group to the stage; two or more where the registers do not suffice for one."""
+    """Append the ``Vector`` of a group to the stage, or several where one needs too many registers."""
     saved = len(stage.code), dict(stage.views), set(stage.satisfied), len(stage.buffer_bytes)
     try:
         _emit(stage, ops, loop)
@@ -122,7 +122,7 @@ def emit_group(stage: Stage, ops: list[int], loop: Shape) -> None:
 
 def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
     builder, registers, inside = VectorBuilder(loop[1]), dict[int, int](), set(ops)
-    computed: dict[int, int] = {}  # as registers, with the digits that rounding takes
+    computed: dict[int, int] = {}  # like ``registers``, but before rounding
     stored = False
     for i in ops:
         instr = stage.body[i]
@@ -149,7 +149,7 @@ def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
 
 
 def _keeps_digits(stage: Stage, instr: Instr, v: int) -> bool:
-    """Does ``instr`` convert ``v`` to a wider float with the digits that it was computed with?"""
+    """Whether ``instr`` converts ``v`` to a wider float from its unrounded digits."""
     if instr.kind != "convert_element_type" or stage.root(v) in stage.rounded.everywhere:
         return False
     return stage.rounding.keeps_digits(stage.type(v).dtype, stage.type(instr.outputs[0]).dtype)
@@ -160,7 +160,7 @@ def shape_of(stage: Stage, v: int) -> Shape:
 
 
 def captured(instr: Instr) -> set[int]:
-    """What a loop's body reads of the code around it, beside values of its own."""
+    """Values outside of a loop that its body reads."""
     if instr.block is None:
         return set()
     inside = list(walk(instr.block.body))

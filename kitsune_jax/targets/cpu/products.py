@@ -1,4 +1,8 @@
-"""Matrix products on the CPU: a tile times a stationary operand with its epilogue, products of two tiles, and loops around them."""
+"""CPU code of matrix products and loops: products with a stationary operand, weight gradients, products of two tiles, loops.
+
+Comes in: an instruction ``matmul``, ``matmul_sink``, ``dot``, ``loop`` or ``paste`` of a ``Stage``. Goes out: code appended to the
+stage. An operand that does not lie as the kernel reads it is copied first. Raises ``CannotLower`` for products without a kernel.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +38,16 @@ from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Matrix products: a tile times a stationary operand, with bias, relu and conversion folded in where they follow.
-#
-# Comes in: a ``matmul`` instruction of a stage. Goes out: one ``Matmul``, its ``Prep``s, and a copy of x first where x does not
-# lie as rows of contiguous K elements a uniform distance apart. The order of the contracted, free and batch dimensions is ours to
-# choose: the stationary operand is packed to suit.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Products of a tile and a stationary operand ----------------------------------------------------------------------------------
 
 MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
-# What cpu/src/program_check.cc accepts of a packed weight.
+# Limits of cpu/src/program_check.cc on a packed weight.
 _LONGEST_SIDE, _MOST_PREPARED = 1 << 26, 1 << 36
 
 
 def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
+    """Emit one ``Matmul`` with its epilogue and its ``Prep``s, after a copy of x unless x lies as evenly spaced rows of contiguous
+    K elements. Dimensions are ordered as x's memory; the stationary operand is packed to match."""
     dims = _Dims.of(stage, instr)
     x, w, *bias = instr.inputs
     if stage.leaf(w) is not None:
@@ -57,7 +57,7 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
     order = dims.ordered_by(lies)
     rows = _rows(lies, order.free, order.batch, order.contract)
     if rows is None:
-        lies, order = _copied(stage, x, dims)
+        lies, order = _copy_of(stage, x, dims)
         rows = _rows(lies, order.free, order.batch, order.contract)
         assert rows is not None
     free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
@@ -99,7 +99,7 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """Row dimensions of x, each list in the order in which memory is walked."""
+    """Row dimensions of x, each list in the order of x's strides, largest first."""
 
     free: list[int]
     batch: list[int]
@@ -108,7 +108,7 @@ class _Order:
 
 @dataclasses.dataclass(frozen=True)
 class _Dims:
-    """Who is who: row dimensions of x (0-based, the row left out), dimensions of w, row dimensions of the result."""
+    """The roles of dimensions: row dimensions of x (0-based, without the row), dimensions of w, row dimensions of the result."""
 
     free: tuple[int, ...]
     w_batch: dict[int, int]  # row dimension of x -> dimension of w
@@ -150,7 +150,7 @@ class _Dims:
 
 
 def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
-    """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None if it is not that."""
+    """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None where it is not."""
 
     def pairs(dims: Sequence[int]) -> list[tuple[int, int]]:
         return [(view.shape[d], view.strides[d]) for d in dims]
@@ -166,8 +166,8 @@ def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence
     return (step, batch_step) if step * size == view.row_stride else None
 
 
-def _copied(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
-    """A copy of x in scratch, laid out for the kernel."""
+def _copy_of(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
+    """A copy of x in scratch, in the layout that the kernel reads."""
     order = _Order(list(dims.free), list(dims.w_batch), list(dims.w_contract))
     sequence = [*order.free, *order.batch, *order.contract]
     t = stage.type(x)
@@ -178,18 +178,18 @@ def _copied(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
 
 
 def _matrix(stage: Stage, shape: Sequence[int], dtype: str, multiple: int) -> View:
-    """Scratch of row shape ``shape`` whose first ``multiple`` dimensions are rows to the kernel, at one distance throughout."""
+    """Scratch of row shape ``shape`` whose first ``multiple`` dimensions are evenly spaced rows to the kernel."""
     return stage.scratch(tuple(shape), dtype, dense=math.prod(shape[:multiple]) > 1)
 
 
 def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
-    """A weight gradient: the rows of both tiles are contracted, the free dimensions are the accumulator's, in the op's order."""
+    """Emit a weight gradient: it contracts the rows of both tiles; the accumulator has the free dimensions in the op's order."""
     x, y = instr.inputs[:2]
     if stage.type(x).dtype != stage.type(y).dtype:
         raise CannotLower(f"a weight gradient of {stage.type(x).dtype} and {stage.type(y).dtype}")
     pairs = [(a - 1, b - 1) for a, b in zip(instr["x_contract"], instr["y_contract"], strict=True) if a > 0]
     lies = stage.view(x)
-    pairs.sort(key=lambda pair: -lies.strides[pair[0]])  # the order in which x's rows are walked; y follows
+    pairs.sort(key=lambda pair: -lies.strides[pair[0]])  # the order of x's memory; y follows
     sides = []
     for v, contract, batch in (
         (x, [a for a, _ in pairs], [d - 1 for d in instr["x_batch"]]),
@@ -206,8 +206,8 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             rows = _rows(view, contract, batch, free)
             assert rows is not None
         sides.append((view, rows, math.prod(view.shape[d] for d in free)))
-    # Whole sums are the same either way, and the kernel likes few rows of them better than few columns. A part of the sums is not
-    # turned around: the sink has its matrices as its other parts have them.
+    # The kernel prefers few rows of sums to few columns, and whole sums may be transposed. Parts of the sums may not: all parts of
+    # the sink's matrices share one layout.
     if sides[1][2] == 1 and instr.get("dims") is None:
         sides.reverse()
     (vx, rx, m), (vy, ry, n) = sides
@@ -229,7 +229,7 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, ...]]:
-    """Which part of the sink's matrices an m x n product is, where numbers of loops cut it out; and those matrices."""
+    """The part of the sink's matrices that an m x n product fills, as loop numbers cut it out, and the matrices' shape."""
     if instr.get("dims") is None:
         return Sums(), ()
     k, dims, steps, sizes = instr["sink"], instr["dims"], instr["steps"], instr["sizes"]
@@ -240,7 +240,7 @@ def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, 
     side = rows if d in rows else range(rows.stop, len(shape))
     if len(dims) > 1 or d < batch or math.prod(shape[side.start : d]) > 1:
         raise CannotLower(f"a weight gradient in parts of dimensions {dims}")
-    # The first parts are all as long; what is left is shorter.
+    # All parts but the last have the same length; the last may be shorter.
     longest = max(i["sizes"][0] for s in stage.program.stages for i in walk(s.body) if i.get("dims") and i.get("sink") == k)
     inner = math.prod(shape[d + 1 : side.stop])
     each = inner * (columns if side is rows else height)
@@ -252,7 +252,7 @@ def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, 
 
 
 def _product(ref: Ref, name: str) -> int:
-    """``name`` as the format has it for operands like ``ref``: only bfloat16 can be multiplied in more than one way."""
+    """The index in ``PRODUCTS`` of ``name`` for operands like ``ref``; dtypes other than bfloat16 have one kind of product."""
     return PRODUCTS.index(name if ref.dtype == DTYPE_CODE["bfloat16"] else "best")
 
 
@@ -267,39 +267,35 @@ def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int]
         raise CannotLower(f"a weight with a side of {longest} elements: the CPU target packs sides of {_LONGEST_SIDE} at most")
     if math.prod((*b, *k, *n)) > _MOST_PREPARED:
         raise CannotLower(f"a weight of {math.prod((*b, *k, *n))} elements: the CPU target packs {_MOST_PREPARED} at most")
-    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _moves(w.ref))
+    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _is_local(w.ref))
 
 
-def _moves(ref: Ref) -> int:
-    """Whether what ``ref`` names is not there, or not the same, before any stage runs: it is prepared where it is used."""
+def _is_local(ref: Ref) -> int:
+    """1 for a prep that cannot be made before the stages run, since ``ref`` is no input or moves with a loop or batch; else 0."""
     return int(ref.space != IN or any(ref.loop_strides) or any(ref.batch_strides))
 
 
 def _dense(bias: View, columns: Sequence[int]) -> Prep:
-    """``bias`` with its dimensions in the order of ``columns``, wide enough for the sums it is added to."""
+    """The ``Prep`` of ``bias`` with dimensions in the order of ``columns``, in the dtype of the sums it is added to."""
     wide = "float64" if bias.dtype == "float64" else "float32"
     extents, strides = tuple(bias.shape[d] for d in columns), tuple(bias.strides[d] for d in columns)
-    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,), local=_moves(bias.ref))
+    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,), local=_is_local(bias.ref))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops and products of two tiles, as instructions of the CPU program.
-#
-# Comes in: an instruction ``loop`` or ``dot`` of a stage (or of a loop's body). Goes out: its code, in the stage. Carries live in
-# scratch: the next value of one is written to its place at once where nothing reads the old value afterwards, and copied there at
-# the end of the iteration elsewhere. What a slice takes out of an array costs nothing: its operands move with the numbers of the
-# loops.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Loops, and products of two tiles ---------------------------------------------------------------------------------------------
 
-_FEW = 8  # rows of a matrix by which another is multiplied as it lies (``small`` in cpu/src/run_dot.cc)
-# Elements of a matrix up to which a vector is multiplied by it and summed as rows are, however it lies; and unless it lies well.
-# Products of two vectors are so up to the second number. A vector times a matrix of 4 x 4 took 6 to 12 ns so and 11 to 24 as a
-# product; 6 x 6 took 51 to 82 and 25 to 37, 64 x 64 740 to 2600 and 260 to 280 (float32, a Xeon with AMX).
+_FEW = 8  # rows of a matrix that multiplies another one in place (``small`` in cpu/src/run_dot.cc)
+# A matrix of at most _TINY elements, or one of at most _SMALL that lies badly, is multiplied by a vector elementwise and summed; so
+# are two vectors of at most _SMALL. Elementwise and as a product: 4 x 4 took 6 to 12 and 11 to 24 ns, 64 x 64 740 and 260.
 _TINY, _SMALL = 16, 1 << 12
 
 
 def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
-    """``emit`` makes the code of the body."""
+    """Emit a ``Loop``; ``emit`` makes the code of its body.
+
+    Carries live in scratch. The next value of a carry is written to its place at once where nothing reads the old value afterwards,
+    else copied there at the end of the iteration. Slices of arrays need no code: their operands move with the loop's number.
+    """
     block = instr.block
     assert block is not None
     if instr["count"] == 0:
@@ -318,7 +314,7 @@ def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None
     inside.views.update(zip(block.carries, places, strict=True))
     inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
     emit(inside)
-    _hand_on(inside, block, places)
+    _store_carries(inside, block, places)
     if inside.code:
         within = _within(stage.program, instr)
         stage.code.append(Loop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
@@ -326,7 +322,7 @@ def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None
 
 
 def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
-    """Which iterations a tile runs, by the rows of its batch."""
+    """The iterations that a tile runs, by the rows of its batch: ``Loop.within``."""
     bounds = instr.get("within")
     if bounds is None:
         return ()
@@ -337,15 +333,15 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
 
 
 def _written_at_once(stage: Stage, block: Block) -> list[int]:
-    """The carries whose place nobody reads once the next value is written to it."""
+    """The carries whose old value nobody reads once the next one is written to their place."""
     items = pointwise.schedule(stage)
     where = {i: k for k, item in enumerate(items) for i in item.ops}
     maker = {stage.root(v): i for i, instr in enumerate(stage.body) for v in instr.outputs if i in where}
 
     def read_before(v: int, i: int, same: bool) -> bool:
-        """Whether ``v`` is read before instruction ``i`` writes, or as it does. ``same``: ``v`` is the carry, not a part of it."""
+        """Whether all readers of ``v`` read before instruction ``i`` writes, or in its loop. ``same``: ``v`` is the whole carry."""
         for j, _ in stage.uses.get(v, ()):
-            if j < len(stage.body) and j not in where:  # a view, or a conversion that whoever reads it does
+            if j < len(stage.body) and j not in where:  # a view, or a conversion that its readers do
                 if not read_before(stage.root(stage.body[j].outputs[0]), i, same and stage.body[j].kind not in VIEWS):
                     return False
                 continue
@@ -359,8 +355,8 @@ def _written_at_once(stage: Stage, block: Block) -> list[int]:
     return [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
 
 
-def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
-    """Copy what is not in its carry's place yet. What lies in a place itself moves aside first."""
+def _store_carries(stage: Stage, block: Block, places: Sequence[View]) -> None:
+    """Copy each result to its carry's place unless it is there. A result in another carry's place is copied out of it first."""
     homes = {place.ref.index for place in places}
     moves = []
     for p, (result, place) in enumerate(zip(block.results, places, strict=True)):
@@ -382,10 +378,10 @@ def _hand_on(stage: Stage, block: Block, places: Sequence[View]) -> None:
 
 
 def emit_paste(stage: Stage, i: int, instr: Instr) -> None:
-    """A part of a carry is written where it belongs: nothing else reads or writes the carry."""
+    """Write a part of a carry in place: nothing else reads or writes the carry."""
     x, part, _ = instr.inputs
     stage.views[instr.outputs[0]] = stage.view(x)
-    if not stage.settled((i, 1), part):
+    if not stage.delivered((i, 1), part):
         stage.write(part, memory.part(stage, instr))
 
 
@@ -404,11 +400,11 @@ def emit_dot(stage: Stage, i: int, instr: Instr) -> None:
     m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
     lead = len(batch), len(batch) + len(free)
     groups = [tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))]
-    if n < m and n <= _FEW:  # the result then lies transposed, and the larger operand is read once, as it lies
+    if n < m and n <= _FEW:  # transpose the result: the larger operand is then read once, in place
         m, n, sides = n, m, sides[::-1]
         groups[1:] = reversed(groups[1:])
     if k == 1 or m == 1 and (n * k <= _SMALL if n == 1 else not _is_matrix(stage.view(sides[1][0]), n * k, *sides[1][1])):
-        _multiplied_and_summed(stage, instr, sides)
+        _multiply_and_sum(stage, instr, sides)
         return
     (x, of_x), (y, (batch_y, free_y, contract_y)) = sides
     shared = _shared(stage.view(y), batch_y, free_y, contract_y)
@@ -435,16 +431,15 @@ def emit_dot(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
-    """Is ``y`` worth a product with a vector where it lies? What lies otherwise, as in a loop whose values are columns, and what is
-    tiny, is multiplied and summed as rows are: 512 rows by 8 x 8 matrices took 48 to 74 us so and 24 to 34 us as products, by
-    32 x 32 ones 200 to 410 and 90 to 110 us (Xeon with AMX)."""
+    """Whether a product kernel multiplies ``y`` by vectors faster than elementwise code: not a tiny ``y``, nor a small one without
+    unit stride, as in a loop whose values are columns. 512 rows by 8 x 8 took 48 to 74 us elementwise, 24 to 34 as products."""
     lies_well = any(y.shape[d] > 1 and y.strides[d] == 1 for d in (*free, *contract))
     return elements > _SMALL or elements > _TINY and lies_well
 
 
 def _shared(y: View, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> int:
-    """Of a product without a batch, how many of the first ``free`` dimensions of ``y`` become one, of matrices that meet the same
-    other operand, because the rest is a matrix where ``y`` lies: an expert's weights, several for a token."""
+    """How many of the first ``free`` dimensions of ``y`` become batch dimensions of a product without a batch, because the other
+    dimensions are a matrix in place: several matrices, such as an expert's weights, multiply one operand."""
     if math.prod(y.shape[d] for d in batch) != 1:
         return 0
     whole = (k for k in range(len(free)) if _strides(y, ((*batch, *free[:k]), free[k:], contract)) is not None)
@@ -455,13 +450,13 @@ Groups = Sequence[Sequence[int]]  # row dimensions: batch, free, contracted
 
 
 def _strides(view: View, groups: Groups) -> tuple[int, ...] | None:
-    """One stride for each group of dimensions, or None where a group is no single loop."""
+    """One stride for each group of dimensions, or None where one loop cannot walk a group."""
     found = [memory.chain([(view.shape[d], view.strides[d]) for d in dims]) for dims in groups]
     return None if None in found else tuple(s for s in found if s is not None)
 
 
 def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, tuple[int, ...]]:
-    """``v`` with a stride for each group, the last of them 1 if ``dense``; a copy where it does not lie so."""
+    """``v`` with one stride for each group, the last of them 1 if ``dense``; a copy where it lies otherwise."""
     view = stage.view(v)
     strides = _strides(view, groups)
     if strides is None or (dense and strides[2] != 1):
@@ -474,8 +469,8 @@ def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, 
     return view, strides
 
 
-def _multiplied_and_summed(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
-    """A product of vectors, or of a matrix and a vector: elementwise, and summed over what is contracted."""
+def _multiply_and_sum(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
+    """Emit a product of vectors, or of a matrix and a vector, as elementwise products and their sums."""
     (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y)) = sides
     vx, vy = stage.view(x), stage.view(y)
     left: list[tuple[int | None, int | None]] = [*zip(batch, batch_y, strict=True)]

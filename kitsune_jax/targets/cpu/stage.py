@@ -1,9 +1,9 @@
-"""One stage under construction: where every value of its body lives, and the instructions so far.
+"""One stage under construction: the memory of every value of its body, and the instructions so far.
 
-Comes in: the body of a stage, or of a loop inside it. The lowering (``lower``), the pointwise groups (``pointwise``), the products
-(``matmul``) and the loops (``structured``) read values with ``view`` and ask ``place``/``places`` where a result should go: into an
-output array, a queue slot, a carry's place or a piece of a concatenation where one wants it, else into scratch. Invariant: memory
-is written once per tile (or iteration), before it is read; only carries are written again.
+Comes in: the body of a stage, or of a loop inside it. ``lower``, ``pointwise`` and ``products`` read values with ``view`` and ask
+``place``/``places`` where a result goes: to a place that a reader wants (an output array, a queue slot, a carry, a piece of a
+concatenation), else to scratch. Invariant: memory except that of carries is written once per tile (or iteration), before it is
+read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value that any group makes for itself: the constant ``const``, the row index over the stream axes ``axes``, an iota, or the
-    number of the enclosing loop ``loop`` (1 is the outermost)."""
+    """A value that every reader computes for itself: the constant ``const``, the row index over the stream axes ``axes``, an iota,
+    or the number of the enclosing loop ``loop`` (1 is the outermost)."""
 
     const: Scalar | None = None
     axes: tuple[int, ...] | None = None
@@ -51,7 +51,7 @@ class Leaf:
 
 
 class Stage:
-    """``around``: of a loop's body ``block``, the code that the loop stands in, whose values and buffers it shares."""
+    """``around``: the stage of the code around ``block``, a loop's body, which shares its values and buffers."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Stage:
         self.satisfied: set[Use] = set()
         self.depth: int = around.depth + 1 if around else 0  # enclosing loops
         self.made = {*self.flow.makers, *((block.index, *block.carries) if block else ())}
-        self.handed = tuple(zip(block.carries, block.results, strict=True)) if block else ()
-        self.carried: dict[int, View] = {}  # the place of a carry that its next value may be written to at once, by its number
+        self.carry_results = tuple(zip(block.carries, block.results, strict=True)) if block else ()
+        self.carried: dict[int, View] = {}  # number of a carry -> its place, if its next value may be written there at once
         if block is not None:
             self.leaves[block.index] = Leaf(loop=self.depth)
         for instr in self.body:
@@ -106,15 +106,14 @@ class Stage:
         return self.leaves.get(self.root(v))
 
     def number(self, v: int) -> tuple[int | None, int]:
-        """The loop whose number ``v`` is (1: the outermost), or None and the constant that it is."""
+        """The loop whose number ``v`` is (1: the outermost), or None and ``v``'s constant."""
         leaf = self.leaf(v)
         assert leaf is not None
         return leaf.loop, int(leaf.const or 0)
 
     def widened(self, v: int) -> int | None:
-        """The value that ``v`` is a widening 16-bit to 32-bit float conversion of: loads do that conversion anyway.
-
-        None also where ``v`` itself is in memory already (a matmul may have made it so).
+        """The 16-bit float that ``v`` is a widening conversion of, which loads do anyway; None where ``v`` itself lies in memory
+        (as an operand of a matmul, say) or is no such conversion.
         """
         instr = self.flow.makers.get(self.root(v))
         if self.root(v) in self.views or instr is None or instr.kind != "convert_element_type":
@@ -136,8 +135,9 @@ class Stage:
         return self.scratch(t.shape, t.dtype, tile=t.tile)
 
     def _by_columns(self, v: int) -> bool:
+        """Whether carry, or result of a carry, ``v`` lies column by column."""
         here = {self.root(v)}
-        for carry, result in self.handed:
+        for carry, result in self.carry_results:
             if not here.isdisjoint((carry, self.root(result))):
                 here |= {carry, self.root(result)}
         made = (self.flow.makers.get(r) for r in here)
@@ -162,14 +162,14 @@ class Stage:
         return View(ref, memory.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
 
     def prep(self, prep: Prep, v: int) -> int:
-        """Number of ``prep``, which prepares the value ``v``: once for all stages, or where ``v`` is there."""
+        """The number of ``prep``, which prepares ``v`` once for all stages, or, if ``local``, where ``v`` is defined."""
         if not prep.local:
             if prep not in self.preps:
                 self.preps.append(prep)
             return self.preps.index(prep)
         home, r = self, self.root(v)
         while home.around is not None and r not in home.made:
-            home = home.around  # as far outside as the value is there
+            home = home.around
         self.preps.append(prep)
         home.code.append(Pack(len(self.preps) - 1))
         return len(self.preps) - 1
@@ -177,7 +177,7 @@ class Stage:
     # Reading.
 
     def view(self, v: int) -> View:
-        """Where ``v`` lies, in ``v``'s shape. Emits what brings it into memory where nothing has yet."""
+        """The memory of ``v``, in ``v``'s shape. Emits the code that brings ``v`` into memory unless it is there."""
         r = self.root(v)
         if r not in self.views:
             self.views[r] = self._bring(r)
@@ -201,7 +201,7 @@ class Stage:
         if instr.kind == "empty":
             return self.new(r)
         if instr.kind in VIEWS:
-            return self._look(instr)
+            return self._structural_view(instr)
         raise AssertionError(f"{instr.kind} has not been computed yet")
 
     def _gather(self, source: Border, r: int) -> View:
@@ -209,15 +209,15 @@ class Stage:
         self.code.append(StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
         return tile
 
-    def settled(self, use: Use, v: int) -> bool:
-        """Whether ``v`` lies where ``use`` wants it. What is still to be loaded is, to that place if it can."""
+    def delivered(self, use: Use, v: int) -> bool:
+        """Load ``v`` if it is still to be loaded, to the place that ``use`` wants if possible. Returns whether it is there."""
         instr = self.flow.makers.get(self.root(v))
         if use not in self.satisfied and instr is not None and instr.kind in ("load", "load_slice"):
             self.view(v)
         return use in self.satisfied
 
-    def unordered(self, v: int) -> View | None:
-        """``v`` by its elements, if it is an input that streams in an order of its own, has not been loaded and is used once."""
+    def input_in_array_order(self, v: int) -> View | None:
+        """``v`` in the order of its array, if it is an input of a program with an order that is used once and not loaded yet."""
         r = self.root(v)
         instr = self.flow.makers.get(r)
         if self.program.order is None or r in self.views or instr is None or instr.kind != "load" or len(self.uses.get(r, ())) > 1:
@@ -226,8 +226,8 @@ class Stage:
         view = border(program, program.inputs[instr["array"]], IN, instr["array"]).view
         return None if view is None or not view.row_stride else memory.reshape(view, self.type(v).shape)
 
-    def _look(self, instr: Instr) -> View:
-        """The view that a structural instruction makes of its operand; a copy first where a reshape needs one."""
+    def _structural_view(self, instr: Instr) -> View:
+        """The view that a structural instruction makes of its operand, or of a copy where a reshape needs one."""
         x, y = self.type(instr.inputs[0]), self.type(instr.outputs[0])
         base = self.view(instr.inputs[0])
         if instr.kind != "broadcast_in_dim" and x.tile != y.tile:
@@ -318,17 +318,17 @@ class Stage:
         self.emit(builder.finish(), tile=target.row_stride != 0 or source.row_stride != 0)
 
     def emit(self, instruction: Instruction, tile: bool) -> None:
-        """Append an instruction, which runs on one row where it works on stationary values."""
+        """Append an instruction, which runs on one row if it is not of a tile."""
         self.code.append(instruction if tile else Stationary((instruction,)))
 
     def wanted(self, r: int) -> list[tuple[Use, View | None]]:
-        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) where it wants it, if any."""
+        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) that it wants, if any."""
         out: list[tuple[Use, View | None]] = []
         for i, p in self.uses.get(r, ()):
             instr = self.flow.instruction(i)
             if instr.kind in ("reshape", "transpose", "rev"):
                 inner = self.wanted(self.root(instr.outputs[0]))
-                out.extend((use, None if w is None else self._back(instr, w, r)) for use, w in inner)
+                out.extend((use, None if w is None else self._operand_place(instr, w, r)) for use, w in inner)
                 continue
             place = self._place_of(instr, p)
             out.append(((i, p), None if place is None else memory.reshape(place, self.type(r).shape)))
@@ -346,7 +346,7 @@ class Stage:
             return memory.part(self, instr)
         return self.piece(instr, p) if instr.kind == "concatenate" else None
 
-    def _back(self, instr: Instr, place: View, r: int) -> View | None:
+    def _operand_place(self, instr: Instr, place: View, r: int) -> View | None:
         """``place`` of the result of a bijective view instruction, as a place of its operand ``r``."""
         result = memory.reshape(place, self.type(instr.outputs[0]).shape)
         if result is None:
@@ -370,7 +370,7 @@ class Stage:
         return memory.cut(whole, first, last, (1,) * len(first))
 
     def place(self, r: int, fits: Callable[[View], bool] = lambda view: True, layout: Callable[[], View] | None = None) -> View:
-        """Where the result ``r`` of an instruction goes: a place that a use wants and that ``fits``, else scratch by ``layout``."""
+        """The place of the result ``r`` of an instruction: one that a use wants and that ``fits``, else scratch by ``layout``."""
         if r in self.views:
             return self.views[r]
         wanted = self.wanted(r)
@@ -384,7 +384,7 @@ class Stage:
         return self.views[r]
 
     def places(self, r: int, inside: set[int]) -> list[View]:
-        """All memory that a group (its instructions are ``inside``) writes ``r`` to; none where no one else reads it."""
+        """All places that a group (its instructions are ``inside``) writes ``r`` to; none where only the group reads it."""
         wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
         out = [view for _, view in wanted if view is not None]
         self.satisfied.update(use for use, view in wanted if view is not None)

@@ -1,4 +1,4 @@
-"""The CPU target as one object, and the ops that it has code for."""
+"""The CPU target: ``CPU``, the ``Target`` object, and ``supports``, which says for each op whether there is code for it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ from kitsune_jax.targets.cpu.products import MATMUL_DTYPES
 from kitsune_jax.targets.cpu.profile import store as profiles
 from kitsune_jax.targets.cpu.profile import xla
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the CPU target has code for, asked op by op before a region is formed.
-#
-# Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. Invariant: ops that pass
-# here never make ``lower`` raise ``CannotLower``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Supported ops ----------------------------------------------------------------------------------------------------------------
 
 
 def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-    """None if the CPU target runs ``op``, else why not.
+    """None if the CPU target has code for ``op``, else the reason for the report. ``lower`` has code for every op that passes here.
 
     Example: ``supports(op, ins, outs)`` of an int32 ``dot_general`` is ``"matrix product of int32 (only floating point)"``.
     """
@@ -87,14 +82,12 @@ def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The CPU target as one object.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The target -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Code:
-    """The code of a call (``lower.generate``), and the seconds that it is modelled to take."""
+    """The code of a call (``lower.generate``), and its modelled seconds."""
 
     words: np.ndarray
     seconds: float
@@ -104,8 +97,7 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
     name = platform = "cpu"
     capabilities = TargetCapabilities(
         runs_phases=True,
-        # Code of a call is parsed and laid out in proportion to its phases. A training step of a graph network with 15
-        # message-passing steps has 350.
+        # Parsing and layout take time in proportion to phases. Training a graph network with 15 message-passing steps takes 350.
         most_merged=512,
         recomputes=True,
         repeats_products=True,

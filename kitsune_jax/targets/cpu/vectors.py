@@ -1,4 +1,9 @@
-"""Vector programs: straight-line pointwise code over rows of a tile, in SSA form, with registers assigned."""
+"""Vector programs: straight-line pointwise code over (rows, *extents), built in SSA form and then given registers.
+
+Comes in: loads, constants, micro-operations and stores in program order through ``VectorBuilder``, or a tile program's pointwise
+instructions through ``emit_micro_operations``. Goes out: one ``Vector`` instruction, its loop dimensions merged where every operand
+allows it. Invariant: no micro-operation writes a register that it reads, so kernels may run in vectors of any width.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,7 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, Micro, Operand, Vector
 from kitsune_jax.targets.cpu.memory import View
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Vector programs: straight-line pointwise code over (rows, *extents), built in SSA and then given registers.
-#
-# Comes in: loads, constants, micro-operations and stores, in program order, through ``VectorBuilder``. Goes out: one ``Vector``
-# instruction whose loop dimensions are merged where every operand allows it. Invariant: no micro-operation writes a register that
-# it reads (kernels may run in vectors of any width).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Building a vector program ----------------------------------------------------------------------------------------------------
 
 
 class TooManyRegisters(Exception):
@@ -31,13 +30,13 @@ class TooManyRegisters(Exception):
 
 
 def compute_type(dtype: str) -> str:
-    """The type in which a value of ``dtype`` is computed: float32 for the 16-bit floats, itself otherwise."""
+    """The type in which a value of ``dtype`` is computed: float32 for 16-bit floats, else ``dtype``."""
     return "float32" if dtype in NARROW else dtype
 
 
 @dataclasses.dataclass
 class _Node:
-    """A micro-operation in SSA. ``args``: SSA numbers of the registers it reads; ``dst`` its own number, -1 for stores."""
+    """A micro-operation in SSA form. ``args``: SSA numbers of the registers it reads; ``dst``: its own number, -1 for stores."""
 
     op: str
     type: str
@@ -50,7 +49,7 @@ class _Node:
 
 
 class VectorBuilder:
-    """Builds one ``Vector`` over a tile of row shape ``extents`` (dimensions of extent 1 already dropped)."""
+    """Builds one ``Vector`` over a tile of row shape ``extents``, which has no dimensions of extent 1."""
 
     def __init__(self, extents: tuple[int, ...]):
         self.extents = extents
@@ -61,7 +60,7 @@ class VectorBuilder:
         self._next = 0
 
     def _define(self, key: object, node: _Node) -> int:
-        """Number of ``node``, the earlier one if the same was asked for before."""
+        """The number of ``node``, or of the earlier node with the same ``key``."""
         if key not in self._known:
             node.dst = self._known[key] = self._next
             self._next += 1
@@ -75,7 +74,7 @@ class VectorBuilder:
         return strides
 
     def load(self, view: View) -> int:
-        """Register <- ``view``, whose shape is that of the loop, with or without dimensions of extent 1."""
+        """Register <- ``view``, whose shape is the loop's, with or without dimensions of extent 1."""
         item = (view, self._strides(view))
         key = ("load", view.ref, view.row_stride, item[1])
         if key not in self._known:
@@ -131,7 +130,7 @@ class VectorBuilder:
         return Vector(extents, int(collapse), loads, stores, tuple(self._allocate(groups)))
 
     def _move_bits(self) -> None:
-        """Where 16-bit floats are only chosen between and copied, in memory of the program, their bits are taken as integers:
+        """Load and store the bits of 16-bit floats as integers, where the program only selects among and copies floats in scratch:
         converting them to float32 and back takes longer than all else."""
         views = {"load": self._loads, "store": self._stores}
         moved = [n for n in self._nodes if n.type == "float32"]
@@ -189,7 +188,7 @@ class VectorBuilder:
         return Micro(OPCODE[node.op], DTYPE_CODE[node.type], dst, a, b, c, d, DTYPE_CODE[node.from_type], node.imm)
 
     def _position(self, index: tuple[int, int, int], groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
-        """``index`` in terms of merged loop dimensions: what is inside a merged dimension multiplies the divisor."""
+        """``index`` in terms of merged loop dimensions: the inner extents of a merged dimension multiply the divisor."""
         dim, divisor, modulus = index
         if dim <= 0:
             return index
@@ -228,17 +227,13 @@ def immediate(value: Scalar, kind: str) -> tuple[float, ...]:
     return (float(number >> 32), float(number & 0xFFFFFFFF))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Bits of ``rbg`` keys as micro-operations on words of 32 bits.
-#
-# Comes in: the registers of a key's four words and of the elements' numbers. Goes out: the register of their bits.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Bits of ``rbg`` keys ---------------------------------------------------------------------------------------------------------
 
 _WORD = "uint32"
 
 
 def emit_element(builder: VectorBuilder, words: list[int]) -> int:
-    """``words``: four of the key, and the number of the element."""
+    """The register of an element's random bits. ``words``: registers of the key's four words and of the element's number."""
 
     def micro(name: str) -> Callable[[int, int], int]:
         return lambda x, y: builder.micro(name, _WORD, x, y)
@@ -260,12 +255,7 @@ def emit_element(builder: VectorBuilder, words: list[int]) -> int:
     return element(arithmetic, *words)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Pointwise instructions to micro-operations.
-#
-# Comes in: one pointwise instruction of a tile program and the registers of its operands. Goes out: the register of its result.
-# 16-bit floats are computed in float32; ``exact`` says which of them are rounded before the next operation reads them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Pointwise instructions as micro-operations -----------------------------------------------------------------------------------
 
 
 def is_pointwise(kind: str) -> bool:
@@ -274,7 +264,9 @@ def is_pointwise(kind: str) -> bool:
 
 
 def emit_micro_operations(builder: VectorBuilder, instr: Instr, args: list[int], dtypes: list[str], out: str, rounds: bool) -> int:
-    """Append ``instr`` to ``builder``: ``args`` are its operands' registers, ``dtypes`` their dtypes, ``out`` the result's dtype.
+    """Append ``instr`` to ``builder``; returns the register of its result. 16-bit floats are computed in float32.
+
+    ``args``: the operands' registers, ``dtypes`` their dtypes, ``out`` the result's dtype.
 
     ``rounds``: whether a conversion to a 16-bit float has to round in the register (a store rounds anyway).
     """

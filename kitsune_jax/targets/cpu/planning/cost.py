@@ -1,4 +1,8 @@
-"""Seconds of the ops of a region on one CPU core, from measured times of the kernels."""
+"""Seconds of the ops of a region on one CPU core, from the times of kernels in the machine's profile.
+
+Comes in: a ``Graph``, a ``Region`` and a ``CpuMachine``. Goes out: ``CpuCost``. Every rate comes from the machine's profile; the
+constants here are times of what the profile does not measure.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +16,26 @@ from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Access, DotWork, RegionCost, itemsize
 from kitsune_jax.planning.streams import FEW_OF_BATCH, FEW_ROWS, Region
-from kitsune_jax.program import passes as activations
+from kitsune_jax.program import passes
 from kitsune_jax.program.passes import Flow
 from kitsune_jax.targets.cpu.memory import MOST_COLUMNS
 from kitsune_jax.targets.cpu.planning import machines
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuProgramContext, CpuTimes
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Products of few rows with a matrix that is read once, as it lies: a token with a weight, a query with the keys of its head.
-#
-# Comes in: what a product does for a row, or the costs of a region. Goes out: whether it is of that kind, and the matrices of a
-# region that only such products read; a tile needs no memory for those.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Products of a few rows with a matrix that is read once, in place -------------------------------------------------------------
 
 _LARGE = 1 << 12  # elements of a matrix that belongs to one row of the stream
 
 
 def has_few_rows(dot: DotWork | None, sink: bool) -> bool:
-    """``sink``: the product contracts the stream."""
+    """Whether ``dot`` is a product of a few rows (a token and a weight, a query and keys). ``sink``: it contracts the stream."""
     if dot is None or dot.dtype == "float64" or min(dot.m, dot.n) > (FEW_OF_BATCH if dot.per_row else FEW_ROWS):
         return False
     return sink or dot.per_row and max(dot.m, dot.n) * dot.k >= _LARGE
 
 
 def matrices(cost: RegionCost) -> frozenset[int]:
-    """The streamed operands of the region that nothing reads but products for each row of the stream, of few rows each."""
+    """The streamed operands that only products of a few rows, for each row of the stream, read: a tile needs no memory for them."""
 
     def once(v: int, i: int) -> bool:
         dot = cost.work(i).dot
@@ -46,27 +45,20 @@ def matrices(cost: RegionCost) -> frozenset[int]:
     return frozenset(v for v in cost.region.inputs if v in cost.labels and all(once(v, i) for i in cost.readers.get(v, ())))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Short runs inside rows: what is repeated or folded there a few elements at a time takes longer than its elements.
-#
-# Comes in: the costs of a region. Goes out: how many runs a repeated operand has in a row, whether a reduction picks its elements
-# one by one, and how many short pieces of arrays cross the border. A Viterbi or CRF step is of this kind: ``a[:, :, None] +
-# transitions`` of [batch, 6, 6], and its maximum.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Short runs inside rows, which take longer to repeat or fold than their elements ----------------------------------------------
 
-# Up to eight rows of an array in memory that are read or written alone, a page and more from the next ones: exp of [255, 512, 6] in
-# front of a loop, in tiles of 4 of the 512 rows, took one worker 7 ns for eight rows, of [255, 2048, 6] 22 (Xeon with AMX, busy).
-# In tiles of one of 64 rows, pieces of 64 bytes took 23 ns, of 128 and 256 bytes 30 to 60; of 16 bytes, a quarter of a page from
-# the next ones, 8 to 12, which is finding them (the same machine).
+# Pieces of up to eight rows of an array, a page or more apart, or closer. exp of [255, n, 6] in tiles of 4 rows: 7 ns for eight
+# rows of 512, 22 of 2048; pieces of 64 to 256 bytes took 23 to 60 ns, of 16 bytes nearby 8 to 12 (Xeon with AMX).
 PIECE_SECONDS, NEAR_PIECE_SECONDS = 20e-9, 6e-9
 _PIECE_ROWS, _PIECE_BYTES, _PAGE = 8, 1024, 4096
-# Runs inside a row are found by their strides, one by one: they took 8 to 15 ns each, a whole row of one number 3 (same machine).
+# Runs inside a row are addressed one by one by their strides: 8 to 15 ns each, against 3 for a whole row of one number.
 _WITHIN = 3.0
-SHORT = 16  # elements: from here on the elements of a run are what takes time
+SHORT = 16  # elements from which on a run's time is that of its elements
 
 
 def spreads_short_runs(cost: RegionCost, i: int) -> tuple[int, ...]:
-    """Of each operand of op ``i`` that was repeated along the row, or inside it in short runs, the number of runs of a row."""
+    """For each operand of op ``i`` that was repeated along the row, or inside it in short runs, its number of runs in a row: for
+    the ``a[:, :, None] + transitions`` of a Viterbi or CRF step, say."""
     size = cost.row_size(cost.graph.ops[i].outputs[0])
     found = []
     for v in dict.fromkeys(cost.graph.ops[i].inputs):
@@ -86,12 +78,12 @@ def spreads_short_runs(cost: RegionCost, i: int) -> tuple[int, ...]:
 
 
 def run_seconds(times: CpuTimes, dtype: str, elements: int, n: int) -> float:
-    """Of an operand that is repeated in ``n`` runs of a row of ``elements``."""
+    """Seconds of an operand that is repeated in ``n`` runs of a row of ``elements``."""
     return n * times.spread(dtype, elements / n) * (_WITHIN if n > 1 else 1.0)
 
 
 def _repeated(shape: Sequence[int], dims: Sequence[int], out: Sequence[int]) -> int:
-    """Elements of the result that follow each other until it changes between the same element again and another one."""
+    """Elements of a run of the result: those that repeat one element, or those that follow each other without repetition."""
     kept = {d for n, d in zip(shape, dims, strict=True) if n == out[d]}
     real = [d for d, n in enumerate(out) if n > 1]
     run = 1
@@ -103,7 +95,7 @@ def _repeated(shape: Sequence[int], dims: Sequence[int], out: Sequence[int]) -> 
 
 
 def folds_single_elements(cost: RegionCost, i: int) -> bool:
-    """Does reduction ``i`` fold fewer elements than a vector has, and are those that lie side by side of as few results?"""
+    """Whether reduction ``i`` folds fewer elements than a vector has, which are interleaved for as few results."""
     op = cost.graph.ops[i]
     shape, params = cost.graph.values[op.inputs[0]].shape, dict(op.params)
     axes = params["axes"] if "axes" in params else (params["axis"],)
@@ -112,11 +104,10 @@ def folds_single_elements(cost: RegionCost, i: int) -> bool:
 
 
 def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
-    """Short pieces that the region reads and writes where it streams over a dimension of an array that others stand in front of:
-    those that lie pages apart, and the others.
+    """The number of short pieces that the region reads and writes in arrays with other dimensions in front of the streamed one:
+    pieces that lie pages apart, and closer ones. A piece has eight rows, or a tile's ``rows`` if these are fewer.
 
-    Of eight rows each, as short tiles have them, or of a tile's ``rows`` where these are fewer. What loops slice is not among them:
-    the rows of a slice lie together."""
+    Arrays that loops slice are left out: the rows of a slice lie together."""
     far, near, sliced = 0, 0, cost.sliced()
     together = max(1, min(_PIECE_ROWS, rows))
     for v in (*cost.region.inputs, *cost.outputs):
@@ -137,25 +128,20 @@ def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
 
 
 def pieces_seconds(cost: RegionCost, rows: int) -> float:
-    """What ``pieces`` take one worker."""
+    """Seconds of one worker for ``pieces``."""
     far, near = pieces(cost, rows)
     return far * PIECE_SECONDS + near * NEAR_PIECE_SECONDS
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which ops of a region are computed of rows of tables where the tables have them: what ``targets.cpu.facts`` finds in a program,
-# before there is one.
-#
-# Comes in: the costs of a region, for their facts about it. Goes out: ``Taken``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Rows of tables that are read in place: an estimate of what ``targets.cpu.facts`` finds in the program ------------------------
 
 _TABLES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """``sums``: ops that read rows of a table. ``absorbed``: the products that they compute. ``values``: what never lies in memory,
-    gathered rows and their products."""
+    """``sums``: ops that read rows of a table. ``absorbed``: the products they compute. ``values``: gathered rows and their
+    products that never lie in memory."""
 
     sums: frozenset[int]
     absorbed: frozenset[int]
@@ -184,13 +170,13 @@ class Taken:
                 if tables:
                     sums.add(i)
                     absorbed.add(made)
-                    # Of two gathers a sum reads the second as factors, from a tile.
+                    # Of two gathers, a sum reads the second one as factors, from a tile.
                     values.update(between, *(names for _, names in (tables[:1] if folds else tables)))
         return Taken(frozenset(sums), frozenset(absorbed), frozenset(values))
 
 
 def _made(cost: RegionCost, v: int, reader: int) -> tuple[int, list[int]] | None:
-    """The op of the region that makes ``v``, behind other names of it, where ``reader`` alone reads it; and all names."""
+    """The op of the region whose result ``v`` is, under any names, if ``reader`` alone reads it; and the names."""
     names = []
     while v in cost.producer and cost.readers.get(v, []) == [reader] and v not in cost.outputs:
         names.append(v)
@@ -202,42 +188,34 @@ def _made(cost: RegionCost, v: int, reader: int) -> tuple[int, list[int]] | None
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What ops cost on a CPU: seconds on one core, from what was measured.
-#
-# Comes in: a Graph, a Region and the machine model of a CPU. Goes out: ``CpuCost``. Invariant: every rate comes from the
-# machine's profile.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Costs of ops -----------------------------------------------------------------------------------------------------------------
 
 # Families whose ops run in groups, through registers.
 _GROUPED = frozenset({"pointwise", "convert"})
-# Families whose ops read a value as well where it lies column by column.
+# Families whose ops can read a value that lies column by column.
 _COLUMNS = _GROUPED | FREE | COPIES | {"reduce"}
-# An element of a border array whose rows do not lie together, on one worker: 6 to 19 ns were measured for tiles of 2 to 4 columns
-# of a row-major array, on Zen 4.
+# An element of a border array whose rows do not lie together: 6 to 19 ns for tiles of 2 to 4 columns of a row-major array (Zen 4).
 _STRIDED_SECONDS = 6e-9
 _PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
-# One more op in a step of a loop, whose operands were found in front of the first one: 331 ns for 45 ops on a row, 28 for one.
+# One more op in a step of a loop, whose operands were found before the first step: 331 ns for 45 ops on a row, 28 for one.
 _STEP_AGAIN = 10e-9
 # A product in a step of a loop, beside its arithmetic, and a step itself: h = w @ h of 8 x 8 took 84 ns a step, of 16 x 16 88.
 _PRODUCT_AGAIN, _LOOP_STEP = 45e-9, 25e-9
-# Short reductions inside rows, in a step of a loop: sums and maxima of 6 to 15 elements took 1.2 to 1.6 ns for each of them, behind
-# a loop 0.5 (Xeon with AMX, ``picked`` is 0.58).
+# Short reductions in a step of a loop, over ``picked``: 1.2 to 1.6 ns an element of 6 to 15, 0.5 outside (``picked``: 0.58).
 _PICKED_AGAIN = 2.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuWork:
-    """All that the time of an op on a tile depends on, but for the rows: a deep network has few that differ.
+    """Everything but the number of rows that the time of an op on a tile depends on; few of a deep network's ops differ.
 
-    ``sink``: it folds the rows. ``kind``: "" for an op that costs nothing. ``elements``: of a row, which its pointwise code loads
-    and stores: one pass over them per op. ``edges``: those of them that come from or go to something that is no pointwise op.
-    ``sums``: results of a reduction. ``spreads``: operands repeated inside the row (``runs``). ``activation``: of the last op of an
-    activation that the matmul before it applies to its accumulators. ``scores``: of an online sum, those of a row, unless another
-    sum of the region is of the same ones. ``again``: in a step of a loop, whose operands were found in front of the first one.
-    ``narrow``: it puts together rows of single elements, or folds such. ``taken``: its rows, or their products, are read where a
-    table has them. ``still``: in a step of a loop, but the same for all rows: once for a tile. ``rounds``: its result is rounded to
-    16 bits before another op of its group reads it.
+    ``sink``: it folds the rows. ``kind``: "" for an op that costs nothing. ``elements``: of a row, over which a pointwise op makes
+    one pass. ``edges``: elements that come from or go to an op that is not pointwise. ``sums``: results of a reduction.
+    ``spreads``: runs of each operand that is repeated inside the row. ``activation``: set for the last op of an activation that the
+    matmul before it applies to its accumulators. ``scores``: of an online sum, a row's scores, unless an earlier sum has the same.
+    ``again``: in a step of a loop, whose operands were found before the first. ``narrow``: it concatenates rows of single elements,
+    or folds interleaved ones. ``taken``: it reads rows, or their products, in place from a table. ``still``: in a step of a loop,
+    but the same for all rows: once per tile. ``rounds``: its result is rounded to 16 bits before an op of its group reads it.
     """
 
     dtype: str
@@ -260,7 +238,8 @@ class CpuWork:
 
 
 class CpuCost(RegionCost):
-    """``cpu_work(i)``: what its time depends on; ``seconds(work, rows)``: that time, for a tile on one core."""
+    """The costs of a region on a CPU. ``cpu_work(i)``: what op ``i``'s time depends on; ``seconds(work, rows)``: its time for a
+    tile of ``rows`` on one core."""
 
     machine: CpuMachine
 
@@ -279,14 +258,14 @@ class CpuCost(RegionCost):
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
 
-    def beside(self, graph: Graph, region: Region) -> CpuCost:
+    def for_graph(self, graph: Graph, region: Region) -> CpuCost:
         return CpuCost(graph, region, self.machine, program=self.program)
 
     def tile_seconds(self, i: int, rows: int) -> float:
         return sum(count * self.seconds(work, rows) for work, count in self.kinds((i,)).items())
 
     def kinds(self, ops: Iterable[int]) -> dict[CpuWork, int]:
-        """How often each work occurs among ``ops``, in the steps of loops as well."""
+        """How often each work occurs among ``ops``, counting every step of a loop."""
         found: collections.Counter[CpuWork] = collections.Counter()
         for i in ops:
             op = self.graph.ops[i]
@@ -299,12 +278,12 @@ class CpuCost(RegionCost):
         return dict(found)
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
-        """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values, single for products, and as
-        they are for what is folded by indices, unless runs of equal ones are folded on their way to the result."""
+        """Bytes of the accumulators of the sinks among ``ops``: double precision for sums of values, single for products; of folds
+        by index the table, or nothing where runs of equal indices are folded directly into the result."""
         return sum(self._accumulator(i) for i in ops if i in self.sinks)
 
     def _accumulator(self, i: int) -> int:
-        size = sum(self.row_size(v) for v in self.graph.ops[i].outputs)  # of a batch, where each has sums of its own
+        size = sum(self.row_size(v) for v in self.graph.ops[i].outputs)  # of one batch, where each has its own sums
         access = self.access(i)
         if access is not None:
             return 0 if access.near else max(access.table_bytes, 4 * size)
@@ -317,7 +296,7 @@ class CpuCost(RegionCost):
             return CpuWork(work.dtype, sink, work.dot)
         stationary = op.outputs[0] not in self.labels and not sink
         absorbed = self.absorbed(i) and not activation or i in self.taken.absorbed
-        if stationary and self.carried is not None and family in _GROUPED:  # a key that is split, a counter
+        if stationary and self.carried is not None and family in _GROUPED:  # a random key that is split, a counter
             return CpuWork(work.dtype, sink, None, op.kind, family, self.graph.values[op.outputs[0]].size, still=True)
         if stationary or family in FREE or absorbed:
             return CpuWork(work.dtype, sink)
@@ -342,8 +321,7 @@ class CpuCost(RegionCost):
                        narrow=picked, taken=taken, rounds=family in _GROUPED and self._rounds(i))  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
-        """Does ``v``, in a loop's body, lie column by column (``targets.cpu.memory``)? Taking its columns then costs nothing, and
-        neither does putting them together."""
+        """Whether ``v`` lies column by column in a loop's body (``memory.by_columns``), where slices are free."""
         if self.carried is None or v not in self.labels or not 1 < self.row_size(v) <= MOST_COLUMNS:
             return False
         leaves = v in self.outputs and v not in self.carried
@@ -351,12 +329,12 @@ class CpuCost(RegionCost):
 
     @functools.cached_property
     def taken(self) -> Taken:
-        """What is computed of rows of tables where the tables have them (``targets.cpu.facts``)."""
+        """Ops that read rows of tables in place (``targets.cpu.facts``)."""
         return Taken.of(self)
 
     @functools.cached_property
     def matrices(self) -> frozenset[int]:
-        """Operands that products of few rows read as they lie."""
+        """Operands that products of few rows read in place."""
         return matrices(self)
 
     def _absorbed(self, i: int) -> bool:
@@ -364,7 +342,7 @@ class CpuCost(RegionCost):
 
     @functools.cached_property
     def activations(self) -> dict[int, str]:
-        """The ops that matmuls apply to their accumulators, and of each activation's last one its name."""
+        """The ops that matmuls apply to their accumulators, with the activation's name for the last op of one, else ""."""
         found: dict[int, str] = {}
         ops = sorted(self.members)
         flow = Flow.of_graph(self.graph, ops, tuple(self.outputs))
@@ -375,7 +353,7 @@ class CpuCost(RegionCost):
             readers = self.readers.get(x, [])
             if len(readers) == 1 and self.graph.ops[readers[0]].kind == "add" and self.follows(readers[0]) == i:
                 x = self.graph.ops[readers[0]].outputs[0]
-            match = activations.recognise(flow, x, self.rounding)
+            match = passes.recognise(flow, x, self.rounding)
             if match is None:
                 continue
             found.update(dict.fromkeys((ops[k] for k in match.absorbed), ""))
@@ -384,7 +362,7 @@ class CpuCost(RegionCost):
         return found
 
     def _rounds(self, i: int) -> bool:
-        """Is the result of op ``i`` rounded to 16 bits in its group?"""
+        """Whether the result of op ``i`` is rounded to 16 bits within its group."""
         op, values = self.graph.ops[i], self.graph.values
         literals = tuple(values[v].literal for v in op.inputs)
         if not self.rounding.rounds(op.kind, values[op.outputs[0]].dtype, literals):
@@ -396,7 +374,7 @@ class CpuCost(RegionCost):
         )
 
     def _converted_to(self, i: int) -> str:
-        """The dtype that op ``i`` converts to; of an op that converts nothing, none."""
+        """The dtype that op ``i`` converts to; "" for an op that is no conversion."""
         op = self.graph.ops[i]
         return self.graph.values[op.outputs[0]].dtype if op.kind == "convert_element_type" else ""
 
@@ -423,14 +401,14 @@ class CpuCost(RegionCost):
             return self._product_seconds(work, work.dot, rows) + (_PRODUCT_AGAIN if work.again else 0.0)
         if work.family in SCANS:
             each = work.elements / max(1, work.sums)
-            if work.taken:  # its operands are read as gathers read them, and multiplied in registers
+            if work.taken:  # it reads its operands as gathers do, and multiplies them in registers
                 return step + rows * work.elements * known.vector("mul", work.dtype)
             picked = known["picked"] * (_PICKED_AGAIN if work.again else 1.0)
             fold = each * picked if work.narrow else known.fold(work.dtype, each, over_rows=work.sink)
             return step + rows * work.sums * _PASSES[work.family] * fold
         if work.access is not None:
             access = work.access
-            if work.taken:  # the gather's time is that of reading a row: what is left is where a run ends
+            if work.taken:  # the gather has the time of reading a row; only the ends of runs are left
                 access = dataclasses.replace(access, row_bytes=4)
             return step + rows * (known.access(access) + self._scaling(work))
         if work.family in (GATHER, SCATTER):
@@ -460,9 +438,8 @@ class CpuCost(RegionCost):
         return dot.batch * known.product(dot.dtype, weights, rows * dot.m, dot.k, dot.n) + self._passing_seconds(dot)
 
     def _passing_seconds(self, dot: DotWork) -> float:
-        """Several weights of a product inside the row pass by once for each tile, which the measured product of one weight does not
-        show. 64 products of 128 x 32 by 32 x 128 and back took 1.4 ms of CPU time in tiles of a batch each, and 1.8 in tiles of 16
-        rows of all of them, which were modelled as equal (Xeon with AMX)."""
+        """Seconds to read the weights of a batched product once for each tile, which the time measured with one weight leaves out.
+        64 products of 128 x 32 by 32 x 128 took 1.4 ms in tiles of a batch each, and 1.8 in tiles of 16 rows of all (Xeon)."""
         size = dot.batch * dot.k * dot.n * itemsize(dot.dtype)
         if dot.batch == 1 or size <= self.machine.profile.l1:
             return 0.0
@@ -470,7 +447,7 @@ class CpuCost(RegionCost):
         return size / self.machine.place(level).bandwidth
 
     def _scaling(self, work: CpuWork) -> float:
-        """What an online sum computes of a row before it is folded: the largest scores, exponentials, products."""
+        """Seconds of the largest scores, exponentials and products that an online sum computes of a row before it folds it."""
         if work.kind not in ONLINE:
             return 0.0
         known = self.times
@@ -480,8 +457,8 @@ class CpuCost(RegionCost):
         return runs + work.scores * each + work.elements * product
 
     def pack_seconds(self, of: Container[int] | None = None, tiles: int = 1, again: bool = False) -> float:
-        """Seconds of one worker in which the weights of products, or those among ``of``, are packed: once, or for each of ``tiles``
-        tiles those that depend on the batch. ``again``: in a step of a loop."""
+        """Worker-seconds to pack the weights of products, or those among ``of``: once, or for each of ``tiles`` tiles if a weight
+        depends on the batch. ``again``: in a step of a loop."""
         machine, ops = self.machine, self.region.ops
         size = 2 * self.stationary_bytes(ops)
         level = "l2" if size <= machine.local_bytes else "l3" if size <= machine.shared_bytes else "dram"
@@ -506,7 +483,7 @@ class CpuCost(RegionCost):
         return seconds
 
     def is_one_pass(self) -> bool:
-        """Of a loop's body: is a step one pass over the rows, element by element, with nothing beside it?"""
+        """Of a loop's body: whether a step is one elementwise pass over the rows, and nothing else."""
         values = self.graph.values
         return all(
             self.family(i) in _GROUPED | FREE
@@ -515,11 +492,11 @@ class CpuCost(RegionCost):
         )
 
     def steps_seconds(self) -> float:
-        """Seconds for each tile in which a worker goes from one step of a loop to the next."""
+        """Seconds per tile in which a worker moves from one step of a loop to the next."""
         return sum(steps * (_LOOP_STEP + body.steps_seconds()) for steps, _, body in self.loops())
 
     def repack_seconds(self) -> float:
-        """Seconds for each tile in which a worker packs weights that steps of loops take slices of, or make."""
+        """Seconds per tile in which a worker packs weights that steps of loops slice or compute."""
         return sum(
             steps * (body.pack_seconds(again=True) - body.pack_seconds(constants, again=True) + body.repack_seconds())
             for steps, constants, body in self.loops()
@@ -527,7 +504,7 @@ class CpuCost(RegionCost):
 
     @functools.cached_property
     def products(self) -> tuple[str, str]:
-        """How bfloat16 operands are multiplied fastest: in products with weights, and in weight gradients (``PRODUCTS``)."""
+        """The fastest entries of ``PRODUCTS`` for bfloat16 operands: in products with weights, and in weight gradients."""
         known, typical = self.times, machines.TILE
         ways = known.ways("bfloat16")
         weights, gradients = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
@@ -541,16 +518,15 @@ class CpuCost(RegionCost):
                 else:
                     weights[way] += count * dot.batch * known.product(dot.dtype, way, typical * dot.m, dot.k, dot.n)
 
-        def fastest(seconds: dict[str, float]) -> str:  # of two alike, the later: dots before widened
+        def fastest(seconds: dict[str, float]) -> str:  # of equal ones the later: dots before widened
             return min(reversed(ways), key=lambda way: seconds[way])
 
         return fastest(weights), fastest(gradients)
 
     def strided_seconds(self, rows: int) -> float:
-        """Worker-seconds lost at the border of the region on arrays whose rows do not lie together in memory, in tiles of ``rows``.
+        """Worker-seconds lost on border arrays whose rows do not lie together in memory, in tiles of ``rows``.
 
-        Such an array streams over its fastest dimension: neighbours of a row are a whole stride apart, and each element costs a
-        line.
+        Such an array streams over its fastest dimension, so the elements of a row lie a whole stride apart and each costs a line.
         """
         elements, sliced = 0, self.sliced()
         for v in (*self.region.inputs, *self.outputs):
@@ -565,14 +541,13 @@ class CpuCost(RegionCost):
         return elements * _STRIDED_SECONDS + pieces_seconds(self, rows)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
-        """Most bytes per row that are alive at once while ``ops`` run in order on a tile.
-
-        Pointwise ops work in place on an input that nobody reads after them.
+        """The most bytes per row that are alive at once while ``ops`` run in order on a tile. Pointwise ops work in place on an
+        input that no later op reads.
         """
         order = list(ops)
         last = {v: k for k, i in enumerate(order) for v in self.graph.ops[i].inputs}
         alive: dict[int, int] = {}
-        unread: list[int] = []  # made by the op before, for other stages only
+        unread: list[int] = []  # made by the previous op, for other stages only
         total = most = 0
 
         def born(values: Iterable[int]) -> None:
@@ -611,7 +586,7 @@ class CpuCost(RegionCost):
         )
 
     def made_row_bytes(self) -> int:
-        """Bytes that the ops make of a row, in all steps of a loop."""
+        """Bytes that the ops write for a row, in all steps of loops."""
         made = (v for i in self.region.ops if self.graph.ops[i].body is None for v in self.graph.ops[i].outputs)
         return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * b.made_row_bytes() for n, _, b in self.loops())
 

@@ -1,4 +1,8 @@
-"""Machine models of CPUs: the numbers of a profile, and times made of them."""
+"""Machine models of CPUs (``CpuMachine``), and the times that planning interpolates between a profile's numbers (``CpuTimes``).
+
+Comes in: the name of a device, or a profile. Equal names and equal profiles give equal models and times, so a plan is a pure
+function of the graph and the profile.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,21 @@ from kitsune_jax.ops.spec import Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import Access
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, ProgramContext
-from kitsune_jax.targets.cpu.call import Handed
+from kitsune_jax.targets.cpu.call import FlopCounts
 from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, RowKernels, Steps, fused
 from kitsune_jax.targets.cpu.profile import profile as shipped
 from kitsune_jax.targets.cpu.profile import store, xla
 from kitsune_jax.targets.cpu.profile.kernels import ACCESSED, DEPTHS, SHORT, SMALL_PRODUCTS, TILE, WIDTHS
 from kitsune_jax.targets.cpu.profile.profile import Profile, table, with_least_times_of_xla
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Machine models of CPUs: the numbers of a profile, by the names that planning knows.
-#
-# Comes in: the name of a device, or a profile (``kitsune_jax.profile``). Goes out: a frozen ``CpuMachine``. Invariant: equal
-# names and equal profiles give equal models, so a plan is a pure function of the graph and the profile.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Machine models ---------------------------------------------------------------------------------------------------------------
 
 # glibc mallopt(3): M_MMAP_THRESHOLD grows to at most this; larger blocks are fresh pages at every call.
 FAULT_THRESHOLD = 32 * MIB
-# Of the last level, what a worker has at most: the largest share of a core of any CPU (32 MiB: 512 for 16 cores of an EPYC 9175F).
-# A virtual machine of two cores is shown the 480 MiB of a whole socket, and waits for memory all the same: sums of 10^6 x 64
-# numbers by index were modelled at 12 ms of XLA's one thread, which takes 27.
+# A worker's share of the last level, at most: the largest of any CPU (EPYC 9175F, 512 MiB for 16 cores). A virtual machine of two
+# cores is shown the 480 MiB of a whole socket and still waits for memory: 10^6 x 64 sums by index modelled at 12 ms took XLA 27.
 _MOST_SHARED = 32 * MIB
-# Nominal: latencies are counted in cycles, of which a core of today makes 3 to 5 billion a second.
+# Nominal, for latencies that are published in cycles: current cores run at 3 to 5 GHz.
 _CPU_CLOCK = 3.5e9
 _SQUARE = 512
 _CPU_SOURCES = (
@@ -43,8 +41,8 @@ _CPU_SOURCES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuMachine(Machine):
-    """``fault_bandwidth``: of the first touch of fresh pages, all workers together; ``huge_fault_bandwidth``: of huge pages, which
-    a pipeline asks for. ``profile``: what all times are made of. ``rounding``: where 16-bit results are rounded, as XLA does.
+    """``fault_bandwidth``: bytes per second of the first touch of fresh pages, by all workers; ``huge_fault_bandwidth``: of the
+    huge pages that a pipeline asks for. ``profile``: the source of all times. ``rounding``: where XLA rounds 16-bit results.
     """
 
     fault_bandwidth: float
@@ -55,24 +53,24 @@ class CpuMachine(Machine):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuProgramContext(ProgramContext):
-    """``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``steps``: costs of XLA's loop body, set where the
-    regions are parts of the body of a loop that XLA executes. ``row_kernels``: XLA's kernels over rows in the program.
-    ``handed``: whether XLA hands the program to another thread. ``unwritten``: values that XLA never has in memory.
+    """``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``steps``: costs of XLA's loop body, set when the
+    graph is the body of a loop that XLA executes. ``row_kernels``: XLA's kernels over rows in the program. ``flop_counts``:
+    operations of the program, by which XLA chooses the thread. ``unwritten``: values that XLA never writes to memory.
     """
 
     fresh_bytes: int = FAULT_THRESHOLD
     steps: Steps | None = None
     row_kernels: RowKernels = RowKernels()
-    handed: Handed = Handed()
+    flop_counts: FlopCounts = FlopCounts()
     unwritten: frozenset[int] = frozenset()
 
 
-REGION_ALONE = CpuProgramContext()  # a program that is the region
+REGION_ALONE = CpuProgramContext()  # the region is the whole program
 
 
 @functools.lru_cache(maxsize=64)
 def cpu_of(profile: Profile, rounds: Rounding = xla.KNOWN_ROUNDING) -> CpuMachine:
-    """The machine model of a CPU: the numbers of ``profile`` by the names that GPUs have as well. ``rounds``: where XLA rounds."""
+    """The machine model of a CPU with the numbers of ``profile``. ``rounds``: where XLA rounds 16-bit results."""
     workers, seconds = profile.workers, profile.seconds
 
     def rate(dtype: str, way: str = "widened") -> float:
@@ -109,7 +107,7 @@ def cpu_of(profile: Profile, rounds: Rounding = xla.KNOWN_ROUNDING) -> CpuMachin
 
 
 def least_times_of_xla(machine: CpuMachine) -> CpuMachine:
-    """``machine`` with XLA's doubtful numbers as low as they may be; itself where none of them is doubtful."""
+    """``machine`` with XLA's doubtful numbers at their least; ``machine`` itself where none is doubtful."""
     profile = with_least_times_of_xla(machine.profile)
     if profile is machine.profile:
         return machine
@@ -117,8 +115,7 @@ def least_times_of_xla(machine: CpuMachine) -> CpuMachine:
 
 
 def cpu_model(name: str) -> CpuMachine:
-    """A fixed CPU, for tests and for planning elsewhere: ``"<family>-<cores>"``, a profile that comes with the package.
-
+    """A fixed CPU, for tests and for planning elsewhere: ``"<family>-<cores>"``, by a profile that comes with the package.
     Raises ``ValueError`` for a name that is not of this form.
 
     >>> cpu_model("avx2-8").workers
@@ -128,53 +125,45 @@ def cpu_model(name: str) -> CpuMachine:
 
 
 def cpu_at_hand() -> CpuMachine:
-    """The CPU this process runs on: as ``KITSUNE_PROFILE`` says, or as it was measured, now or before.
+    """The CPU this process runs on, by the profile that ``KITSUNE_PROFILE`` names, or by one measured now or before.
 
-    Raises ``ValueError`` where ``KITSUNE_NUM_THREADS`` or ``KITSUNE_PROFILE`` mean nothing.
+    Raises ``ValueError`` where ``KITSUNE_NUM_THREADS`` or ``KITSUNE_PROFILE`` cannot be understood.
     """
     return cpu_of(store.at_hand(), xla.rounding_at_hand())
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Seconds on a CPU, from a machine's profile: of our kernels on one worker, and of XLA's on the whole machine.
-#
-# Comes in: a ``Profile``. Goes out: ``CpuTimes``, which answers for products, gradients, loops and reductions of any size.
-# Invariant: every number comes from the profile; what is added here is how a time grows with a shape. Rates are interpolated
-# between the shapes that were measured, on logarithmic scales, and do not change beyond them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Times ------------------------------------------------------------------------------------------------------------------------
 
-# Columns that a micro-kernel computes at least: one vector of floats, on the widest machines.
+# Columns that a micro-kernel computes at least: one vector of floats on the widest machines.
 _VECTOR = 16
 _FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/``
-# What the product of a vector takes before its elements: with a matrix of its own of 36 to 1024 elements, and of 4096, which is
-# read where it lies. 6 x 6, 16 x 16, 32 x 32 and 64 x 64 took 31, 54, 115 and 275 ns of one worker (float32, Xeon with AMX).
+# The start of a vector's product with a matrix of its own of 36 to 1024 elements, and of 4096, which is read in place. 6 x 6, 16 x
+# 16, 32 x 32 and 64 x 64 took 31, 54, 115 and 275 ns of one worker (float32, Xeon with AMX).
 _OWN_MATRIX, _OWN_LARGE_MATRIX = 25e-9, 100e-9
-_NARROW_RUN = 1.4  # a run's row of a few numbers, over one of 16, whose reading is counted apart
+_NARROW_RUN = 1.4  # a run's row of a few numbers, over one of 16 without its reading
 _SHORT = 256  # width of the product measured as ``short/``
-_SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
-_MOVED = 12.0  # bytes an element of the loop "move" reads and writes in float32
+_SIMPLE = 4.0  # operations up to which an op costs as much as an addition
+_MOVED = 12.0  # bytes that an element of the loop "move" reads and writes in float32
 # A call wakes another thread for every 20 us of work that can be shared (kNsPerThread in cpu/src/ffi.cc).
 SHARED_SECONDS = 2 * 20e-6
-# Finding the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
+# Looking up the operands of one more op on a tile, before its first element: 50 to 100 ns on Zen 5.
 STEP_SECONDS = 70e-9
-# An op computes whole vectors. One that is many operations of a strip (the bits of an rbg key) computes all eight of it: those
-# of 1, 16 and 64 numbers took 0.51 us beside other programs, of 512 numbers 2.1 (Xeon with AMX). Threefry hashes four vectors.
+# An op computes whole vectors; the bits of an rbg key a strip of eight (1 to 64 numbers: 0.51 us, 512: 2.1), threefry four.
 _LEAST = {"philox4x32": 8 * _VECTOR, "threefry2x32": 4 * _VECTOR}
-# Such bits take 3.6 ns each, 14 times as long as a tanh: one hash makes four of them, and every number has its own.
+# A number's bits take 3.6 ns, 14 times as long as a tanh: each number has a hash of its own, which makes four of them.
 _AS_TANHS = {"philox4x32": 14.0}
-# A dimension below 8 keeps XLA's product from the library (YNNPACK).
+# XLA's library (YNNPACK) takes no product with a dimension below 8.
 _LEAST_SIDE = 8
 # XLA folds 8 and 16 numbers by index hardly more slowly than one: 1.0, 1.6 and 2.6 ns where 64 take 11.7 (JAX 0.12, Xeon with AMX).
 _NARROW_FOLDS = 1.5
-# Numbers of a row are folded beside each other, where operations of the loop "arithmetic" wait for each other: folds of bfloat16
-# took 0.04 to 0.1 ns a number longer than those of float32, an operation of the loop 0.19 (10 000 rows of 16 and 20 000 of 64, Xeon
-# with AMX).
+# A fold, over an operation of the loop "arithmetic", whose operations wait for each other: bfloat16 folds took 0.04 to 0.1 ns a
+# number longer than float32 ones, an operation of the loop 0.19 (Xeon with AMX).
 _BESIDE = 0.4
-_ROWS = 1024  # of most of the products that were measured
+_ROWS = 1024  # of most measured products
 
 
 def least_elements(kind: str) -> int:
-    """Elements of a pointwise op that take as long as one."""
+    """The number of elements up to which a pointwise op takes as long as for one."""
     return _LEAST.get(kind, _VECTOR)
 
 
@@ -185,6 +174,12 @@ def times(profile: Profile) -> CpuTimes:
 
 
 class CpuTimes:
+    """Seconds of our kernels on one worker and of XLA's on the whole machine, for any shape.
+
+    Every number comes from the profile; this class adds how times grow with shapes. Rates are interpolated between measured shapes
+    on logarithmic scales, and constant beyond them.
+    """
+
     def __init__(self, profile: Profile):
         self.profile = profile
         self._numbers = table(profile)
@@ -197,10 +192,10 @@ class CpuTimes:
     def __getitem__(self, key: str) -> float:
         return self._numbers[key]
 
-    # -- ours, one worker
+    # -- our kernels, on one worker
 
     def ways(self, dtype: str) -> tuple[str, ...]:
-        """How products of ``dtype`` can be multiplied here."""
+        """The kinds of product (``PRODUCTS``) that this machine has for ``dtype``."""
         return tuple(p for p in ("widened", "dots", "tiles") if f"pack/{_float(dtype)}/{p}" in self._numbers)
 
     def _product(self, dtype: str, way: str, rows: float, k: int, n: int) -> float:
@@ -218,14 +213,14 @@ class CpuTimes:
         dtype = _float(dtype)
         points = [k for k in (16, 64, 512) if f"outer/{dtype}/{way}/{k}x{k}" in self._numbers]
         per_product = [math.log(self[f"outer/{dtype}/{way}/{k}x{k}"] / (TILE * k * k)) for k in points]
-        # The accumulators are read and written once for each tile, however few its rows are.
+        # Each tile reads and writes the accumulators once, however few rows it has.
         a, b = self[f"outer_short/{dtype}/{way}"] / (_SHORT * _SHORT), self._at(points, per_product, _SHORT)
         sums = max(0.0, (a - SHORT * b) / (1 - SHORT / TILE))
         per_row = max(self._at(points, per_product, _mean(m, n)) - sums / TILE, 0.2 * b)
         return (per_row * rows + sums) * max(m, 2) * max(n, _VECTOR // 2)
 
     def few_rows(self, dtype: str, rows: int, elements: int, once: bool = True) -> float:
-        """A product of so few rows with a matrix of so many elements, which is read once, as it lies. Not ``once``: one of many."""
+        """A product of ``rows`` rows with a matrix of ``elements``, which is read once, in place. Not ``once``: one of many."""
         return elements * self[f"few/{_float(dtype)}"] * (0.75 + 0.25 * rows) + (0.0 if once else _OWN_LARGE_MATRIX)
 
     @staticmethod
@@ -233,13 +228,13 @@ class CpuTimes:
         return math.exp(_between(points, logarithms, side))
 
     def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
-        """An element of a weight that lies in ``level`` (l2, l3 or dram), and its panel with it."""
+        """An element of a weight that lies in ``level`` (l2, l3 or dram), packed."""
         size = 2 if dtype in NARROW else 8 if dtype == "float64" else 4
         moved = self[f"copy/{level}"] - self["copy/l2"] if level != "l2" else 0.0
         return self[f"{'pack_t' if transposed else 'pack'}/{_float(dtype)}/{way}"] + 2 * size * max(0.0, moved)
 
     def _vector(self, kind: str, dtype: str) -> float:
-        """An element of a pointwise op, with the pass over the tile that it takes."""
+        """An element of a pointwise op, with its pass over the tile."""
         code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
         if dtype == "float64":
             near = "tanh" if OPS[kind].flops > 6 else "add"
@@ -247,7 +242,7 @@ class CpuTimes:
         found = self._numbers.get(f"vector/{code}") if OPS[kind].opcodes else None
         if found is None and kind in _AS_TANHS:
             found = self["vector/tanh"] * _AS_TANHS[kind]
-        if found is None:  # one that is not measured, or a conversion
+        if found is None:  # not measured, or a conversion
             found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
         return found
 
@@ -256,18 +251,18 @@ class CpuTimes:
         return self[f"vector/to_{dtype}"] if dtype in NARROW else 0.0
 
     def product_per_row(self, dtype: str, m: int, k: int, n: int) -> float:
-        """A product of (m, k) with (k, n) whose operands both belong to one row."""
+        """A product of (m, k) with (k, n) of which both operands belong to one row."""
         sides = [_mean(a, c) for a, _, c in SMALL_PRODUCTS]
         rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in SMALL_PRODUCTS]
         start = _OWN_MATRIX if k > 1 and min(m, n) == 1 < max(m, n) else 0.0
         return start + math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
 
     def access(self, access: Access) -> float:
-        """What an op reads or folds by indices, for a row of the stream."""
+        """The reads or folds by index of an op, for a row of the stream."""
         if access.folds and access.near:
             return access.count * self._row("runs", access.row_bytes)
         inner, outer = (self._row(f"take/{level}", access.row_bytes) for level in ("l2", "l3"))
-        # Beyond the last level a row comes from memory, at its rate: rows are asked for before their turn.
+        # Beyond the last level a row comes from memory, at its bandwidth, since rows are prefetched.
         outer = max(inner, outer)
         beyond = outer + access.row_bytes * max(0.0, self["copy/dram"] - self["copy/l3"])
         p = self.profile
@@ -279,16 +274,16 @@ class CpuTimes:
         return access.count * (self._row("folded", access.row_bytes) + 2 * (taken - inner))
 
     def written(self, size: float) -> float:
-        """Seconds of one thread that writes an array of so many bytes: its lines are brought in first, so it is as a copy."""
+        """One thread writes an array of ``size`` bytes, at the rate of a copy, since a written line is read first."""
         return size * self["copy/l2" if size <= self.profile.l2 else "copy/l3"]
 
     def folded(self, access: Access) -> float:
-        """What it takes to fold a row of the stream, which was measured on rows in the last level, without reading the table."""
+        """A fold of a row of the stream, measured on rows in the last level, without reading the table."""
         return access.count * self._row("runs" if access.near else "folded", access.row_bytes)
 
     def _row(self, key: str, row_bytes: int) -> float:
-        """Between the widths that were measured a row's time grows with its bytes. Below them that of a run does not: 100 000 rows
-        of 1 number took two workers 234 us, of 16 numbers 258, with their reading (Xeon with AMX)."""
+        """A row by its bytes, linear between the measured widths. Below them a run's time does not shrink: 100 000 rows of 1 number
+        took two workers 234 us, of 16 numbers 258 (Xeon with AMX)."""
         few, many = (self[f"{key}/{width}"] for width in ACCESSED)
         each = max(0.0, many - few) / (4 * (ACCESSED[1] - ACCESSED[0]))
         return max(few + (row_bytes - 4 * ACCESSED[0]) * each, (_NARROW_RUN if key == "runs" else 0.3) * few)
@@ -298,36 +293,36 @@ class CpuTimes:
         return self[f"activation/{name}/{'bfloat16' if dtype == 'bfloat16' else 'float32'}"]
 
     def edge(self, dtype: str) -> float:
-        """An element loaded by a group of pointwise ops, or stored by it, beyond the passes of the ops."""
+        """An element that a group of pointwise ops loads or stores, beyond the passes of the ops."""
         dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
         return 0.5 * (self[f"load/{dtype}"] + self[f"store/{dtype}"])
 
     def fold(self, dtype: str, elements: float, over_rows: bool = False) -> float:
-        """A row of so many elements summed, or added to sums over the rows."""
+        """A row of ``elements`` summed, or added to sums over the rows."""
         dtype = dtype if f"fold/row/{dtype}" in self._numbers else "float32"
         if over_rows:
             return elements * self[f"fold/column/{dtype}"]
-        if elements < _FEW:  # folded over the rows instead, of all rows together
+        if elements < _FEW:  # such rows are folded together, element by element
             return elements * self[f"fold/column/{dtype}"]
         each = self[f"fold/row/{dtype}"]
         return max(self[f"fold/short/{dtype}"] - _FEW * each, 0.0) + elements * each
 
     def spread(self, dtype: str, elements: float) -> float:
-        """One value of a row repeated along it, for an op that wants full rows."""
+        """One value repeated along a row of ``elements``, for an op that reads full rows."""
         dtype = dtype if f"load/{dtype}" in self._numbers else "float32"
         each = self[f"load/{dtype}"]
         return max(self[f"load/short/{dtype}"] - _FEW * each, 0.0) + elements * each
 
-    # -- XLA, the whole machine
+    # -- XLA's kernels, on the whole machine
 
     def xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str = "dot", batch: float = 1) -> float:
         """``batch`` products of rows x k and k x n, in one call of the library. ``form``: dot, dot_t (the weight transposed) or
         outer (k rows contracted, rows x n results)."""
         each, start = self._dot(dtype, rows, k, n, form)
-        return batch * each + min(start, 4 * batch * each)  # a tiny one runs where it is
+        return batch * each + min(start, 4 * batch * each)  # a tiny product runs on the calling thread
 
     def _xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str) -> tuple[float, float]:
-        """Seconds of one product, and of handing it to the threads, if that is not in them."""
+        """Seconds of one product, and of handing it to the threads where that is extra."""
         if dtype in ("float64", "complex64"):
             each, start = self._dot("float32", rows, k, n, form)
             return 2 * each, start
@@ -355,26 +350,26 @@ class CpuTimes:
         far = self._far(dtype, rows, k, n, rate)
         few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
         single = min(few, key=lambda p: p[1] * p[2])[3]
-        # Handing a product to the threads: less where they are awake from the one before.
+        # Handing a product to the threads, less where they are awake from the one before.
         start = max(0.0, self["xla/start"] - 16 * 64 * 64 * rate(64))
         r, a, b, s = max(few, key=lambda p: p[1] * p[2])
-        weights = max(0.0, (s - single) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, whatever the rows
+        weights = max(0.0, (s - single) / (a * b) - r * rate(_mean(a, b)))  # an element of the weights, for any number of rows
         return k * n * (rows * rate(_mean(k, n)) * factor * far + weights), start
 
     def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
-        """How many times as long a product takes because its rows do not fit the caches."""
+        """The factor by which a product takes longer because its rows do not fit the caches."""
         found = [p for p in self._points(f"xla/dot/{dtype}/") if p[0] > 2 * _ROWS and min(p[1:3]) >= _LEAST_SIDE]
         if not found:
             return 1.0
         r, a, b, s = found[0]
         most = max(1.0, s / (r * a * b * rate(_mean(a, b))))
         moved, few, many = rows * (k + n), _ROWS * (a + b), r * (a + b)
-        # What is moved beside the arithmetic weighs less the wider the product is.
+        # Moving the rows weighs less, beside the arithmetic, the wider the product is.
         return 1.0 + (most - 1.0) * min(1.0, max(0.0, math.log(moved / few) / math.log(many / few)))
 
     def _narrow_dot(self, dtype: str, rows: int, k: int, n: int, by_rows: bool) -> float:
-        """A side too short for the library: a loop over the larger operand, once for each column of the smaller. ``by_rows``: the
-        larger one is a weight, whose rows are added up."""
+        """A product with a side too short for the library: a loop over the larger operand for each column of the smaller one.
+        ``by_rows``: the larger operand is a weight, whose rows are added up."""
         dtype = dtype if self._numbers.get(f"xla/dot/{dtype}/2048x256x1") else "float32"
         one, four = (self[f"xla/dot/{dtype}/2048x256x{c}"] / (2048 * 256) for c in (1, 4))
         if by_rows:
@@ -392,15 +387,15 @@ class CpuTimes:
         return sorted(found)
 
     def xla_near(self, dtypes: Iterable[str]) -> tuple[float, float]:
-        """What one thread takes for the operations of a loop in its second level, and for what it moves, as parts of what the whole
-        machine's rates make of one thread: those are of arrays of a megabyte. ``dtypes``: of what the loop reads and writes."""
+        """Two factors for a loop in the second level of one thread, over the whole machine's rates for arrays of a megabyte: of its
+        operations, and of what it moves. ``dtypes``: of the arrays that the loop reads and writes."""
         home = next((d for d in dtypes if d in NARROW), "float32")
         move, tanh = (self[f"xla/near/{name}/{home}"] for name in ("move", "tanh"))
         usual, functions = (self.profile.workers * self[f"xla/loop/{name}/{home}"] for name in ("move", "tanh"))
         return min(1.0, max(tanh - move, 0.1 * tanh) / max(functions - usual, 0.1 * functions)), min(1.0, move / usual)
 
     def uneven(self, dtype: str) -> float:
-        """How many times as long a loop's ops take on short rows that XLA's threads cannot share out evenly."""
+        """The factor by which a loop takes longer on short rows that XLA's threads cannot share out evenly."""
         home = dtype if dtype in NARROW else "float32"
         found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
         return max(1.0, found / usual)
@@ -423,8 +418,7 @@ class CpuTimes:
         return rows * (few + between * max(0.0, many - few) + far)
 
     def rounded(self, dtype: str) -> float:
-        """What one thread of XLA's takes longer to fold a number of ``dtype`` by index than one of float32: it converts both, and
-        rounds."""
+        """The time one thread of XLA's needs, beyond float32, to fold a number of ``dtype`` by index: it converts and rounds."""
         if dtype not in NARROW:
             return 0.0
         beyond = [self[f"xla/loop/arithmetic/{d}"] - self[f"xla/loop/move/{d}"] for d in (dtype, "float32")]

@@ -1,4 +1,10 @@
-"""The plan of a region on a CPU: tile size, blocks of long dimensions, and the order of folds by an index."""
+"""The plan of a region on a CPU: tile size, blocks of long dimensions, and the order of the rows where an op folds by an index.
+
+Comes in: a ``Graph``, a ``Region``, a ``CpuMachine`` and the program around. Goes out: the fastest ``CpuPlan`` by the model, equal
+for equal arguments in every process; or ``Infeasible`` with the reason. Every worker takes a tile through all ops: cores are alike,
+so a spatial pipeline does the same work and pays for queues (of 5000 plans for 2 to 192 cores the model preferred 24 spatial ones,
+all for regions that XLA runs faster).
+"""
 
 from __future__ import annotations
 
@@ -31,40 +37,31 @@ from kitsune_jax.targets.cpu.planning.machines import (
 from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds
 from kitsune_jax.targets.cpu.planning.xla_kernels import FAMILIES
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Rows of a tile on a CPU: what is alive while a core runs all ops of a region on a tile, and how long that takes.
-#
-# Comes in: a ``CpuCost``. Goes out: ``TileModel`` and the rows per tile. Invariant: a tile that needs more memory than a worker
-# may have raises ``Infeasible`` with the size in the message; nothing is silently made slower.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Rows of a tile ---------------------------------------------------------------------------------------------------------------
 
-# Tile sizes in order of preference, where the model can't tell them apart (micro-kernels reach their rate at 32 to 128 rows).
+# Tile sizes in order of preference, for sizes that the model rates alike (micro-kernels reach their rate at 32 to 128 rows).
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 768, 1024, 2048, 4096, 8192)
-# The part of a core's L2 that a tile without products may take, which is passed over several times, with what it reads and writes
-# in memory. Softmaxes of rows of 512 numbers took two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.34 to 0.77 at 61
-# to 96, 0.60 to 0.78 from 128 on; of 1536 numbers 0.34 to 0.40 at 16 to 64, 0.59 at 96 (float32, a Xeon with AMX and 2 MB of L2;
-# jax.jit 0.44 to 0.78).
+# The part of a core's L2 for a tile without products, which several passes read and write. Softmaxes of rows of 512 numbers took
+# two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.60 to 0.78 from 128 on (float32, a Xeon with AMX and 2 MB of L2).
 _PASSED = 1 / 10
-# What a loop whose steps are passes over the state may take: most of a first cache. CartPole (48 bytes a cart) took 4 to 6 % less
-# CPU time with tiles of 512 or 768 carts than with 4 096, which lie in the L2; 1 024 gained nothing, and with 256 the way from step
-# to step took what was won (a Xeon with AMX and 48 KB of L1). A step that also makes something once for all rows, as keys of
-# random numbers are, takes 1 us for it, which tall tiles share.
+# The bytes for a loop whose steps are passes over its state: most of an L1. CartPole (48 bytes a cart) took 4 to 6 % less CPU time
+# in tiles of 512 or 768 carts than of 4096; with 256 moving from step to step took the gain (Xeon with AMX, 48 KB of L1).
 _STATE = 40 * 1024
-_INDIFFERENT = 1.03  # the model is not better than this
-_ONE_TILE = 128  # streams no longer than this are one tile, if cutting them gains nothing
-# Nor is another worker woken in each call for less than this: where what a step of a loop makes once for all rows takes most of the
-# time, two workers do it twice. 200 steps that split a key and add 64 normal numbers: 0.24 ms of CPU time in two tiles.
+_INDIFFERENT = 1.03  # the accuracy of the model
+_ONE_TILE = 128  # streams no longer than this are one tile unless cutting them gains something
+# The gain for which another worker is worth waking in each call of a loop: a step's work that is the same for all rows is then done
+# twice. 200 steps that split a key and add 64 normal numbers took 0.24 ms of CPU time in two tiles.
 _WOKEN_FOR = 1.25
-_TILE_SECONDS = 0.3e-6  # picking the next tile
+_TILE_SECONDS = 0.3e-6  # taking the next tile
 _MAX_SCRATCH = 1024 * MIB
 
 
 class TileModel:
-    """A tile of any number of rows on one core. What does not depend on the rows is computed once.
+    """The seconds and bytes of a tile of any number of rows on one core.
 
-    ``live``: bytes per row that are alive at once; ``border``: that are read and written in memory. ``weights``, ``sinks``: bytes
-    of stationary operands, and of the accumulators that every tile adds to as a whole. ``tables``: bytes of those that a tile
-    adds its own rows to, which an access costs (``CpuTimes.access``). ``packs``: packing weights is a part of a tile's seconds.
+    ``live``: bytes per row that are alive at once; ``border``: bytes per row read and written in memory. ``weights``, ``sinks``:
+    bytes of stationary operands, and of accumulators that every tile adds to as a whole. ``tables``: bytes of accumulators that a
+    tile adds rows to by index (``CpuTimes.access``). ``packs``: a tile's seconds include packing weights.
     """
 
     packs = False
@@ -82,7 +79,7 @@ class TileModel:
         self._between = cost.repack_seconds() + cost.steps_seconds()
 
     def seconds(self, rows: int) -> float:
-        """One tile on one worker: its ops one after the other."""
+        """Seconds of one tile on one worker."""
         machine = self.cost.machine
         weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
         tensor = simt = 0.0
@@ -92,13 +89,13 @@ class TileModel:
                 tensor += seconds
             else:
                 simt += seconds
-        # A core fetches ahead while it multiplies: only what outlasts the matmuls is waited for (a NeRF step with 2 MB of
-        # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32, of which 117 ms are its matmuls at the kernels' rate).
+        # A core prefetches while it multiplies, so only fetching beyond the matmuls' time is waited for (a NeRF step with 2 MB of
+        # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32; its matmuls alone take 117).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
         return max(tensor, fetched) + simt + self._between + _TILE_SECONDS
 
     def _spill_seconds(self, rows: int) -> float:
-        """Intermediates of a tile that does not fit the core's cache travel through the shared one, or through memory."""
+        """Seconds to move a tile's intermediates through the shared cache, or memory, where they do not fit the core's own."""
         machine = self.cost.machine
         working = rows * self.live + self.sinks
         if working <= machine.local_bytes:
@@ -109,30 +106,30 @@ class TileModel:
 
 
 def woken_seconds(cost: CpuCost, packs: bool = False) -> float:
-    """What workers wait for each other: behind weights that they pack, behind the tiles, and behind the sums of strands. ``call``
-    was measured with threads that were awake; one that waits for longer sleeps, as XLA's do (``xla/call/handed``)."""
-    if not cost.program.handed.is_of(cost.graph):
+    """Extra seconds in which sleeping workers wake up: after packing, after the tiles, and after the sums. ``call`` was measured
+    with threads that were awake, but threads that wait for long sleep, as XLA's do (``xla/call/handed``)."""
+    if not cost.program.flop_counts.is_of(cost.graph):
         return 0.0
     return cost.times["xla/call/handed"] * (1 + packs + any(i in cost.sinks for i in cost.region.ops))
 
 
 def tile_rows(model: TileModel) -> int:
-    """Rows per tile: the size the model likes best among those whose intermediates stay in a core's L2, multiples of 8 unless the
-    stream or the memory is shorter. Raises ``Infeasible``.
+    """The rows per tile that the model rates best among those whose intermediates stay in a core's L2: multiples of 8 unless the
+    stream or the memory is shorter. Raises ``Infeasible`` for a tile that needs more scratch memory than a worker may have.
     """
     machine, space = model.cost.machine, model.cost.region.space
     total = space.rows // max(1, space.batches)  # a tile is of one batch
     limit = max(machine.local_bytes // model.live, 1)
     if model.sinks > machine.local_bytes:
-        # Accumulators and weights come from the shared cache for every tile anyway: fewer tiles are worth some intermediates there.
-        # A SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 ms with 96, 5 to 10 % more again with 192.
+        # Every tile reads accumulators and weights from the shared cache anyway, so fewer tiles with some intermediates there pay:
+        # a SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 with 96, 5 to 10 % more again with 192.
         limit *= 2
-    looped = next(model.cost.loops(), None) is not None  # which reads and writes a slice at a time
+    looped = next(model.cost.loops(), None) is not None  # a loop reads and writes one slice at a time
     if not looped and not any(work.dot for work in model.kinds):
         limit = max(min(limit, int(_PASSED * machine.local_bytes) // (model.live + model.border)), 1)
     if looped and all(body.is_one_pass() for _, _, body in model.cost.loops()):
         limit = max(min(limit, _STATE // model.live), 1)
-    # A share of the rows for every worker, in as few rounds as the limit allows: awkward row counts divide evenly.
+    # An equal share of the rows for every worker, in as few rounds as the limit allows.
     rounds = max(1, -(-total // (machine.workers * min(limit, _ROWS[0]))))
     share = -(-total // (machine.workers * rounds)) if not space.batch else total
     whole = total if total <= _ONE_TILE else 0
@@ -144,10 +141,10 @@ def tile_rows(model: TileModel) -> int:
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
-        if model.cost.program.handed.is_of(model.cost.graph):
-            if min(tiles, machine.workers) > 1:  # another worker's sums are set to zero, and added up
+        if model.cost.program.flop_counts.is_of(model.cost.graph):
+            if min(tiles, machine.workers) > 1:  # another worker zeroes sums, which are then added up
                 hand_over += woken_seconds(model.cost) + 2 * model.sinks / machine.place("l3").bandwidth
-            elif tiles < machine.workers:  # one worker moves what all would share
+            elif tiles < machine.workers:  # one worker moves the bytes that all would share
                 hand_over += (1 - 1 / machine.workers) * pipeline_traffic(model.cost) / machine.place("l3").bandwidth
         return hand_over + -(-tiles // machine.workers) * tile
 
@@ -159,32 +156,27 @@ def tile_rows(model: TileModel) -> int:
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Plans that work off a long dimension of the rows in blocks: the tile is then taller, and its intermediates stay in the cache.
-#
-# Comes in: a Graph, a Region and the machine model of a CPU. Goes out: a plan for each extent of a block, none where the region
-# has no such dimension. What a block costs is what the region would cost if the dimension were that short.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Blocks of a long dimension of the rows: tiles are then taller, and intermediates stay in the cache ---------------------------
 
 _BLOCKS = (128, 256, 512)
-# What a block does for each row beside the ops of the region: the largest score so far, and how much it has grown.
+# The steps and ops of a block for each row, beside those of the region: the largest score so far, and its growth.
 _STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
 
 
-def in_blocks(
+def plans_in_blocks(
     graph: Graph,
     region: Region,
     machine: CpuMachine,
     program: CpuProgramContext,
     arrange: Callable[[CpuCost, TileModel], CpuPlan],
 ) -> list[CpuPlan]:
-    """A plan for each extent of a block that ``region`` can be worked off in."""
+    """A plan for each block size in which ``region`` can be worked off; none where it has no long dimension."""
     inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine, program=program)
     if inner is None or cost.matrices:
         return []
     if not region.space.batch and all(cost.family(i) == "dot" for i in inner.folds):
-        return []  # a layer's width: its weights lie packed for all tiles
+        return []  # the dimension is a layer's width, and its packed weights serve all tiles
     value = max((v for v in inner.dims if v in cost.labels), key=lambda v: (v in cost.producer, cost.row_size(v), -v))
     plans = []
     for size in (n for n in _BLOCKS if n < inner.size):
@@ -198,13 +190,13 @@ def in_blocks(
 
 
 def _sketch(region: Region, machine: CpuMachine, blocks: tuple[int, int, int]) -> CpuPlan:
-    """A plan to build a program from whose loops are looked at."""
+    """A plan for a program of which only the loops are looked at."""
     stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
     return CpuPlan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
 
 
 class BlockModel(TileModel):
-    """A tile whose inner dimension is worked off in blocks of ``size``."""
+    """A tile whose inner dimension is worked off in blocks of ``size``. A block costs as much as a region of that size."""
 
     packs = True
 
@@ -213,7 +205,7 @@ class BlockModel(TileModel):
         for v, d in inner.dims.items():
             shape = values[v].shape
             values[v] = dataclasses.replace(values[v], shape=(*shape[:d], size, *shape[d + 1 :]))
-        super().__init__(whole.beside(dataclasses.replace(whole.graph, values=tuple(values)), whole.region))
+        super().__init__(whole.for_graph(dataclasses.replace(whole.graph, values=tuple(values)), whole.region))
         self.inner, self.program = inner, program
         self.loops = [i for i in program.stages[0].body if i.kind == "loop"]
         self.outside = self.cost.kinds(i for i in whole.region.ops if i not in inner.ops)
@@ -228,18 +220,18 @@ class BlockModel(TileModel):
         blocks = 0.0
         for loop, (works, moving) in zip(self.loops, self.inside, strict=True):
             block = moving + sum(n * self.cost.seconds(work, rows) for work, n in works.items())
-            blocks += self._met(loop, rows) * (block + (state if loop.inputs else 0.0))
+            blocks += self._mean_blocks(loop, rows) * (block + (state if loop.inputs else 0.0))
         return outside + blocks + self._spill_seconds(rows)
 
     def _inside(self, loop: Instr) -> tuple[dict[CpuWork, int], float]:
-        """What a loop does with a block, and the seconds in which operands are packed for it and its part of the sinks is read and
-        written. A loop behind another one computes again what it needs."""
+        """The works of a loop in one block, and the seconds to pack its operands and to read and write its part of the sinks. Each
+        loop after the first computes again what it needs."""
         ops = {i.op for i in walk((loop,)) if i.op in self.inner.ops}
         sums = 2 * self.cost.sink_bytes(ops) / self.cost.machine.place("l3").bandwidth
         return self.cost.kinds(ops), sums + sum(self._packed(i) for i in ops if i not in self.cost.sinks)
 
     def _packed(self, i: int) -> float:
-        """Seconds in which a block of the stationary operand of op ``i`` is packed."""
+        """Seconds to pack a block of the stationary operand of op ``i``."""
         cost, op = self.cost, self.cost.graph.ops[i]
         dot = cost.work(i).dot
         if dot is None or dot.per_row:
@@ -250,27 +242,23 @@ class BlockModel(TileModel):
         way = cost.products[0] if dot.dtype == "bfloat16" else "widened"
         return dot.batch * dot.k * dot.n * cost.times.pack(dot.dtype, way, transposed, "l2") + STEP_SECONDS
 
-    def _met(self, loop: Instr, rows: int) -> float:
-        """How many blocks a tile of ``rows`` rows looks at on average."""
+    def _mean_blocks(self, loop: Instr, rows: int) -> float:
+        """The mean number of blocks that a tile of ``rows`` rows runs."""
         return mean_met(dataclasses.replace(self.program, tile_rows=rows), loop)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Folds by indices in whose order a region streams: what making the order takes, and what each segment takes beside its rows.
-#
-# Comes in: the costs of a region. Goes out: worker-seconds.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Folds by indices in whose order the rows stream ------------------------------------------------------------------------------
 
-# One worker: a run that ends, and a number that may be an index when the order is made. 100 000 single numbers with 10 indices took
-# 234 us of two in order, with 10 000 and 100 000 indices 300 and 523; 10 000 in no order 80 and 189 (Xeon with AMX).
+# One worker: the end of a run, and one possible index when the order is made. 100 000 single numbers took two workers 234 us in the
+# order of 10 indices, and 300 and 523 with 10 000 and 100 000 indices (Xeon with AMX).
 _RUN_SECONDS, _KEY_SECONDS = 8e-9, 9e-9
-# Rows that are copied where a row is widened to double precision and rounded again; and for the two that a strand keeps, of so many
-# strands at most (cpu/src/executor.cc): 128 rows of 8 192 numbers with 256 indices were modelled at 0.6 ms and took 1.5.
+# Rows copied where a row is widened to double precision and rounded again; and for the two rows that each strand keeps, of this
+# many strands at most (cpu/src/executor.cc): 128 rows of 8192 numbers with 256 indices took 1.5 ms and were modelled at 0.6.
 _KEPT_ROWS, _STRAND_ROWS, _STRANDS = 3, 8, 64
 
 
 def order_seconds(cost: CpuCost) -> float:
-    """What it takes to stream in the order of indices: to make the order, and to read and write single rows."""
+    """Worker-seconds to stream in the order of indices: to make the order, and to read and write single rows."""
     if cost.order is None:
         return 0.0
     rows = cost.region.space.rows
@@ -285,7 +273,7 @@ def order_seconds(cost: CpuCost) -> float:
 
 
 def folded_seconds(cost: CpuCost) -> float:
-    """Of folding rows that the region does nothing else with: they are read while others are folded."""
+    """Worker-seconds to fold rows that the region only folds; reading them overlaps with folding."""
     seconds = 0.0
     for i in cost.sinks:
         access, rows = cost.access(i), cost.graph.ops[i].inputs[0]
@@ -296,9 +284,9 @@ def folded_seconds(cost: CpuCost) -> float:
 
 
 def segments_seconds(cost: CpuCost, tiles: int) -> float:
-    """Of the results of folds in order, beside reading and folding rows: their lines are brought in before they are written, runs
-    end, as many as rows at random have different indices, and what no row has is filled. The last run of each of ``tiles`` tiles is
-    kept in double precision, as are the first and the last one of a strand until all strands have ended."""
+    """Worker-seconds to write the results of folds in order, beside reading and folding rows: to bring in their lines, to end runs
+    (as many as random rows have different indices), and to fill results without rows. The last run of each of ``tiles`` tiles is
+    kept in double precision, and so are the first and the last run of a strand until all strands have ended."""
     seconds = 0.0
     for access in _folds(cost):
         if access.near:
@@ -322,37 +310,29 @@ def _segments(access: Access) -> int:
     return max(1, access.table_bytes // max(1, access.row_bytes))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The plan of a region on a CPU: every worker takes a tile through all ops, so no worker hands anything to another.
-#
-# Comes in: a Graph, a Region and the machine model of a CPU. Goes out: its ``Plan``. Cores are alike, so a spatial pipeline would
-# do the same work and pay for its queues besides: of 5000 plans for 2 to 192 cores the model liked 24 spatial ones better, all of
-# them for regions that neither arrangement made faster than XLA. Where rows are folded into tables by indices, the rows stream as
-# they lie in memory, and every worker folds into tables of its own; or they stream in the order of the indices of one such op,
-# whose results are then reductions of runs. The model decides. Invariants: a plan fits the machine, or ``Infeasible`` says why
-# there is none; and the same arguments give the same plan in every process.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Plans of whole regions -------------------------------------------------------------------------------------------------------
 
 _ELEMENTWISE = FREE.union(FAMILIES)
-# Tiles of few rows read all weights again and again, at less than the rate that was measured for them where these are many: an
-# attention over 8 heads of 1024 and 2048 keys took 1.22 and 1.29 times as long as modelled in tiles of 8 and 7 rows (Zen 5), and as
-# long as modelled in blocks. Asked only where a region can be worked off in blocks instead, and multiplies.
+# The factor for tiles of few rows, which read all weights again and again: an attention over 8 heads of 1024 and 2048 keys took
+# 1.22 and 1.29 times its modelled time in tiles of 8 and 7 rows (Zen 5). It decides only between such tiles and blocks.
 _FEW_ROWS, _SHORT_TILES = 16, 1.25
-# Without products tall tiles have no merit, and blocks compute exponentials again: a softmax of 8 009 rows of 1536 numbers took
-# 1.23 times as long as whole, a log softmax of rows of 512 took 1.08 times as long in float32, 1.24 in bfloat16 (Xeon with AMX).
+# The factor for blocks without products, where tall tiles gain nothing and exponentials are computed again: a softmax of 8009 rows
+# of 1536 numbers took 1.23 times as long, a log softmax of rows of 512 took 1.08 in float32 and 1.24 in bfloat16 (Xeon with AMX).
 _BLOCKS_ALONE = 1.25
-# ``Plan.margin`` where nothing is reduced: the model is worth more there. Of 127 random functions of elements, one to six layers in
-# three dtypes, 62 were modelled at 1.45x or more and 78 at 1.3x, of which one ran below 0.95x either way; with the others left to
-# XLA all together took 1.52 and 1.59 times less. At 1.25x it would be 81 and three (Xeon with AMX).
+# ``Plan.margin`` where nothing is reduced. Of 127 random elementwise functions 62 were modelled at 1.45x or more and 78 at 1.3x;
+# one ran below 0.95x in either case, and three of the 81 from 1.25x on (Xeon with AMX).
 ELEMENTWISE_MARGIN = 1.3
-# ``Plan.margin`` of folds by index alone. Of 248 (sums and maxima of 100 to 100 000 rows of 1 to 128 numbers, sorted and not, two
-# dtypes) 115 were modelled at 1.45x or more and 145 at 1.25x, of which one ran below 0.95x either way; with the others left to XLA
-# all together took 1.73 and 1.88 times less. At 1.2x it would be 154 and two (Xeon with AMX).
+# ``Plan.margin`` of folds by index alone. Of 248 sums and maxima 115 were modelled at 1.45x or more and 145 at 1.25x; one ran below
+# 0.95x in either case, and two of the 154 from 1.2x on (Xeon with AMX).
 FOLD_MARGIN = 1.25
 
 
 def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> CpuPlan:
-    """The plan for ``region`` on ``machine`` in ``program``. Raises ``Infeasible`` (a ``ValueError``) with the reason."""
+    """The plan for ``region`` on ``machine`` in ``program``. Raises ``Infeasible`` (a ``ValueError``) with the reason.
+
+    Where ops fold rows into tables by index, rows stream as they lie in memory, and every worker has tables of its own; or they
+    stream in the order of one op's indices, whose folds are then reductions of runs. The model decides.
+    """
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
     orders = [order for order in (None, *orders_of(graph, region)) if not _out_of_order(graph, region, order)]
@@ -363,10 +343,10 @@ def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramC
     for order in orders:
         try:
             cost = CpuCost(graph, region, machine, order, program)
-            plans.append(_arranged(cost, TileModel(cost)))
+            plans.append(_plan_tiles(cost, TileModel(cost)))
         except Infeasible as error:
             wrong = error
-    plans += in_blocks(graph, region, machine, program, _arranged)
+    plans += plans_in_blocks(graph, region, machine, program, _plan_tiles)
     if not plans:
         raise wrong or Infeasible("there is no plan")
     multiplies = any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops)
@@ -380,13 +360,13 @@ def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramC
 
 
 def _out_of_order(graph: Graph, region: Region, order: int | None) -> bool:
-    """Are there online sums whose rows would not come in the order of their indices? No code keeps the state of all of them."""
+    """Whether the rows of an online sum would not come in the order of its indices, for which there is no code."""
     online = [graph.ops[i] for i in region.sinks if graph.ops[i].kind in ONLINE]
     return any(op.inputs[1] != order and not (order is None and op["sorted"]) for op in online)
 
 
-def _arranged(cost: CpuCost, model: TileModel) -> CpuPlan:
-    """``cost``: of whole values; ``model``: of a tile."""
+def _plan_tiles(cost: CpuCost, model: TileModel) -> CpuPlan:
+    """The plan of a region with the fewest seconds by ``model``, whose tiles may be blocks of the values that ``cost`` is of."""
     region, machine, order = cost.region, cost.machine, cost.order
     rows = tile_rows(model)
     tiles = region.space.tiles(rows)
@@ -395,8 +375,8 @@ def _arranged(cost: CpuCost, model: TileModel) -> CpuPlan:
     traffic = pipeline_traffic(cost)
     busy = -(-tiles // replicas) * tile
     moving = _moving_seconds(machine, traffic + partial_bytes(cost, replicas))
-    # Rows that are only folded come from memory meanwhile: of both times the longer one counts. 10^6 x 64 numbers took 11.9 ms by
-    # sorted index, and were modelled at 18.6 as the sum of both (Xeon with AMX).
+    # Reading rows that are only folded overlaps with folding them: 10^6 x 64 numbers took 11.9 ms by sorted index, and were
+    # modelled at 18.6 as the sum of both (Xeon with AMX).
     moving -= min(moving, folded_seconds(cost) / machine.workers)
     base_seconds, base_bytes = _least_baseline(cost, machine)
     seconds = _call_seconds(cost, replicas, busy, moving, rows, model.packs) + _copied_seconds(cost)
@@ -411,7 +391,7 @@ def _arranged(cost: CpuCost, model: TileModel) -> CpuPlan:
         queues=(),
         replicas=replicas,
         seconds=seconds,
-        baseline_seconds=base_seconds + (_handed_seconds(cost, machine) if seconds < LONG_SECONDS else 0.0),
+        baseline_seconds=base_seconds + (_hand_over_seconds(cost, machine) if seconds < LONG_SECONDS else 0.0),
         bytes_moved=traffic,
         baseline_bytes=base_bytes,
         bound="dram" if moving > busy else name,
@@ -429,9 +409,8 @@ def _margin(families: Set[str]) -> float:
 
 
 def _least_baseline(cost: CpuCost, machine: CpuMachine) -> tuple[float, int]:
-    """``baseline``, with XLA's doubtful numbers as low as their spreads say where XLA takes less time by these: no pipeline is
-    chosen by a number that was another one at every measurement. The mean of squares of 4 MB was modelled at 862 us by such a
-    number, and took 210 (Zen 4)."""
+    """``baseline``, or the one by the least of XLA's doubtful numbers where that is less: no pipeline is chosen by a number that
+    differed in every measurement. The mean of squares of 4 MB was modelled at 862 us by such a number, and took 210 (Zen 4)."""
     least = least_times_of_xla(machine)
     seconds, moved = baseline(cost)
     if least is machine:
@@ -439,21 +418,20 @@ def _least_baseline(cost: CpuCost, machine: CpuMachine) -> tuple[float, int]:
     return min(seconds, baseline(CpuCost(cost.graph, cost.region, least, cost.order, cost.program))[0]), moved
 
 
-def _handed_seconds(cost: CpuCost, machine: CpuMachine) -> float:
-    """What is saved where the caller's thread does all that a program has to do. Half of it: what a pipeline is made of may be a
-    part of a larger program, which is handed to another thread all the same."""
-    known = cost.program.handed
+def _hand_over_seconds(cost: CpuCost, machine: CpuMachine) -> float:
+    """Half the seconds of XLA's hand-over, saved where the caller's thread can run all that is left of a program. Half, because the
+    region may be a part of a larger program, which XLA hands over all the same."""
+    known = cost.program.flop_counts
     return (
         0.5 * least_times_of_xla(machine).profile.seconds("xla/call/handed")
-        if known.is_of(cost.graph) and known.without(cost.region.ops)
+        if known.is_of(cost.graph) and known.avoids_hand_over(cost.region.ops)
         else 0.0
     )
 
 
 def _copied_seconds(cost: CpuCost) -> float:
-    """In a step of a loop that XLA runs: what it takes to copy the next value of a carry that the call reads to the carry's place,
-    where XLA's own kernels write it. 4 MB of sums of weight gradients, one for each trajectory of a neural ODE, took 0.76 ms a step
-    instead of 0.20 (CPU time, Xeon with AMX)."""
+    """In a step of a loop that XLA runs: seconds to copy each carry's next value that the call makes to the carry's place, where
+    XLA's own kernels write in place. 4 MB of gradients of a neural ODE took 0.76 ms a step instead of 0.20 (Xeon with AMX)."""
     steps = cost.program.steps
     if steps is None:
         return 0.0
@@ -464,34 +442,33 @@ def _copied_seconds(cost: CpuCost) -> float:
 
 
 def _moving_seconds(machine: CpuMachine, moved: float) -> float:
-    """Seconds that all workers together take to read and write what crosses the region's border."""
-    beyond = max(0.0, moved - machine.shared_bytes)  # what the last level does not hold
+    """Seconds of all workers to read and write the ``moved`` bytes that cross the region's border."""
+    beyond = max(0.0, moved - machine.shared_bytes)  # bytes that do not fit the last level
     return (moved - beyond) / max(machine.shared_bandwidth, machine.dram_bandwidth) + beyond / machine.dram_bandwidth
 
 
 def _call_seconds(cost: CpuCost, replicas: int, busy: float, moving: float, rows: int, packs: bool) -> float:
-    """Seconds of a call whose workers are ``busy`` with tiles for so long: the core that computes also moves."""
+    """Seconds of a call whose workers compute tiles for ``busy`` seconds each; the cores that compute also move bytes."""
     workers, tiles = cost.machine.workers, cost.region.space.tiles(rows)
     fresh = fault_seconds(cost, cost.outputs, cost.machine.huge_fault_bandwidth)
     strided = (cost.strided_seconds(rows) + order_seconds(cost) + segments_seconds(cost, tiles)) / workers
     packing, alone = _pack_seconds(cost, tiles) if not packs else 0.0, cost.times["call/short"]
-    if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the caller does it alone
+    if packing + (busy * replicas if replicas > 1 else 0.0) < SHARED_SECONDS:  # the calling thread does all of it
         return alone + packing + fresh + strided + busy * replicas + moving
     call = cost.machine.call_seconds + woken_seconds(cost, packing > SHARED_SECONDS) if replicas > 1 else alone
     return call + packing / workers + fresh + strided + (busy + moving)
 
 
 def _pack_seconds(cost: CpuCost, tiles: int) -> float:
-    """Worker-seconds in which weights are read and written on their way into the micro-kernels' layout: once per call, or for each
-    of ``tiles`` tiles those that depend on the batch."""
+    """Worker-seconds to pack weights into the micro-kernels' layout: once per call, or per tile if they depend on the batch."""
     ops = cost.region.ops
-    seconds = sum(body.pack_seconds(constants) for _, constants, body in cost.loops())  # in front of the first step
-    # A bias or a gain is laid out before the first tile as well: about half of what a small weight takes.
+    seconds = sum(body.pack_seconds(constants) for _, constants, body in cost.loops())  # before the first step
+    # Biases and gains are laid out before the first tile as well, in about half the time of a small weight.
     seconds += 0.5 * cost.times["call/layer"] * len(cost.stationary_inputs(ops))
-    # The accumulators of a sink are set to zero, added up and stored.
+    # The accumulators of a sink are zeroed, added up and stored.
     return seconds + cost.times["call/layer"] * sum(i in cost.sinks for i in ops) + cost.pack_seconds(tiles=tiles)
 
 
 def partial_bytes(cost: CpuCost, replicas: int) -> int:
-    """Sinks are folded in a fixed order, so every worker keeps a partial result, which is written and read once more."""
+    """Bytes of the workers' partial sinks, each written and read once: sinks are folded in a fixed order, so all are kept."""
     return replicas * cost.sink_bytes(cost.region.ops) * 2

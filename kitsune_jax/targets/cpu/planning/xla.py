@@ -25,7 +25,7 @@ from kitsune_jax.planning.cost import (
     left_region,
 )
 from kitsune_jax.planning.streams import FEW_ROWS
-from kitsune_jax.targets.cpu.call import handed
+from kitsune_jax.targets.cpu.call import count_flops
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.planning.xla_kernels import (
@@ -256,7 +256,7 @@ def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgram
     if body:
         found = CpuProgramContext(steps=steps_of(graph, machine.profile))
     else:
-        found = CpuProgramContext(row_kernels=row_kernels(graph), handed=handed(graph), unwritten=unwritten(graph))
+        found = CpuProgramContext(row_kernels=row_kernels(graph), flop_counts=count_flops(graph), unwritten=unwritten(graph))
     if between_kernels(graph) <= found.fresh_bytes:
         return found
     return dataclasses.replace(found, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)
@@ -317,11 +317,11 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
             loop = loop * machine.workers + moved * times["xla/while/moved"]
         else:
             of_ops = of_moves = 1.0
-            if one and not looped and moved <= machine.local_bytes and cost.program.handed.is_of(cost.graph):
+            if one and not looped and moved <= machine.local_bytes and cost.program.flop_counts.is_of(cost.graph):
                 of_ops, of_moves = times.xla_near(cost.graph.values[v].dtype for v in (root, *kernel.reads))
             # A part of a program has others beside it, such as the updates of other parameters, and XLA's threads share them out:
             # eight of 256 x 256 bfloat16 numbers took 27 us each, one alone 43 (Xeon with AMX).
-            alone = looped or cost.program.handed.is_of(cost.graph)
+            alone = looped or cost.program.flop_counts.is_of(cost.graph)
             loop = (of_ops * loop + of_moves * moved * times.xla_moved(near=True)) * (machine.workers if one and alone else 1)
     elif not looped and _adds_up_what_it_computes(cost, ops):
         # What was measured adds up an array that is there. Otherwise one thread reads the operands, and computes.
