@@ -208,7 +208,7 @@ def test_other_workers_other_flags_and_other_versions_are_measured_again(
         lambda patch: patch.setattr(jax, "__version__", "0.99"),
         lambda patch: patch.setattr(store.jaxlib, "__version__", "0.99"),
         lambda patch: patch.setattr("kitsune_jax.config.__version__", "9"),
-        lambda patch: patch.setattr(store.machine_info, "model_name", lambda: "another"),
+        lambda patch: patch.setattr(store.profiles, "model_name", lambda: "another"),
     ):
         with monkeypatch.context() as patch:
             change(patch)
@@ -328,7 +328,7 @@ def test_doubtful_numbers_and_lost_cores_decide_whether_a_profile_is_kept(
             return dict.fromkeys(self.asked[: int(doubtful * len(self.asked))], 2.0)
 
     told = iter([(5.0, 7.0), (5.0 + share, 8.0 - share)])
-    monkeypatch.setattr(store.machine_info, "ran_and_waited", lambda: next(told))
+    monkeypatch.setattr(store.profiles, "ran_and_waited", lambda: next(told))
     monkeypatch.setattr(store, "Passes", Found)
     monkeypatch.setattr(xla, "pieces", lambda workers, _: [kernels.Piece(p.key, lambda: 1e-3) for p in xla._programs(workers)])
     try:

@@ -228,13 +228,13 @@ def test_a_call_of_one_thread_takes_what_its_fastest_did() -> None:
 
 
 def test_a_long_call_is_what_its_fastest_took_where_all_took_that() -> None:
-    assert kernels.of_long(iter([(0.02, 0.017), (0.0205, 0.018), (0.0202, 0.017)])) == 0.02
+    assert kernels.fastest_long(iter([(0.02, 0.017), (0.0205, 0.018), (0.0202, 0.017)])) == 0.02
 
 
 def test_a_long_call_that_waits_is_what_its_busiest_thread_ran() -> None:
     """Four times as long as alone, which is 20 ms; and where the system does not say how long threads ran."""
-    assert kernels.of_long(iter([(0.08, 0.021), (0.06, 0.019), (0.09, 0.02)])) == 0.019
-    assert kernels.of_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
+    assert kernels.fastest_long(iter([(0.08, 0.021), (0.06, 0.019), (0.09, 0.02)])) == 0.019
+    assert kernels.fastest_long(iter([(0.08, float("inf")), (0.06, float("inf")), (0.09, float("inf"))])) == 0.06
 
 
 def test_a_short_call_that_waits_is_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_handing_a_program_over_takes_no_less_than_waking_nobody() -> None:
     for handed, found in ((6e-7, 5e-6), (8e-6, 8e-6)):
         numbers = dict(REFERENCE_PROFILE.numbers) | {"xla/call/handed": handed, "call/short": 1e-6}
         numbers["call"] = 6e-6 + numbers["gemm/float32/widened/64x64"]
-        store._without_what_surrounds(numbers)
+        store._subtract_other_work(numbers)
         assert numbers["xla/call/handed"] == pytest.approx(found)
 
 

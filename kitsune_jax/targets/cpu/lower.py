@@ -20,8 +20,6 @@ from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, Til
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode, memory, pointwise
-from kitsune_jax.targets.cpu import products as matmul
-from kitsune_jax.targets.cpu import products as structured
 from kitsune_jax.targets.cpu.bytecode import (
     CLIP,
     CUMULATIVE,
@@ -55,6 +53,7 @@ from kitsune_jax.targets.cpu.bytecode import (
 from kitsune_jax.targets.cpu.call import check
 from kitsune_jax.targets.cpu.facts import TakenDot, TakenSum
 from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
+from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 
@@ -527,18 +526,18 @@ _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumul
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
     "store_slice": _store,
-    "paste": structured.emit_paste,
-    "loop": lambda stage, i, instr: structured.emit_loop(stage, instr, _emit),
+    "paste": emit_paste,
+    "loop": lambda stage, i, instr: emit_loop(stage, instr, _emit),
     "gather": emit_gather,
     "take": emit_take,
     "put": emit_put,
     "sink_at": emit_sink_at,
     "run_max": emit_run_max,
-    "dot": structured.emit_dot,
+    "dot": emit_dot,
     "push": _push,
     "concatenate": _concatenate,
     "pad": _pad,
     "sink": _accumulate,
-    "matmul": matmul.emit_matmul,
-    "matmul_sink": matmul.emit_matmul_sink,
+    "matmul": emit_matmul,
+    "matmul_sink": emit_matmul_sink,
 }

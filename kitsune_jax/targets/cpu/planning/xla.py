@@ -1,4 +1,9 @@
-"""Seconds that XLA:CPU takes for the ops of a region, from a machine profile: the baseline of every plan."""
+"""Modelled seconds of XLA:CPU for the ops of a region: the baseline of every plan.
+
+Comes in: a ``CpuCost``, or a whole program for ``program_context``. Goes out: seconds of the whole machine and off-chip bytes. A
+product is a library kernel at the rate measured for its dtype and shape; anything else is a loop that takes what its ops cost for
+each element, and what it reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -42,26 +47,16 @@ from kitsune_jax.targets.cpu.planning.xla_kernels import (
     steps_of,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Sums and maxima that XLA:CPU hands to its library (YNNPACK), with what the library computes in front of them.
-#
-# Comes in: the costs of a region, or a whole program. Goes out: ``arrays``, what XLA writes to memory because the library cannot
-# compute it; ``unwritten``, what it never writes because the library does; and ``reduction_seconds`` of a kernel that ends in
-# such a reduction. The library takes a reduction of 4096 numbers or more together with the elementwise operations whose results
-# nothing else reads. All threads share them out tile by tile, and each operation is a pass over a tile in the first caches: so a
-# fused operation costs its time beside memory and no passage of the array. The square of a sum of squares costs nothing, because
-# the library has a kernel for both. All of this is as the optimized HLO of some 300 programs says (JAX 0.12).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sums and maxima that XLA hands to its library, YNNPACK (as the optimized HLO of some 300 programs says, JAX 0.12) ------------
 
-# Dtypes in which the library computes: numbers of float16 are converted in a loop in front of it, and so is what they are made of.
+# Dtypes in which the library computes; a loop in front of it converts float16 numbers, and computes what they are made of.
 _COMPUTED = frozenset({"float32", "bfloat16", "float64"})
-# Elementwise operations that the library does not have. Comparisons and what reads masks are left out by their dtype.
+# Elementwise operations that the library does not have. Comparisons and readers of masks are left out by their dtype.
 _NOT_FUSED = frozenset({"clamp", "select_n", "is_finite", "cbrt"})
 
 
 def reduced_dimensions(op: Op, shape: tuple[int, ...]) -> str:
-    """Over which dimensions ``op`` reduces an array of ``shape``: "row" (trailing ones), "column" (leading), "middle" or "all".
-    Dimensions of one element are none."""
+    """The dimensions with more than one element that ``op`` reduces: "row" (trailing), "column" (leading), "middle", "all"."""
     over = [d in op["axes"] for d, n in enumerate(shape) if n > 1]
     if all(over) or over[0] and over[-1]:
         return "all"
@@ -69,8 +64,8 @@ def reduced_dimensions(op: Op, shape: tuple[int, ...]) -> str:
 
 
 def arrays(cost: RegionCost) -> set[int]:
-    """The values that XLA writes to memory for the reductions of a region: those that other kernels read as well, and what the
-    library cannot compute, such as the slices of a difference of neighbours."""
+    """The values that XLA writes to memory for the library's reductions: those that other kernels read as well, and those that the
+    library cannot compute, such as slices."""
     graph, found = cost.graph, set[int]()
     for root in cost.region.ops:
         if cost.family(root) == "reduce" and reduces_in_library(graph, graph.ops[root]):
@@ -79,7 +74,7 @@ def arrays(cost: RegionCost) -> set[int]:
 
 
 def unwritten(graph: Graph) -> frozenset[int]:
-    """The values of a whole program that are never in memory where XLA runs it: its library computes them in front of a sum."""
+    """The values of a whole program that XLA never writes to memory: its library computes them in front of a reduction."""
     producers, consumers, found = graph.producers(), graph.consumers(), set[int]()
     for root, op in enumerate(graph.ops):
         if op.kind != "opaque" and reduces_in_library(graph, op):
@@ -91,10 +86,13 @@ def unwritten(graph: Graph) -> frozenset[int]:
 def _in_front_of(
     graph: Graph, root: int, producers: Mapping[int, int], readers: Mapping[int, Collection[int]], results: Container[int]
 ) -> tuple[set[int], set[int]]:
-    """The ops that the library computes in front of the reduction ``root``, and the arrays that it reads and other ops make."""
+    """The ops that the library computes in front of the reduction ``root``, and the arrays that it reads and other ops make.
+
+    The library takes a reduction of 4096 numbers or more together with the elementwise operations whose results nothing else reads.
+    """
     inside, written = {root}, set[int]()
     work = [-producers[v] for v in graph.ops[root].inputs if v in producers]
-    while work:  # the last op first: who reads a value stands behind who makes it
+    while work:  # last op first: readers of a value before its maker
         i = -heapq.heappop(work)
         op = graph.ops[i]
         if i in inside or not written.isdisjoint(op.outputs):
@@ -117,24 +115,24 @@ def _is_fused(graph: Graph, op: Op) -> bool:
 
 
 def reduction_seconds(cost: CpuCost, kernel: Kernel, root: int, moved: int) -> float:
-    """What the reduction ``root`` takes with all other ops of its ``kernel``, which reads and writes ``moved`` bytes, as far as the
-    caches hold these."""
+    """Seconds of the reduction ``root`` with all other ops of its ``kernel``, which moves ``moved`` bytes within the caches. All
+    threads share a reduction tile by tile; each fused operation is a pass over a tile in cache. A sum's square is free."""
     times, graph, op = cost.times, cost.graph, cost.graph.ops[root]
     value = graph.values[op.inputs[0]]
-    # What a loop in front of the kernel has made of numbers of float16 is there in float32.
+    # A loop in front of the kernel has converted computed float16 numbers to float32.
     home = "float32" if value.dtype == "float16" and op.inputs[0] in cost.producer else value.dtype
     home = next((d for d in (graph.values[v].dtype for v in kernel.reads) if d == "bfloat16"), home)
     square = _square(cost, op, kernel.ops)
     found = value.size * times.xla_reduce(home, reduced_dimensions(op, value.shape), squares=square is not None)
     found *= 2.0 if value.dtype == "float64" else 1.0
     found += passes_seconds(cost, (i for i in kernel.ops if i != square))
-    # The rate of a reduction has the reading of one operand in it.
+    # The rate of a reduction includes reading one operand.
     more = moved - value.size * min((itemsize(graph.values[v].dtype) for v in kernel.reads), default=0)
     return found + max(0, more) * times.xla_moved(near=True)
 
 
 def passes_seconds(cost: CpuCost, ops: Iterable[int]) -> float:
-    """What the elementwise ones of ``ops`` take, each of which is a pass over a tile in the library."""
+    """Seconds of the elementwise ones of ``ops``, each of which is a pass over a tile in the library."""
     times, found = cost.times, 0.0
     for i in ops:
         op, value = cost.graph.ops[i], cost.graph.values[cost.graph.ops[i].outputs[0]]
@@ -145,9 +143,9 @@ def passes_seconds(cost: CpuCost, ops: Iterable[int]) -> float:
 
 
 def _square(cost: CpuCost, op: Op, ops: Collection[int]) -> int | None:
-    """The one of ``ops`` that makes the squares that the sum ``op`` is of."""
+    """The one of ``ops`` that squares the operand of the sum ``op``; the library has a kernel for sums of squares."""
     i = cost.producer.get(op.inputs[0], -1)
-    if i in ops and cost.family(i) == "convert":  # XLA leaves out the rounding of a product that is widened
+    if i in ops and cost.family(i) == "convert":  # XLA does not round a product that is widened
         i = cost.producer.get(cost.graph.ops[i].inputs[0], -1)
     if op.kind != "reduce_sum" or i not in ops:
         return None
@@ -157,35 +155,28 @@ def _square(cost: CpuCost, op: Op, ops: Collection[int]) -> int | None:
 
 
 def library_reduction(cost: CpuCost, kernel: Kernel) -> int | None:
-    """The reduction that the library computes in ``kernel``; None where there is none, or more than one."""
+    """The only reduction of ``kernel``, if the library computes it; else None."""
     found = [i for i in kernel.ops if cost.family(i) == "reduce"]
     (root, *others) = found or [-1]
     return root if root >= 0 and not others and reduces_in_library(cost.graph, cost.graph.ops[root]) else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What XLA:CPU takes for the ops of a region, from a machine's profile: the bulk-synchronous baseline.
-#
-# Comes in: a ``CpuCost``. Goes out: ``baseline``, modelled seconds of the whole machine and off-chip bytes. A product is a kernel
-# of the library, at the rate that was measured for its dtype and shape; anything else is a loop: what its ops cost for each
-# element, and what it reads and writes.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The baseline -----------------------------------------------------------------------------------------------------------------
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
 _SHORT_ROW = 16
-# The compiler unrolls a loop over such a row, and then finds no vectors in it, where the row comes to so many instructions at most:
-# operations, and what stands around them. With up to 28, 14 and 10 operations rows of 8, 12 and 16 were slow (JAX 0.12, float32).
+# The compiler unrolls a loop over a row of at most this many instructions, counting those around the operations, and then does not
+# vectorise it: with up to 28, 14 and 10 operations rows of 8, 12 and 16 were slow (JAX 0.12, float32).
 _UNROLLED, _AROUND = 305, 9
 _HALVES = ("bfloat16", "float16")
-# Dtypes in which XLA folds by index: 16-bit numbers it folds in float32, into zeros, and adds the array to the sums in a loop.
+# Dtypes in which XLA folds by index. It folds 16-bit numbers in float32, into zeros, and adds the array to the sums in a loop.
 _FOLDED = frozenset({"float32", "float64", "int32", "int64", "uint32", "uint64"})
-# Of attention with 4 queries for each of 2 heads of 2048 keys (JAX 0.12, Zen 5): copies of keys and values in another order of
-# dimensions took 1.3 and 2.4 times as long as a loop that adds, products 1.8 and 2.4 times as long as those of one head.
+# An attention's copies in another order of dimensions, over a loop that adds, and products of several heads over those of one: 1.3
+# and 2.4, 1.8 and 2.4 (4 queries for each of 2 heads of 2048 keys, JAX 0.12, Zen 5).
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
-# XLA hashes with Threefry in a loop of five steps, on one thread, between which the two words of each result lie in memory, some of
-# them in the first-level cache. A hash took 3 ns in a step of a loop, 5 where 65 536 are alone, 8 of a million, 20 of eight
-# million; a word of an rbg key 9.5 ns in a step of a loop, 3.6 where the step only sums them up, 18 alone (JAX 0.12, same Xeon).
+# XLA's Threefry is a loop of five steps on one thread that keeps words in memory: a hash took 3 ns in a step of a loop, 5 to 20
+# alone; a word of an rbg key took 3.6 to 9.5 ns in a step of a loop, 18 alone (JAX 0.12, Xeon).
 _HASHED_BYTES, _RBG_ALONE = 40, 3.5
 _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 
@@ -193,20 +184,20 @@ _PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
     if cost.program.row_kernels.hold(cost.region.ops):
-        return _of_row_kernels(cost, cost.program.row_kernels)
+        return _row_kernels_baseline(cost, cost.program.row_kernels)
     kernels = kernels_of(cost, folded_into(cost, _FOLDED), arrays(cost) if cost.program.steps is None else ())
     hidden = [k for k in kernels if k.root in cost.program.unwritten.intersection(cost.outputs)]
     seconds, moved = _kernels_seconds(cost, [k for k in kernels if k not in hidden], cost.program.steps)
-    # They are a part of a reduction behind the region, which would read this array instead of theirs.
+    # Hidden kernels are a part of a reduction behind the region, which reads the region's result instead of their operands.
     seconds += sum(passes_seconds(cost, k.ops) for k in hidden)
-    looped, looped_bytes = _loops(cost)
+    looped, looped_bytes = _loops_baseline(cost)
     seconds, moved = seconds + looped, moved + looped_bytes
     written = [v for v in cost.outputs if v not in cost.program.unwritten]
     return seconds + _fault_seconds(cost, kernels) + fault_seconds(cost, written, cost.machine.fault_bandwidth), moved
 
 
-def _of_row_kernels(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
-    """A region whose ops are all in such kernels, or parts of them. Values between ops of one kernel are never in memory."""
+def _row_kernels_baseline(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
+    """``baseline`` of a region inside of kernels over rows, whose inner values are never in memory."""
     read = sum(cost.read_bytes(v) for v in cost.region.inputs if v not in rows.between)
     written = [v for v in cost.outputs if v not in rows.between]
     moved = read + sum(map(cost.bytes, written))
@@ -228,12 +219,12 @@ def _kernels_of(cost: CpuCost) -> list[Kernel]:
 def _kernels_seconds(
     cost: CpuCost, kernels: Sequence[Kernel], steps: Steps | None = None, slices: Collection[int] = ()
 ) -> tuple[float, int]:
-    """``steps``: of the loop whose body this is, of whose arrays the values ``slices`` are slices."""
+    """(seconds, bytes moved). ``steps``: set for kernels of a loop's body; ``slices``: the body's slices of arrays."""
     moved = [k.moved(cost) for k in kernels]
     return sum(_kernel_seconds(cost, k, n, steps, slices) for k, n in zip(kernels, moved, strict=True)), sum(moved)
 
 
-def _loops(cost: CpuCost) -> tuple[float, int]:
+def _loops_baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of all steps of the loops among the ops."""
     seconds, moved = 0.0, 0
     for i in cost.region.ops:
@@ -243,7 +234,7 @@ def _loops(cost: CpuCost) -> tuple[float, int]:
         body, p = cost.body(i), parts(op)
         steps = steps_of(body.graph, cost.machine.profile)
         each, bytes_each = _kernels_seconds(body, _kernels_of(body), steps, frozenset(p.in_xs))
-        inner, inner_bytes = _loops(body)
+        inner, inner_bytes = _loops_baseline(body)
         stored = [v for y, v in zip(p.ys, p.in_ys, strict=True) if _is_stored(cost, y)]
         each += sum(steps.kernel + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)
         seconds, moved = seconds + op["length"] * (each + inner), moved + op["length"] * (bytes_each + inner_bytes)
@@ -251,8 +242,8 @@ def _loops(cost: CpuCost) -> tuple[float, int]:
 
 
 def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
-    """The program ``graph`` as its regions find it: XLA has one block for all arrays between the kernels of a program, and where
-    that is fresh at every call, so is the part of a region, however small. ``body``: in a step of a loop a kernel starts sooner."""
+    """What plans of regions depend on of the program ``graph``. XLA has one block for all arrays between the kernels of a program;
+    where it is fresh at every call, so is any part of it. ``body``: ``graph`` is a loop's body, whose kernels start sooner."""
     if body:
         found = CpuProgramContext(steps=steps_of(graph, machine.profile))
     else:
@@ -263,25 +254,25 @@ def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgram
 
 
 def _is_stored(cost: CpuCost, y: int) -> bool:
-    """Does XLA store a slice of ``y`` in every step? What the region only adds up over the steps is no array in the user's loop."""
+    """Whether XLA stores a slice of ``y`` in every step; the user's loop has no array of values that the region only sums."""
     return y in cost.outputs or any(cost.family(i) == "loop" for i in cost.readers.get(y, ()))
 
 
 def _kept_bytes(cost: CpuCost) -> int:
-    """Arrays of a region up to this size are no fresh pages. Vector work alone is bound by memory on both sides: sums into DLRM's
-    tables, with their Adam, took 1.1 to 1.6 times as long as XLA's where small arrays counted as well."""
+    """The size up to which arrays of a region are not counted as fresh pages. Without products memory binds both sides: sums into
+    DLRM's tables, with Adam, took 1.1 to 1.6 times as long as XLA's where small arrays counted as well."""
     return cost.program.fresh_bytes if any(cost.family(i) == "dot" for i in cost.region.ops) else FAULT_THRESHOLD
 
 
 def fault_seconds(cost: CpuCost, outputs: Iterable[int], bandwidth: float) -> float:
-    """First touch of result buffers: XLA allocates them at every call, for a pipeline as well."""
+    """Seconds of the first touch of result buffers, which XLA allocates at every call, for a pipeline as well."""
     return sum(cost.bytes(v) for v in outputs if cost.bytes(v) > _kept_bytes(cost)) / bandwidth
 
 
 def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | None, slices: Collection[int]) -> float:
-    """``moved``: bytes that the kernel reads and writes. ``steps`` not None: in a step of a loop, whose kernels without products
-    have one thread whatever their size (16 MB were tried), are called instead of scheduled, and find in the caches what the step
-    before has left there, but for slices of the loop's arrays. A product has these copied first."""
+    """``moved``: bytes that the kernel reads and writes. ``steps``: set in a step of a loop. Its kernels without products have one
+    thread (up to 16 MB were tried), are called instead of scheduled, and find the last step's arrays in the caches, except slices
+    of the loop's arrays, which products copy first."""
     times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
     products, looped = [i for i in ops if cost.family(i) == "dot"], steps is not None
     in_place = _is_in_place(cost, kernel)
@@ -290,7 +281,7 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
         far = max(0, moved - machine.shared_bytes) * times.xla_moved(near=False)
         return machine.kernel_seconds + max(reduction_seconds(cost, kernel, reduction, moved), far)
     loop = sum(_op_seconds(cost, i, in_place) for i in ops if cost.family(i) not in ("dot", *FAMILIES))
-    if kernel.into is None:  # otherwise its one operation is what the scatter folds with
+    if kernel.into is None:  # else its one operation is the scatter's fold
         loop += times.fused.kernel(cost, ops)
     if looped:
         functions = sum(is_function(cost.graph.ops[i].kind) for i in ops)
@@ -311,7 +302,7 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
     if steps is not None and products:
         start, loop = 0.0, _looped_products(cost, products, steps, start + loop)
     if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
-        # The rates of products, reductions and scatters have their traffic in them, as far as that was in the caches.
+        # The rates of products, reductions and scatters include their traffic within the caches.
         if called and moved <= machine.local_bytes:
             moved -= sum(map(cost.bytes, cut))
             loop = loop * machine.workers + moved * times["xla/while/moved"]
@@ -319,14 +310,14 @@ def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | No
             of_ops = of_moves = 1.0
             if one and not looped and moved <= machine.local_bytes and cost.program.flop_counts.is_of(cost.graph):
                 of_ops, of_moves = times.xla_near(cost.graph.values[v].dtype for v in (root, *kernel.reads))
-            # A part of a program has others beside it, such as the updates of other parameters, and XLA's threads share them out:
-            # eight of 256 x 256 bfloat16 numbers took 27 us each, one alone 43 (Xeon with AMX).
+            # Kernels of a part of a program run beside others, and XLA's threads share them out: eight updates of 256 x 256
+            # bfloat16 numbers took 27 us each, one alone 43 (Xeon with AMX).
             alone = looped or cost.program.flop_counts.is_of(cost.graph)
             loop = (of_ops * loop + of_moves * moved * times.xla_moved(near=True)) * (machine.workers if one and alone else 1)
-    elif not looped and _adds_up_what_it_computes(cost, ops):
-        # What was measured adds up an array that is there. Otherwise one thread reads the operands, and computes.
+    elif not looped and _sums_computed_values(cost, ops):
+        # The measured reductions read an array. This one computes its operand on one thread.
         loop = (loop + moved * times.xla_moved(near=True)) * machine.workers
-    # What the last level does not hold comes from memory, while the core computes.
+    # Beyond the last level bytes come from memory, while the core computes.
     beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
     # XLA folds by index on one thread, which waits for its rows.
     if any(cost.family(i) == SCATTER for i in ops):
@@ -339,30 +330,28 @@ def _size(cost: CpuCost, i: int) -> int:
 
 
 def _is_in_place(cost: CpuCost, kernel: Kernel) -> bool:
-    """Does a scatter fold into an array that nobody needs as it was: a carry of a loop, or what another kernel has made? XLA copies
-    any other first."""
+    """Whether a scatter folds into an array in place: a carry of a loop, or another kernel's result. XLA copies any other first."""
     if kernel.into is None:
         return False
     looped = cost.program.steps is not None if cost.carried is None else kernel.root in cost.carried
     return looped or kernel.into in cost.producer
 
 
-def _adds_up_what_it_computes(cost: CpuCost, ops: Collection[int]) -> bool:
-    """A sum over the rows, or over everything, of what the same kernel computes, where XLA's library does not take it: a short one,
-    or one of integers."""
+def _sums_computed_values(cost: CpuCost, ops: Collection[int]) -> bool:
+    """Whether ``ops`` sum what they compute over the rows, or everything, in a sum too short for the library, or of integers."""
     over_rows = any(cost.family(i) == "reduce" and 0 in cost.graph.ops[i]["axes"] for i in ops)
     return over_rows and any(cost.family(i) == "pointwise" for i in ops)
 
 
 def _scalar_seconds(cost: CpuCost, ops: Collection[int], root: int) -> float:
-    """What an elementary function takes one thread in a step of a loop if XLA compiles it to scalar code, or 0. What ends in a
-    reduction is vectorised: log-sum-exp of [37, 6, 6] took 1.1 ns an element (JAX 0.12, Xeon with AMX)."""
+    """Seconds of one thread for an elementary function in a step of a loop that XLA compiles to scalar code, else 0. Kernels with a
+    reduction are vectorised: log-sum-exp of [37, 6, 6] took 1.1 ns an element (JAX 0.12, Xeon with AMX)."""
     value = cost.graph.values[root]
     return 0.0 if any(cost.family(i) in _PASSES for i in ops) else value.size * scalar_seconds(value.shape)
 
 
 def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
-    """A loop over rows shorter than a vector, which XLA's threads cannot share out evenly, with something broadcast along them."""
+    """Whether ``ops`` are a loop over rows shorter than a vector, not shared evenly by XLA's threads, with a broadcast."""
     shape = cost.graph.values[root].shape
     if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
         return False
@@ -373,7 +362,7 @@ def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
 
 
 def _op_seconds(cost: CpuCost, i: int, in_place: bool = False) -> float:
-    """``in_place``: it folds into an array that is there."""
+    """Seconds of op ``i`` outside of fused loops and products. ``in_place``: it folds into an existing array."""
     op, family, times = cost.graph.ops[i], cost.family(i), cost.times
     dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
     if family in _PASSES:
@@ -381,10 +370,10 @@ def _op_seconds(cost: CpuCost, i: int, in_place: bool = False) -> float:
         dimensions = reduced_dimensions(op, value.shape) if family == "reduce" else "row"
         return _PASSES[family] * value.size * times.xla_reduce(dtype, dimensions)
     if family in (GATHER, SCATTER):
-        # The dimensions behind the indexed ones are the row; each index moves one, for every index of the dimensions before them.
+        # The dimensions behind the indexed one are the row that an index moves.
         rows, table = (op.outputs[0], op.inputs[0]) if family == GATHER else (op.inputs[0], op.outputs[0])
         width = math.prod(cost.graph.values[table].shape[op["axis"] + 1 :])
-        reach = 0 if family == SCATTER and op["sorted"] else cost.bytes(table)  # in order, the next row is never far
+        reach = 0 if family == SCATTER and op["sorted"] else cost.bytes(table)  # in sorted order the next row is near
         # One thread writes the identity to the whole result first: 100 rows of 16 and 64 numbers into 10 000 took 33 and 185 us,
         # into 10 of them 8 and 9 (Xeon with AMX).
         first = times.written(cost.bytes(table)) if family == SCATTER and not in_place else 0.0
@@ -398,7 +387,7 @@ def _op_seconds(cost: CpuCost, i: int, in_place: bool = False) -> float:
 
 
 def _scaling_seconds(cost: CpuCost, i: int) -> float:
-    """What XLA does for an online sum before it adds up: the largest scores, which are taken again, exponentials, products."""
+    """Seconds of XLA for an online sum before it adds up: the largest scores, which are taken again, exponentials, products."""
     op, times = cost.graph.ops[i], cost.times
     if op.kind not in ONLINE:
         return 0.0
@@ -419,7 +408,7 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     few = min(m, n) <= FEW_ROWS and max(m, n) * k >= _SMALL
     if batch > 1 and m * n < _SMALL and not few:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
-    copied = sum(_copied_seconds(cost, op, side) for side in range(2))
+    copied = sum(_copy_seconds(cost, op, side) for side in range(2))
     form = "dot"
     if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and min(len(lhs.shape), len(rhs.shape)) > 1:
         form = "outer"
@@ -430,10 +419,10 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
 
 
 def _looped_products(cost: CpuCost, products: Sequence[int], steps: Steps, shared: float) -> float:
-    """A kernel of products in a step of a loop. ``shared``: what it takes where the library shares it out.
+    """Seconds of a kernel of products in a step of a loop. ``shared``: its seconds where the library shares it out.
 
-    One thread copies keys of 256 x 4 heads of 32 for each of 4 into the order of a product of theirs: a step took 30 to 35 us,
-    and 7 where they lay so (JAX 0.12, Xeon with AMX).
+    One thread copies operands into the product's order: with keys of 256 x 4 heads of 32 for each of 4 a step took 30 to 35 us, and
+    7 without copies (JAX 0.12, Xeon with AMX).
     """
     seconds = 0.0
     for i in products:
@@ -443,18 +432,18 @@ def _looped_products(cost: CpuCost, products: Sequence[int], steps: Steps, share
             return shared
         seconds += steps.product_seconds(*sizes(cost.graph, op)) * (2.0 if dtype == "float64" else 1.0)
         if not steps.compiled:
-            seconds += sum(cost.times.written(cost.bytes(op.inputs[side])) for side in range(2) if _is_copied(cost, op, side))
+            seconds += sum(cost.times.written(cost.bytes(op.inputs[side])) for side in range(2) if _needs_copy(cost, op, side))
     return seconds if steps.compiled else min(seconds, shared)
 
 
-def _copied_seconds(cost: CpuCost, op: Op, side: int) -> float:
-    """What it takes to bring the batch dimensions of an array in memory to the front, where the library wants them."""
+def _copy_seconds(cost: CpuCost, op: Op, side: int) -> float:
+    """Seconds to move the batch dimensions of an array in memory to the front, where the library reads them."""
     value = cost.graph.values[op.inputs[side]]
     each = _STRIDED * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
-    return each * value.size if _is_copied(cost, op, side) else 0.0
+    return each * value.size if _needs_copy(cost, op, side) else 0.0
 
 
-def _is_copied(cost: CpuCost, op: Op, side: int) -> bool:
+def _needs_copy(cost: CpuCost, op: Op, side: int) -> bool:
     v, batch = op.inputs[side], op[("lhs_batch", "rhs_batch")[side]]
     value = cost.graph.values[v]
     others = [n for d, n in enumerate(value.shape) if d < max(batch, default=0) and d not in batch]
@@ -462,19 +451,19 @@ def _is_copied(cost: CpuCost, op: Op, side: int) -> bool:
         return False
     while v in cost.producer and cost.graph.ops[cost.producer[v]].kind == "reshape":  # another name of the same array
         v = cost.graph.ops[cost.producer[v]].inputs[0]
-    # What is computed is written as the product wants it. An update is not: it is written where the array lies.
+    # Computed operands are written in the product's order, but an update stays in the order of its array.
     return v not in cost.producer or cost.graph.ops[cost.producer[v]].kind == "dynamic_update_slice"
 
 
 def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
-    """First touch of the temporaries: XLA puts all of a program's into one block, so its size is the most that is alive at once.
+    """Seconds of the first touch of XLA's temporaries, which share one block as large as the most that is alive at once.
 
-    What fits into the result buffers before the results are written lies there, and a loop without a matmul or a reduction in it
-    writes over an operand that nobody reads after it.
+    Temporaries that fit into the result buffers lie there first, and a loop without a matmul or a reduction overwrites a dead
+    operand.
     """
     last = {v: k for k, kernel in enumerate(kernels) for v in kernel.reads}
     alive: dict[int, int] = {}
-    unread: list[int] = []  # written by the kernel before, for nobody in the region
+    unread: list[int] = []  # written by the previous kernel, and not read in the region
     total = most = 0
     for k, kernel in enumerate(kernels):
         in_place = not any(cost.family(i) in ROOTS or cost.family(i) == "dot" for i in kernel.ops)

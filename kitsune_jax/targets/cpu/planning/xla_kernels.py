@@ -1,4 +1,4 @@
-"""Which kernels XLA:CPU runs for fused loops, for the steps of a loop, and for rows (softmax, layer norm)."""
+"""The kernels that XLA:CPU makes: fused elementwise loops (``Fused``), loops' steps (``Steps``), and ``RowKernels``."""
 
 from __future__ import annotations
 
@@ -13,43 +13,32 @@ from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.targets.cpu.profile import xla
 from kitsune_jax.targets.cpu.profile.profile import Profile, table
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the elementwise operations of one of XLA's fused loops take together.
-#
-# Comes in: a ``Profile``, the operations of a kernel. Goes out: seconds of the whole machine, beside what the loop reads and
-# writes. A core works on several iterations of a loop at once. Operations that do not wait for each other keep its units busy; a
-# chain of them, as layers are, waits for results unless there are iterations enough to go on with. A loop whose operations are
-# busy for ``busy`` and whose longest chain waits for ``wait`` takes ``busy * wait / (window + busy)``, and ``busy`` at least: as
-# many iterations share the wait as fit into a window. In a chain of six functions each takes two to three times as long as alone
-# (JAX 0.12 on a Xeon with AMX: 1, 2, 3 and 5 tanhs took 0.3, 0.8, 1.5 and 3.3 ns an element of one thread; beside each other 0.25
-# each).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Fused loops ------------------------------------------------------------------------------------------------------------------
 
 NARROW = ("bfloat16", "float16")
 FAMILIES = ("pointwise", "convert")
-_TANH_FLOPS = 14.0  # XLA's code for what was not measured, by its operations
-_SIMPLE = 4.0  # operations up to which an op costs no more than arithmetic
+_TANH_FLOPS = 14.0  # operations of a tanh, by which functions that were not measured are scaled
+_SIMPLE = 4.0  # operations up to which an op costs as much as an addition
 ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
-# Instructions of a tanh for each of arithmetic: what the latter keeps busy hides behind the memory in any loop that is short.
+# A tanh's busy time, as a part of one arithmetic operation's, which short loops hide behind memory.
 _OF_TANH = 1 / 28
-# XLA's CPU compiler gives a loop a second thread where it reads and writes this much, or where it has more operations than bytes
-# and its costs (an operation 1, a function 2, a byte 10) come to this: ``parallel_task_assignment.cc``, tried with 1 to 19 sums and
-# products of 2 000 to 150 000 numbers in each dtype (JAX 0.12).
+# XLA gives a loop a second thread if it moves this many bytes, or if it has more operations than bytes and its costs (an operation
+# 1, a function 2, a byte 10) come to this: ``parallel_task_assignment.cc``, and confirmed (JAX 0.12).
 _SHARED_BYTES, _SHARED_COST = 2 * (256 << 10), 2 * 100_000
 _FUNCTION_COST, _BYTE_COST = 2, 10
 _FUNCTIONS = frozenset(
     {"exp", "exp2", "expm1", "log", "log1p", "tanh", "erf", "sqrt", "rsqrt", "cbrt", "pow", "sin", "cos", "tan", "atan2"}
 )
-_EXPANDED = {"logistic": 3}  # functions that are made of another one and of so many operations
-# What a chain of six functions takes more than one of two: three times as long where they never wait, nine where they always do.
+_EXPANDED = {"logistic": 3}  # functions that consist of another one and this many operations
+# The time of a chain of six functions over one of two: 3 if they never wait, 9 if they always do.
 _LEAST, _MOST = 3.05, 8.0
-_COMPARED = frozenset({"max", "min"})  # of narrow numbers, as they are
+_COMPARED = frozenset({"max", "min"})  # compares narrow numbers without converting them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of the whole machine for an element. ``busy``: in which its units have work. ``wait``: from the operands to
-    the result, shared by the elements of a vector."""
+    """Seconds of the whole machine for an element. ``busy``: while its units work. ``wait``: from the operands to the result,
+    shared by the elements of a vector."""
 
     busy: float
     wait: float
@@ -63,12 +52,18 @@ class Work:
 
 @functools.lru_cache(maxsize=16)
 def fused(profile: Profile) -> Fused:
-    """The loops of the machine of ``profile``, made once."""
+    """The fused loops of the machine of ``profile``, made once."""
     return Fused(profile)
 
 
 class Fused:
-    """``window``: seconds of ``busy`` that a core keeps under way."""
+    """Seconds of the elementwise operations of a fused loop, beyond those to read and write its arrays.
+
+    A core works on several iterations at once: independent operations keep its units busy, but a chain of them waits for results
+    unless enough iterations share the wait. A loop takes ``busy * wait / (window + busy)``, and ``busy`` at least, where ``wait``
+    is that of the longest chain (1, 2, 3 and 5 tanhs in a chain took 0.3, 0.8, 1.5 and 3.3 ns, side by side 0.25 each; Xeon).
+
+    ``window``: seconds of ``busy`` that a core keeps under way."""
 
     def __init__(self, profile: Profile):
         self._numbers = known = table(profile)
@@ -84,15 +79,15 @@ class Fused:
         self.work = functools.lru_cache(maxsize=1024)(self._work)
 
     def seconds(self, work: Work, elements: float = 1) -> float:
-        """``work`` of so many elements."""
+        """``work`` of ``elements`` elements."""
         return max(work.busy, work.busy * work.wait / max(self.window * elements + work.busy, 1e-30))
 
     def op(self, kind: str, dtype: str) -> float:
-        """An element of an op, in a loop with nothing else in it."""
+        """An element of an op in a loop of its own."""
         return self.seconds(self.work(kind, dtype))
 
     def kernel(self, cost: RegionCost, ops: Collection[int]) -> float:
-        """The elementwise operations of a kernel: what all of them keep busy, and the longest chain of them."""
+        """The elementwise operations of a kernel, by the sum of their busy times and their longest chain."""
         busy, longest, elements = 0.0, 0.0, 0
         wait: dict[int, float] = {}  # value -> the longest chain that ends in it
         for i in sorted(ops):
@@ -108,7 +103,7 @@ class Fused:
         return self.seconds(Work(busy, longest), elements)
 
     def one_thread(self, cost: RegionCost, ops: Collection[int], moved: int) -> bool:
-        """Does XLA give a loop of ``ops``, which reads and writes ``moved`` bytes, one thread?"""
+        """Whether XLA gives a loop of ``ops``, which reads and writes ``moved`` bytes, only one thread."""
         flops = functions = 0
         for i in ops:
             if cost.family(i) not in FAMILIES:
@@ -126,7 +121,7 @@ class Fused:
         return flops + _FUNCTION_COST * functions + _BYTE_COST * moved < _SHARED_COST
 
     def _is_converted(self, dtype: str) -> bool:
-        """Is arithmetic on ``dtype`` done in float32? That of float16 is not where the CPU has instructions for it."""
+        """Whether arithmetic on ``dtype`` is done in float32, as that of float16 is on CPUs without instructions for it."""
         return dtype in NARROW and self._arithmetic[dtype].busy > 2 * self._arithmetic["float32"].busy
 
     def _work(self, kind: str, dtype: str) -> Work:
@@ -145,17 +140,17 @@ class Fused:
         return (found + simple).times(2.0 if dtype == "float64" else 1.0)
 
     def _beyond(self, key: str) -> float:
-        """What operations take that a loop has beside moving its elements."""
+        """An element of a loop beyond moving it."""
         return max(self._numbers[key] - self._move, 0.1 * self._move)
 
     def _function(self, two: float) -> Work:
-        """A function of which ``two``, one after the other, take so long, and which waits as much as a tanh for what it is busy."""
+        """A function of which ``two`` in a chain take this long, with a tanh's ratio of wait to busy time."""
         ratio = self._tanh.wait / self._tanh.busy
         busy = min((two + math.sqrt(two * two + 4 * ratio * self.window * two)) / (4 * ratio), two / 2)
         return Work(busy, ratio * busy)
 
     def _simple(self, home: str) -> Work:
-        """Arithmetic on numbers of dtype ``home``, and their conversions: what it waits is what gelus take beyond their tanhs."""
+        """Arithmetic on numbers of dtype ``home``, and conversions. Its wait is the time of gelus beyond that of their tanhs."""
         known, tanh = self._numbers, self._tanh
         move = known[f"xla/loop/move/{home}"]
         busy = tanh.busy * _OF_TANH
@@ -169,12 +164,12 @@ class Fused:
 
 
 def is_function(kind: str) -> bool:
-    """Is an op an elementary function, or made of one?"""
+    """Whether an op is an elementary function, or contains one."""
     return kind in _FUNCTIONS or kind in _EXPANDED
 
 
 def instructions(cost: RegionCost, ops: Collection[int]) -> int:
-    """About the instructions of the body of a loop of ``ops``, of which a function is one."""
+    """The approximate number of instructions of a loop of ``ops``, with one for a function."""
     found = 0
     for i in ops:
         if cost.family(i) in FAMILIES:
@@ -186,56 +181,47 @@ def instructions(cost: RegionCost, ops: Collection[int]) -> int:
 
 
 def hashes(op: Op) -> float:
-    """Of an op that hashes, how many of XLA's it is: two that take a word each of the same result are one."""
+    """How many of XLA's hashes an op that hashes is; two ops that each take a word of the same result share one."""
     return 0.5 if op.kind == "threefry2x32" and op["word"] != "xor" else 1.0
 
 
 def _repeated(op: Op) -> int:
-    """Multiplications of a power by a fixed integer, which are as many operations."""
+    """The multiplications of a power by a fixed integer; 1 for any other op."""
     if op.kind != "integer_pow":
         return 1
     power = abs(op["y"])
     return max(1, power.bit_length() + power.bit_count() - 2)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Products in the steps of XLA:CPU's loops, and what a step takes to start its kernels.
-#
-# Comes in: the costs of a loop's body. Goes out: ``Steps``. XLA compiles a loop to one function where its body holds nothing that
-# a library multiplies or reduces: a step then starts nothing, products are loops of one thread like everything else. A loop with
-# such a product or reduction is interpreted: each of its kernels is called in each step. All figures: JAX 0.12, float32, a Xeon 6
-# (Granite Rapids).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Steps of loops (all figures: JAX 0.12, float32, a Xeon 6) --------------------------------------------------------------------
 
 # A product in a compiled loop: x @ w of 1 x 16 x 16 took 39 ns, of 1 x 64 x 64 144 ns, of 1 x 256 x 256 2128 ns.
 _COMPILED_SECONDS, _COMPILED_PER_TERM = 20e-9, 0.031e-9
-# One of the library in an interpreted loop: 8 x 8 x 8 took 310 ns, 64 x 64 x 64 4230 ns. Below 8 columns 2 rows took 630 ns.
+# A library product in an interpreted loop: 8 x 8 x 8 took 310 ns, 64 x 64 x 64 4230 ns. Below 8 columns 2 rows took 630 ns.
 _CALLED_SECONDS, _CALLED_PER_TERM, _TINY_SECONDS = 250e-9, 0.0155e-9, 600e-9
 # Any other kernel in an interpreted loop: one more fusion in a step took 80 to 150 ns with its 32 to 56 elements.
 _KERNEL_SECONDS = 80e-9
 _TINY_COLUMNS, _TINY_ROWS, _LEAST_COLUMNS = 8, 8, 4
-# What the library reduces.
+# The library's reductions, their dtypes and least size.
 _REDUCTIONS, _FLOATS, _REDUCED = ("reduce_sum", "reduce_max", "reduce_min"), ("float32", "bfloat16", "float16", "float64"), 4096
-# Of the last two dimensions of an array in a compiled loop: from 64 numbers on either is vectorised, the one before the last one
-# also where eight divide it. exp of [16, o, n] took 0.4 to 0.8 ns an element with o x n of 8 x 4, 16 x 6, 64 x 15, 24 x 4, 65 x 4
-# and 6 x 64, and 3.9 to 4.7 with 6 x 4, 12 x 4, 10 x 4, 6 x 24 and 7 x 33, broadcast or not; 1.2 and 1.3 with 20 x 4 and 4 x 4.
+# A compiled loop is vectorised if either of the last two dimensions has 64 numbers, or 8 divides the one before the last: exp of
+# [16, o, n] took 0.4 to 0.8 ns an element with 8 x 4, 64 x 15 and 6 x 64, and 3.9 to 4.7 with 6 x 4, 10 x 4 and 7 x 33.
 _VECTORISED, _DIVISOR = 64, 8
-# An elementary function of one number there: exp 4.1, tanh 2.9, sin 2.8; of matrices, [37, 6] and [37, 20], exp 1.3 to 1.7.
+# An elementary function in scalar code: exp 4.1, tanh 2.9, sin 2.8 ns; of matrices, [37, 6] and [37, 20], exp 1.3 to 1.7.
 _SCALAR_SECONDS, _OF_MATRICES = 3.3e-9, 1.5e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Steps:
-    """What the kernels of a step take to start. ``compiled``: XLA compiles the loop as a whole.
-
-    ``kernel``: seconds of the start of a kernel without products.
-    """
+    """The start of the kernels in a step of a loop. ``compiled``: XLA compiles the loop to one function, because a library
+    multiplies or reduces nothing in its body: a step starts nothing, and products are loops of one thread. An interpreted loop
+    calls each of its kernels in each step. ``kernel``: seconds to start a kernel without products."""
 
     compiled: bool
     kernel: float
 
     def product_seconds(self, m: int, k: int, n: int, batch: int) -> float:
-        """A product where one thread makes it, with its start. XLA shares out large ones: they may take less."""
+        """Seconds of a product on one thread, with its start. XLA shares large ones out, so they may take less."""
         terms = batch * m * k * n
         if self.compiled:
             return _COMPILED_SECONDS + terms * _COMPILED_PER_TERM
@@ -244,7 +230,7 @@ class Steps:
 
 
 def steps_of(body: Graph, profile: Profile) -> Steps:
-    """How XLA runs the steps of the loop whose body this is, its inner loops included."""
+    """How XLA runs the steps of the loop with this ``body``, including inner loops."""
     compiled = not _calls_library(body)
     return Steps(compiled, profile.seconds("xla/while") if compiled else _KERNEL_SECONDS)
 
@@ -254,7 +240,7 @@ def _calls_library(body: Graph) -> bool:
 
 
 def reduces_in_library(graph: Graph, op: Op) -> bool:
-    """Does XLA hand ``op``, a reduction, to its library?"""
+    """Whether XLA hands ``op`` to its library as a reduction."""
     if op.kind not in _REDUCTIONS:
         return False
     value = graph.values[op.inputs[0]]
@@ -262,11 +248,11 @@ def reduces_in_library(graph: Graph, op: Op) -> bool:
 
 
 def _from_library(graph: Graph, op: Op) -> bool:
-    """Which ops XLA hands on, as its programs for some 200 shapes say: what no library is for becomes loops.
+    """Whether XLA hands ``op`` to a library, as its programs for some 200 shapes say, instead of making a loop of it.
 
-    YNNPACK takes sums and maxima of 4096 numbers or more, and a product of which one size is 8 or more, where the rows of its
-    first operand lie as they are (a weight gradient's do not). Eigen takes the other products that sum up 4 numbers or more and
-    have 4 rows or columns or more. No library has products of vectors.
+    YNNPACK takes sums and maxima of 4096 numbers or more, and products with one size of 8 or more unless they read the columns of
+    their first operand, as weight gradients do. Eigen takes other products that sum up 4 numbers or more and have 4 rows or columns
+    or more. No library has products of vectors.
     """
     if reduces_in_library(graph, op):
         return True
@@ -281,9 +267,7 @@ def _from_library(graph: Graph, op: Op) -> bool:
 
 
 def _reads_columns(graph: Graph, op: Op) -> bool:
-    """Is the first operand of the product ``op`` a matrix, or one for each batch, that is added up over its rows?
-
-    A transpose in front of it makes no difference: XLA makes one op of both.
+    """Whether the product ``op`` contracts the rows of its first operand, a matrix or one for each batch, seen through a transpose.
     """
     rank, batch = len(graph.values[op.inputs[0]].shape), len(op["lhs_batch"])
     if rank - batch != 2 or len(op["lhs_contract"]) != 1:
@@ -304,7 +288,7 @@ def sizes(graph: Graph, op: Op) -> tuple[int, int, int, int]:
 
 
 def scalar_seconds(shape: Sequence[int]) -> float:
-    """What an elementary function of one number of such an array takes where a compiled loop goes number by number, or 0."""
+    """Seconds of an elementary function of a number in an array of this shape where a compiled loop is scalar code, else 0."""
     if len(shape) < 2 or math.prod(shape) == max(shape):
         return 0.0
     if shape[-1] >= _VECTORISED or shape[-2] >= _VECTORISED or shape[-2] % _DIVISOR == 0:
@@ -312,25 +296,21 @@ def scalar_seconds(shape: Sequence[int]) -> float:
     return _SCALAR_SECONDS if len(shape) > 2 else _OF_MATRICES
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Kernels of XLA:CPU over rows: softmaxes, layer norms, and the elementwise work around them.
-#
-# Comes in: the Graph of a whole program. Goes out: ``RowKernels``. From many rows on XLA makes one kernel of elementwise work and
-# of reductions that keep the rows, which goes through the ops block by block in the first caches (JAX 0.12).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Kernels over rows: softmaxes, layer norms, and the elementwise work around them ----------------------------------------------
 
 _MANY_ROWS = 4096
 _FAMILIES = frozenset({"pointwise", "convert", "broadcast", "reshape", "reduce", "iota"})
 _DTYPES = frozenset({"float32", "bfloat16", "bool", "int32"})
-# What such a kernel takes, as a part of what its ops take in kernels of their own and one passage of operands and results takes.
-# Softmaxes of 64 to 512 columns took 0.45 to 0.62 of that in float32 and 0.38 to 0.46 in bfloat16, layer norms 0.46 to 0.71 and
-# 0.27 to 0.37 (a Xeon with AMX).
+# The seconds of such a kernel, over those of its ops in separate kernels and of one pass over operands and results: softmaxes of 64
+# to 512 columns 0.45 to 0.62 in float32 and 0.38 to 0.46 in bfloat16, layer norms 0.46 to 0.71 and 0.27 to 0.37 (Xeon with AMX).
 _IN_32_BITS, _IN_16_BITS = 0.5, 0.38
 
 
 @dataclasses.dataclass(frozen=True)
 class RowKernels:
-    """``ops``: those in such kernels; ``between``: the values that only such ops make and read."""
+    """The ops of a program that XLA runs in kernels over rows: of many rows, it makes one kernel of elementwise work and reductions
+    that keep the rows, which runs the ops block by block in cache (JAX 0.12). ``between``: the values that only such ops make and
+    read."""
 
     ops: frozenset[int] = frozenset()
     between: frozenset[int] = frozenset()
@@ -344,7 +324,7 @@ class RowKernels:
 
 
 def row_kernels(graph: Graph) -> RowKernels:
-    """What of ``graph`` hangs together with a reduction that keeps many rows, by ops that such kernels have."""
+    """The ops of ``graph`` that are connected to a reduction that keeps many rows, by ops that such kernels have."""
     fits = [_fits(graph, op) for op in graph.ops]
     producers, consumers = graph.producers(), graph.consumers()
     found: set[int] = set()

@@ -1,4 +1,8 @@
-"""Our side of a machine profile: how long micro-kernels, moved bytes and calls take, and how a piece is timed on a busy machine."""
+"""Our side of a machine profile: how long micro-kernels, moved bytes and calls take, and how pieces are timed on a busy machine.
+
+Comes in: the CPU extension. Goes out: ``Piece``s to be timed by ``Passes``, and the numbers made of their times, as listed in
+``profile``; and small programs that ``xla`` times in jitted functions, as it times XLA's own.
+"""
 
 from __future__ import annotations
 
@@ -21,39 +25,27 @@ from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS, encode
 from kitsune_jax.targets.cpu.lower import lower
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Clean numbers from a machine that also does other things.
-#
-# Comes in: pieces of work, each of which can be timed again and again, and a piece of reference that is always the same. Goes
-# out: the seconds of each, and which of them were another one in every pass. What disturbs a machine lasts: another program has a
-# core for milliseconds, a core runs at half of its speed for seconds. Repetitions that follow each other are all hit by it, and
-# those of the neighbours as well. So a pass takes one repetition of every piece, and passes follow until two of them agree; a
-# repetition counts for nothing while the reference beside it takes longer than at its best, or while a hypervisor gives the cores
-# to somebody else.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Timing on a machine that also runs other programs ----------------------------------------------------------------------------
 
 # Two passes over the same work on an idle machine lie within a few percent of each other.
-AGREE = 1.1
-# A number of which no two passes lie closer than this is doubtful.
-DOUBTFUL = 1.3
-# Of all numbers of a profile: with more it is not kept, and with so few no time is spent on them.
+AGREE = 1.1  # two passes over the same work on an idle machine lie within a few percent of each other
+DOUBTFUL = 1.3  # a number is doubtful if no two passes lie closer than this
+# Parts of all numbers that may be doubtful: in a profile that is kept, and without further passes.
 MOST_DOUBTFUL, _FEW_DOUBTFUL = 0.08, 0.02
-# The reference, over its best time, while a core runs at its full speed. Beside products in full vectors it takes 1.2 to 1.3 times
-# as long: the clock of a Xeon is slower for a while after them.
+# The reference over its best time on a core at full speed; a Xeon's clock slows down by 1.2 to 1.3 after products in full vectors.
 _SLOW = 1.4
-_STOLEN = 0.1  # of the time of all cores, what others may have of it
-# Calls of a slice, and its seconds; three calls are as fast as the fastest within this.
+_STOLEN = 0.1  # the part of all cores' time that others may have
+# Calls of a slice of time, and its seconds; calls within this factor of the fastest count as equally fast.
 _LEAST_CALLS, _SLICE, _MOST_SLICE, _AS_FAST = 3, 1.2e-3, 10e-3, 1.05
-# Of the time of all workers, what the threads of a call have at least that is shared out among them.
-_TOGETHER = 0.65
-_BLOCK = 8  # pieces between two looks at the reference
+_TOGETHER = 0.65  # the least part of all workers' time that the threads of a shared call have
+_BLOCK = 8  # pieces between two runs of the reference
 _LEAST_PASSES, _MOST_PASSES = 2, 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Work with a name. ``seconds``: of one more repetition; None where the machine has no such work. ``elements``: what of it one
-    number of a profile is of. ``agree``: two repetitions are equal enough when one takes no longer than this times the other."""
+    """Work with a name. ``seconds``: runs it once; None where the machine has no such work. ``elements``: of the work, as a profile
+    counts it. ``agree``: the factor up to which two repetitions are equal."""
 
     key: str
     seconds: Callable[[], float | None]
@@ -63,7 +55,7 @@ class Piece:
 
 @dataclasses.dataclass(slots=True)
 class _Repetition:
-    """``reference``: the slower one of those before and behind it. ``stolen``: of the time meanwhile."""
+    """``reference``: the slower one of the runs before and after. ``stolen``: the part of the cores' time that others had."""
 
     seconds: float
     reference: float
@@ -71,10 +63,13 @@ class _Repetition:
 
 
 class Passes:
-    """What was found so far.
+    """Times pieces pass by pass, with one repetition of every piece in each, until two passes agree.
 
-    ``reference``: seconds of a piece of work that keeps all workers busy in registers. ``clock``: seconds since some moment.
-    ``stolen``: seconds since then in which others than this operating system had one of its ``cores``."""
+    Disturbances last (another program has a core for milliseconds, a core runs at half speed for seconds), so they hit consecutive
+    repetitions alike. A repetition is clean unless the reference beside it is slow, or a hypervisor gives the cores to others.
+
+    ``reference``: seconds of work that keeps all workers busy in registers. ``clock``: seconds since some moment. ``stolen``:
+    seconds since then in which others than this operating system had one of its ``cores``."""
 
     def __init__(
         self,
@@ -91,8 +86,7 @@ class Passes:
         self._is_disturbed = False
 
     def run(self, pieces: Iterable[Piece], until: float = float("inf")) -> None:
-        """One more repetition of each of ``pieces`` that has not settled; after the time ``until`` only of those that have none or
-        one."""
+        """Repeat each of ``pieces`` that has not settled; after the time ``until`` only those with fewer than two repetitions."""
         self.made += 1
         here = [p for p in pieces if not self.is_settled(p)]
         for first in range(0, len(here), _BLOCK):
@@ -102,12 +96,12 @@ class Passes:
             self._run(block)
 
     def settle(self, pieces: Iterable[Piece], until: float, at_most: float) -> None:
-        """Passes until the pieces have settled; from the time ``until`` on, until few of them are doubtful; and until the time
-        ``at_most``, though everything is measured twice."""
+        """Run passes until the pieces have settled; after the time ``until``, until few are doubtful; and no longer than
+        ``at_most`` once everything is measured twice."""
         here = tuple(pieces)
         for _ in range(_MOST_PASSES):
             self.run(here, at_most)
-            self._look()
+            self._note_disturbance()
             now = self._clock()
             if all(map(self.is_settled, here)) or now > until and len(self.doubtful()) <= _FEW_DOUBTFUL * len(self._found):
                 break
@@ -115,15 +109,15 @@ class Passes:
                 break
 
     def is_settled(self, piece: Piece) -> bool:
-        """Do two clean repetitions agree? Three of four at least where any other took much longer, and while many pieces have such:
-        then two that were disturbed may be alike as well."""
+        """Whether two clean repetitions agree, or three of four where others took much longer or many pieces differ: then two
+        disturbed ones may agree as well."""
         clean = self._clean(piece.key)
         least, alike = (4, 3) if self._is_disturbed or _differ(clean) else (2, 2)
         return len(clean) >= least and clean[alike - 1] <= piece.agree * clean[0]
 
     def seconds(self) -> dict[str, float]:
-        """Of each piece of which there are any: the least of the clean repetitions. Where none was clean: as long as the fastest
-        one would take, had the reference taken no longer than at its best."""
+        """The least clean repetition of each piece that has any. Without a clean one, the least, scaled by the reference's best
+        time."""
         found = {}
         for key, repetitions in self._found.items():
             clean = self._clean(key)
@@ -131,8 +125,8 @@ class Passes:
         return found
 
     def doubtful(self) -> dict[str, float]:
-        """What took another time at every clean repetition, in ascending order of the names, and how many times as long the second
-        fastest repetition took as the fastest; of all repetitions, where fewer than two were clean."""
+        """The pieces whose clean repetitions all differ, in ascending order, with the second fastest repetition over the fastest;
+        of all repetitions where fewer than two were clean."""
         found = {}
         for key in sorted(self._found):
             clean = self._clean(key)
@@ -147,8 +141,8 @@ class Passes:
         found = self._found.get(key, ())
         return sorted(r.seconds for r in found if r.reference <= _SLOW * self._best and r.stolen <= _STOLEN)
 
-    def _look(self) -> None:
-        """Does something disturb the machine again and again?"""
+    def _note_disturbance(self) -> None:
+        """Note whether something disturbs the machine again and again."""
         differ = sum(_differ(self._clean(key)) for key in self._found)
         self._is_disturbed = differ > MOST_DOUBTFUL * len(self._found)
 
@@ -168,15 +162,15 @@ class Passes:
 
 
 def _differ(seconds: Sequence[float]) -> bool:
-    """Of times in ascending order."""
+    """Whether ``seconds``, in ascending order, include times that differ."""
     return len(seconds) > 1 and seconds[-1] > DOUBTFUL * seconds[0]
 
 
-def of_long(calls: Iterable[tuple[float, float]]) -> float:
-    """What a call of a millisecond or more takes while nothing is in its way: of ``calls``, seconds and its busiest thread's.
+def fastest_long(calls: Iterable[tuple[float, float]]) -> float:
+    """Undisturbed seconds of a call of a millisecond or more. ``calls``: seconds, and those of the busiest thread.
 
-    Where other programs run, threads of such calls wait for a core again and again, and no call takes what it takes alone. Its
-    busiest thread runs that long all the same, if somewhat less: so calls count that are equally fast, if they are.
+    Beside other programs the threads of such calls wait for cores, and no call is undisturbed, but its busiest thread runs nearly
+    as long. So the least time counts if calls are equally fast, else that of the busiest thread.
     """
     found = list(itertools.islice(calls, _LEAST_CALLS))
     least = min(seconds for seconds, _ in found)
@@ -186,11 +180,11 @@ def of_long(calls: Iterable[tuple[float, float]]) -> float:
 
 
 def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:
-    """What a call takes while nothing is in its way: of ``calls``, seconds and seconds of all threads together, a slice of time.
+    """Undisturbed seconds of a call. ``calls``: seconds, and seconds of all threads together, for a slice of time.
 
-    It is the least of the seconds. The slice goes on while fewer than three calls were as fast: then threads mostly wait for their
-    cores. Where that does not help, but the threads of some call had all ``workers`` for themselves most of the time, no call takes
-    less than its threads do together, shared out evenly, and none is known to take less than the fastest: it lies between the two.
+    This is the least time. The slice goes on until three calls are as fast, since threads mostly wait for cores otherwise. If they
+    never are, but the threads of some call had all ``workers`` most of the time, the result lies between the fastest call and the
+    threads' seconds shared out evenly, which no call can take less than.
     """
     found: list[tuple[float, float]] = []
     passed = 0.0
@@ -211,14 +205,9 @@ def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:
     return min(least, math.sqrt(least * together / workers))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Our own side of a profile: the micro-kernels, moved bytes and the hand-over of a call.
-#
-# Comes in: the CPU extension. Goes out: pieces of work to be timed, and the numbers that are made of their times, as
-# ``targets.cpu.profile.profile`` lists them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Micro-kernels and moved bytes ------------------------------------------------------------------------------------------------
 
-# Kernel tables that multiply pairs of bfloat16, and those with tiles.
+# Kernel tables with products of pairs of bfloat16, and those with tiles.
 DOTS = frozenset({"avx512bf16", "amx", "neonbf16"})
 TILES = frozenset({"amx"})
 TILE, SHORT = 96, 8
@@ -227,23 +216,22 @@ _GRADIENTS = ((16, 16), (64, 64), (512, 512))
 _ELEMENTS, _FEW = 1024, 16
 _SQUARE = 256
 _WIDE = 1024  # columns of a weight that one row is multiplied by
-_SHALLOW = 16  # of a product that is nothing beside its activation
-# More threads than these tell nothing new about a core, and take long to start.
-_MOST_THREADS = 16
-# Plans do not depend on the exact time of these.
+_SHALLOW = 16  # K of a product that takes no time beside its activation
+_MOST_THREADS = 16  # more take long to start, and do not change a core's times
+# Opcodes whose exact times plans do not depend on.
 _UNMEASURED = frozenset(name for spec in OPS.values() if not spec.measured for name in spec.opcodes)
-# What no float has and is long: of the others the time is that of an addition.
+# Long opcodes of integers only; other opcodes of integers are timed as those of floats.
 _OF_INTEGERS = frozenset(n for s in OPS.values() if "float32" not in s.dtypes and s.flops > 4 for n in s.opcodes)
 _NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
 _FRESH = 32 << 20
-_RELU = "activation/relu/"  # beyond which the others are counted
+_RELU = "activation/relu/"  # subtracted from the other activations
 
 
 def pieces(extension: Any, workers: int) -> list[Piece]:
-    """All that is measured of the kernel table in use, with ``workers`` threads busy."""
+    """All pieces for the kernel table in use, with ``workers`` threads busy."""
     threads = min(workers, _MOST_THREADS)
     found: list[Piece] = []
 
@@ -282,7 +270,7 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
         note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
         for which in ("row", "column"):
             note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
-    # More workers than were measured share what these had of the memory: it has fewer channels than a large machine has cores.
+    # Memory has fewer channels than a large machine has cores: workers beyond the measured ones share its bandwidth.
     crowd = workers / threads
     shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
     for level, size in (_COPIES | shared).items():
@@ -293,7 +281,7 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
 
 
 def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a profile, of the ``seconds`` that those of the pieces took that there are."""
+    """The numbers of a profile, from the ``seconds`` of those pieces that the machine has."""
     found: dict[str, float] = {}
     for piece in pieces:
         taken = seconds.get(piece.key)
@@ -306,7 +294,7 @@ def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, 
 
 
 def reference(extension: Any, workers: int) -> float:
-    """Seconds of work in registers, the same at every call, with all workers busy: as fast as the cores are just now."""
+    """Seconds of constant work in registers with all workers busy, which show the cores' present speed."""
     threads = min(workers, _MOST_THREADS)
     taken = _least(extension.measure_vector, OPCODES.index("exp"), DTYPES.index("float32"), _ELEMENTS, threads)
     assert taken is not None  # every table has an exponential
@@ -328,14 +316,10 @@ def product_code(product: str) -> int:
     return PRODUCTS.index(product)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What a call of a pipeline costs beside its work, and what reads and sums by indices cost: small programs to be timed.
-#
-# Comes in: sizes. Goes out: functions that are nothing but a call, to be timed inside a jitted function as XLA's own are.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Calls, and reads and folds by indices ----------------------------------------------------------------------------------------
 
 _F32 = bc.DTYPE_CODE["float32"]
-# Elements of the rows that are read and folded by indices; (m, k, n) of the products of each row.
+# Elements of rows that are read and folded by indices; (m, k, n) of the products of each row.
 ACCESSED = (16, 256)
 SMALL_PRODUCTS = ((8, 8, 8), (27, 128, 27))
 _ACCESS_TILE = 256
@@ -348,7 +332,7 @@ def layers(rows: int, width: int, depth: int) -> np.ndarray:
         bc.Prep(bc.WEIGHT, bc.Ref(bc.IN, 1 + k, 0, _F32), _F32, (), (), (width,), (width,), (width,), (1,)) for k in range(depth)
     )
 
-    def operand(k: int) -> bc.Operand:  # of layer k's input: the results in between take turns in two tiles of scratch
+    def operand(k: int) -> bc.Operand:  # the input of layer k; intermediate results alternate between two tiles of scratch
         if k in (0, depth):
             return bc.Operand(bc.Ref(bc.IN if k == 0 else bc.OUT, 0, 0, _F32), width, (0,))
         return bc.Operand(bc.Ref(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
@@ -372,14 +356,14 @@ def layers(rows: int, width: int, depth: int) -> np.ndarray:
 
 
 def caller(rows: int, width: int, depth: int) -> Any:
-    """A function of x (``rows`` x ``width``) and ``depth`` weights, float32, that is nothing but the call."""
+    """A function of x (``rows`` x ``width``) and ``depth`` weights, float32, that only binds the call."""
     words = layers(rows, width, depth)
     result = jax.ShapeDtypeStruct((rows, width), np.float32)
     return lambda *args: call.call(words, args, (result,))[0]
 
 
 class _Tiles:
-    """A tile program of one stage, an instruction at a time. Arrays stream unless it is said otherwise."""
+    """Builds a tile program of one stage, one instruction at a time. Arrays stream by default."""
 
     def __init__(self, rows: int):
         self.rows = rows
@@ -406,7 +390,7 @@ class _Tiles:
         self.body.append(Instr("store", (v,), (), make_params(array=len(self.outputs) - 1)))
 
     def fold(self, x: int, ids: int, n: int, *, is_sorted: bool) -> None:
-        """Row x into row ids of a table of ``n`` rows."""
+        """Fold row x into row ids of a table of ``n`` rows."""
         shape = (n, *self.values[x].shape)
         self.outputs.append(ArrayType(shape, "float32", False))
         self.sinks.append(SinkType("sum", shape, "float32", len(self.outputs) - 1))
@@ -416,7 +400,7 @@ class _Tiles:
         return ArrayType((self.rows, *shape), dtype, True, (int(np.prod(shape)),), tuple(range(1, len(shape) + 1)))
 
     def function(self, workers: int) -> Any:
-        """A function of the inputs that is nothing but the call."""
+        """A function of the inputs that only binds the call."""
         program = TileProgram(
             axes=(self.rows,),
             tile_rows=_ACCESS_TILE,
@@ -435,7 +419,7 @@ class _Tiles:
 
 
 def taker(rows: int, n: int, width: int, workers: int) -> Any:
-    """A function of ids (``rows``) and a table (``n`` x ``width``): the sums of the rows taken."""
+    """A function of ids (``rows``) and a table (``n`` x ``width``): the sum of each row that is read."""
     t = _Tiles(rows)
     ids, table = t.load(dtype="int32"), t.load(n, width, streamed=False)
     taken = t.add("gather", (table, ids), True, (width,), mode="clip", fill=0)

@@ -1,17 +1,15 @@
-"""What a profile of a machine is: measured times of the smallest pieces that CPU plans are made of.
+"""A machine's ``Profile``: measured times of the smallest pieces of work that CPU plans consist of; the profiles that come with the
+package; and the operating system's facts about the CPU.
 
-Comes in: nothing. Goes out: ``Profile``. Invariants: it is plain data that can be written as JSON and read back without a loss, and
-equal profiles give equal plans; only ``targets.cpu.profile.kernels``, ``targets.cpu.profile.xla`` and
-``targets.cpu.profile.kernels`` make numbers from a clock.
-
-All numbers are seconds. Those of our own kernels are of **one worker while all workers are busy**; those under ``xla/`` are of XLA
-with the whole machine.
+Profiles are plain data, written as JSON and read back without loss, and equal profiles give equal plans. Only ``kernels`` and
+``xla`` make numbers from a clock. All numbers are seconds: of our own kernels, of **one worker while all workers are busy**; under
+``xla/``, of XLA with the whole machine.
 
 =====================================  ============================================================================================
 ``gemm/<dtype>/<product>/<K>x<N>``     a tile of 96 rows times K x N, packed; product: widened, dots, tiles
 ``outer/<dtype>/<product>/<K>x<N>``    the weight gradient of a tile of 96 rows, K x N accumulators
 ``short/<dtype>/<product>``            a tile of 1 row times 256 x 256
-``few/<dtype>``                         an element of a weight in the second level that a single row is multiplied by, as it lies
+``few/<dtype>``                        an element of a weight in the second level that a single row is multiplied by, in place
 ``outer_short/<dtype>/<product>``       the gradient of a tile of 8 rows, 256 x 256 accumulators
 ``pack/<dtype>/<product>``             an element of a weight into panels; ``pack_t/``: of a transposed one
 ``activation/<name>/<dtype>``          an element in a product's epilogue, beyond a ReLU
@@ -23,25 +21,25 @@ with the whole machine.
 ``touch``, ``touch/huge``              a byte of fresh pages; of huge pages, which a pipeline asks for where its results are large
 ``take/<l2, l3>/<16, 256>``            a row of so many elements read by a random index, of a table in that cache
 ``folded/<16, 256>``                   a row added to a random row of a table in the second level
-``runs/<16, 256>``                     a row added to those before it with the same index, of which there are eight
-``order``                              an index, while the order of a stream is made
-``picked``                             an element picked out of a row by an index that all rows share
+``runs/<16, 256>``                     a row added to the previous ones with the same index, of which there are eight
+``order``                              an index, for making the order of a stream
+``picked``                             an element selected from a row by an index that all rows share
 ``dot/<m>x<k>x<n>``                    a product of two small matrices that both belong to one row
-``call``, ``call/short``               a call of a pipeline beside its work: with all workers; by the caller alone
+``call``, ``call/short``               a call of a pipeline beside its work: with all workers; on the calling thread alone
 ``call/layer``                         one more product, with its weight, in a call
-``xla/call``, ``xla/kernel``           a jitted function that has nothing to do; one more kernel in it
-``xla/call/handed``                    what handing a program to another thread takes, beside the program
-``xla/while``                          a step of a loop whose one kernel has one thread; ``/moved``: a byte that it reads or writes;
+``xla/call``, ``xla/kernel``           a jitted function without work; one more kernel in it
+``xla/call/handed``                    handing a program to another thread, beside the program
+``xla/while``                          a step of a loop with one kernel of one thread; ``/moved``: a byte that it reads or writes;
                                        ``/slices``: a byte of a slice of the loop's arrays; ``/stored``: of one that it stores
 ``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
 ``xla/vector/<dtype>``                 an element of a weight in the L3 that a single row is multiplied by
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
-``xla/chain/<tanh, gelu>/<dtype>``     an element of a loop of six tanhs, or three gelus, each of which waits for the one before it
-``xla/beside/tanh/float32``            an element of a loop of six tanhs of which none waits for another
-``xla/near/<move or tanh>/<dtype>``    an element of such a loop that one thread runs in its second level
-``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share out evenly, with a broadcast operand
+``xla/chain/<tanh, gelu>/<dtype>``     an element of a loop of six tanhs, or three gelus, that each wait for the previous one
+``xla/beside/tanh/float32``            an element of a loop of six independent tanhs
+``xla/near/<move or tanh>/<dtype>``    an element of such a loop on one thread, in its second level
+``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share evenly, with a broadcast operand
 ``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3
 ``xla/scatter/<1, 64>``                a row added by a random index
 ``xla/reduce/<which>/<dtype>``         an element of a sum over the trailing dimension (row), the leading one (column), the middle
@@ -64,22 +62,18 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What a profile of a machine is: measured times of the smallest pieces that CPU plans are made of.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
+# --- The profile ------------------------------------------------------------------------------------------------------------------
 FORMAT = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine: what it is, and how long things take there.
+    """A machine, and how long pieces of work take on it.
 
-    ``name``: how ``explain`` and ``KITSUNE_PROFILE`` call it. ``cpu``: the processor, for people. ``isa``: the kernel table.
-    ``workers``: threads a plan may count on. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last
-    level. ``numbers``: seconds by name, in ascending order of the names. ``passes``: over all numbers, in which they were measured,
-    or 0 where this is not known. ``doubtful``: names of what took other times in all of them, in ascending order, and their
-    spreads: how many times as long the second fastest measurement took as the fastest, which is the number.
+    ``name``: in ``explain`` and ``KITSUNE_PROFILE``. ``cpu``: the processor, for people. ``isa``: the kernel table. ``workers``:
+    threads a plan may use. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last level.
+    ``numbers``: seconds by name, in ascending order of names. ``passes``: measurements of all numbers, or 0 if unknown.
+    ``doubtful``: sorted names of numbers that differed in all passes, and the second fastest measurement over the fastest.
     """
 
     name: str
@@ -111,7 +105,7 @@ class Profile:
     def to_json(self) -> str:
         """As text, one number on a line, so that two profiles can be compared by eye.
 
-        >>> from kitsune_jax.profile.model import Profile
+        >>> from kitsune_jax.targets.cpu.profile.profile import Profile
         >>> p = Profile("mine", "a CPU", "avx2", 2, 1 << 15, 1 << 20, 1 << 24, (("touch", 1e-10),))
         >>> Profile.from_json(p.to_json()) == p
         True
@@ -122,7 +116,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Raises ``ValueError`` for what ``to_json`` did not write."""
+        """The profile that ``to_json`` wrote. Raises ``ValueError`` for any other text."""
         try:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
@@ -138,13 +132,13 @@ class Profile:
 
 
 def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """As ``Profile.numbers`` has them, to six digits: more would only look like knowledge."""
+    """``numbers`` as ``Profile.numbers``, to six digits, beyond which they are noise."""
     return tuple(sorted((str(k), float(f"{float(v):.6g}")) for k, v in numbers.items()))
 
 
 @functools.lru_cache(maxsize=64)
 def with_least_times_of_xla(profile: Profile) -> Profile:
-    """``profile`` with XLA's doubtful numbers as low as their spreads say: a pipeline that wins by such a number may lose."""
+    """``profile`` with XLA's doubtful numbers at their least: a pipeline that wins by such a number may lose."""
     doubtful = dict(profile.doubtful)
     if not any(key.startswith("xla/") for key in doubtful):
         return profile
@@ -157,32 +151,22 @@ def table(profile: Profile) -> Mapping[str, float]:
     return dict(profile.numbers)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Profiles that come with the package: for tests, for planning elsewhere, and for machines that cannot be measured.
-#
-# Comes in: a name. Goes out: a ``Profile`` that is the same everywhere. One was measured (``reference.json``, two cores of a Zen
-# 5); the others are that one with what is known to differ: the peaks of the instruction sets, and what was measured on a few
-# machines.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Profiles that come with the package ------------------------------------------------------------------------------------------
 
 KIB, MIB = 1024, 1024 * 1024
-# "xla/call/handed" and "xla/near" of the reference were not measured there. A Xeon with AMX took 13 to 17 us for the first, which
-# is the same for all families, as the other times of calls are. Of what "xla/loop" makes of one thread "xla/near" took there 0.41
-# for moves (0.85 and 0.99 in bfloat16 and float16) and 0.73 for tanh (0.5 and 0.56).
-# "vector/to_bfloat16" and "vector/to_float16" are 1.2 additions: two or three instructions instead of one. Without instructions for
-# bfloat16 they are seven; on a Zen 3 its rounding then took 1.45 additions.
-# "xla/chain" and "xla/beside" are made of another measurement of the reference: one to seven tanhs, silus or gelus, one after the
-# other, in float32 and bfloat16, took n (n + 1) / 2 times as long as one.
-# Of "xla/reduce", "xla/squares" and "xla/absolute" float32 and bfloat16 over rows and columns were measured there. The others are
-# these times what a Zen 3 (JAX 0.12) showed: "all" takes as long as "row", "middle" 1.1 times as long as "column", float16 1.7
-# times as long as float32; squares as long as what is there (1.07 times in bfloat16), absolute values 1.3 times (1.8 in bfloat16).
-_PEAK = 235e9  # f32 operations a second of a core of the reference, in its matmuls
+# ``reference.json`` was measured on two cores of a Zen 5, except: "xla/call/handed" and "xla/near" come from a Xeon with AMX (13 to
+# 17 us; of "xla/loop" on one thread 0.41, 0.85 and 0.99 for moves and 0.73, 0.5 and 0.56 for tanh, in float32, bfloat16, float16).
+# "vector/to_bfloat16" and "vector/to_float16" are 1.2 additions; without bfloat16 instructions 1.45 were measured on a Zen 3.
+# "xla/chain" and "xla/beside" follow one to seven tanhs, silus or gelus in a chain there, which took n (n + 1) / 2 times one.
+# "xla/reduce", "xla/squares" and "xla/absolute" beyond float32 and bfloat16 rows and columns are scaled by a Zen 3 (JAX 0.12):
+# "all" as "row", "middle" 1.1 of "column", float16 1.7 of float32; squares 1 (bfloat16 1.07), absolute values 1.3 (bfloat16 1.8).
+_PEAK = 235e9  # float32 operations a second of a core of the reference, in its matmuls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of CPU: f32 matmul operations a second of a core; those in bfloat16 by dots and by tiles (0: it has none), and in
-    XLA's products; how many times as long its vectors take; and where these are from."""
+    """A kind of CPU: operations a second of a core in float32 matmuls, in bfloat16 ones by dots and by tiles (0: it has none), and
+    in XLA's bfloat16 products; the time of a vector over the reference's; and the source of these."""
 
     isa: str
     f32: float
@@ -193,9 +177,9 @@ class Family:
     source: str
 
 
-# Kinds of numbers that grow with the time that a vector takes.
+# Numbers that grow with the time of a vector.
 _BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked", "few")
-_BY_INTEGERS = 1.2  # times as long as by instructions
+_BY_INTEGERS = 1.2  # the time of rounding by integer operations, over that by instructions
 _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
     "zen5": Family("avx512bf16", 235e9, 465e9, 0, 440e9, 1.0, "measured: reference.json"),
@@ -213,7 +197,7 @@ FAMILIES = {
 
 
 def shipped_names() -> Iterator[str]:
-    """The families, each of which stands for any number of cores: ``zen5-2``."""
+    """The families; ``<family>-<cores>``, such as ``zen5-2``, names a profile."""
     return iter(FAMILIES)
 
 
@@ -284,9 +268,7 @@ def _xla_factor(key: list[str], family: Family, slower: float) -> float:
     return family.vectors
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the operating system says about the CPU: its name, its caches, and which shipped profile it is most like.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Facts from the operating system ----------------------------------------------------------------------------------------------
 
 _THREADS = Path("/proc/self/task")
 _OWN = Path("/proc/thread-self")
@@ -295,7 +277,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 @functools.cache
 def model_name() -> str:
-    """The processor with its family, as /proc/cpuinfo has it: "AMD EPYC, family 26, model 2"."""
+    """The processor with its family, from /proc/cpuinfo: "AMD EPYC, cpu family 26, model 2"."""
     found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     name = found[1].strip() if found else platform.processor() or platform.machine()
     numbers = [f"{what} {n[1]}" for what in ("cpu family", "model", "stepping", "CPU part") if (n := _field(what))]
@@ -303,7 +285,7 @@ def model_name() -> str:
 
 
 def slug() -> str:
-    """The name as a part of a profile's: "amd-epyc-26-2"."""
+    """The processor as a part of a profile's name: "amd-epyc-26-2"."""
     found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     name = found[1] if found else platform.processor() or platform.machine()
     numbers = [n[1] for what in ("cpu family", "model") if (n := _field(what))]
@@ -312,7 +294,7 @@ def slug() -> str:
 
 
 def family(isa: str) -> str:
-    """The family of ``shipped.FAMILIES`` that a machine with kernels for ``isa`` is most like."""
+    """The entry of ``FAMILIES`` that is most like this machine with kernels for ``isa``."""
     number, vendor = _field("cpu family"), "AuthenticAMD" in _cpuinfo()
     if vendor and number and isa == "avx512bf16":
         return "zen4" if number[1] == "25" else "zen5"
@@ -323,7 +305,7 @@ def family(isa: str) -> str:
 
 @functools.cache
 def cache_sizes() -> tuple[int, int, int]:
-    """(L1 data, L2, L3) of one core in bytes from sysfs; 32 KiB, 1 MiB and 8 MiB where it says nothing."""
+    """(L1 data, L2, L3) bytes of one core, from sysfs; 32 KiB, 1 MiB and 8 MiB where it says nothing."""
     return read_cache_sizes(_CACHES)
 
 
@@ -338,20 +320,20 @@ def read_cache_sizes(folder: Path) -> tuple[int, int, int]:
 
 
 def stolen_seconds() -> float:
-    """Since the machine started, seconds of all its processors that a hypervisor gave to somebody else; 0 where nobody says so."""
+    """Seconds of all processors since boot that a hypervisor gave to others; 0 where the system does not say."""
     found = re.match(r"cpu +((?:\d+ ?)+)", _read(Path("/proc/stat")))
     fields = found[1].split() if found else []
     return int(fields[7]) / os.sysconf("SC_CLK_TCK") if len(fields) > 7 else 0.0
 
 
 def ran_and_waited() -> tuple[float, float]:
-    """How long the thread that asks has run, and has waited for a core that others had; (0, 0) where the system does not say."""
+    """Seconds that this thread has run, and has waited for a core; (0, 0) where the system does not say."""
     fields = _read(_OWN / "schedstat").split()
     return (1e-9 * int(fields[0]), 1e-9 * int(fields[1])) if len(fields) > 1 else (0.0, 0.0)
 
 
 def other_threads_seconds() -> dict[str, float]:
-    """How long each thread of this process but the one that asks has run, by its number; nothing where the system does not say."""
+    """Seconds that each other thread of this process has run, by its number; {} where the system does not say."""
     own = str(threading.get_native_id())
     found = {}
     for thread in _THREADS.glob("*"):

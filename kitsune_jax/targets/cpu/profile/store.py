@@ -1,4 +1,9 @@
-"""The profile of this process: named by the user, kept on disk, or measured now (seven seconds)."""
+"""The profile of this process: the one that ``KITSUNE_PROFILE`` names, else one kept on disk, else one measured now in 7 s.
+
+``at_hand`` returns it. A machine is measured once for each version of JAX and of this package, by one thread of one process while
+the others wait. A process has one profile for its whole life (also after a fork), and all processes of a distributed program have
+the same. Failures of a clock or a disk never fail a user's program: ``notes`` then says why another profile is used.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +21,29 @@ import jax
 import jaxlib
 
 from kitsune_jax import _compat, config
-from kitsune_jax import config as version
 from kitsune_jax.cache import Cache
 from kitsune_jax.cache import key as cache_key
 from kitsune_jax.targets.cpu import bytecode, call
 from kitsune_jax.targets.cpu.profile import kernels, xla
-from kitsune_jax.targets.cpu.profile import profile as machine_info
-from kitsune_jax.targets.cpu.profile import profile as shipped
+from kitsune_jax.targets.cpu.profile import profile as profiles
 from kitsune_jax.targets.cpu.profile.kernels import MOST_DOUBTFUL, Passes
 from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Measuring a machine: our kernels and XLA's, in some seven seconds where nothing else runs.
-#
-# Comes in: the threads that a plan may count on. Goes out: a ``Profile``, or ``Disturbed``. The measurement runs in a thread of
-# its own: the one that asks is in the middle of tracing a function, and JAX keeps what it is tracing for each thread.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Measuring --------------------------------------------------------------------------------------------------------------------
 
-# Of all numbers, the most that may be doubtful; and of the time in which it wanted a core, the least that a thread had one: of a
-# profile that is kept, and of one that this process uses. Below it XLA's threads run one after the other instead of beside each
-# other, which takes its kernels up to twice as long, and not ours: with 20 programs on two cores a measurement changed 15 of 120
-# choices, and a shipped profile 13 (a Xeon with AMX).
+# The most numbers that may be doubtful, and the least part of its wanted time that a thread had a core: for a profile that is kept,
+# and for one that only this process uses. Below, XLA's threads run one after the other, and its kernels, not ours, seem up to twice
+# as slow: beside 20 programs on two cores a measurement changed 15 of 120 choices, a shipped profile 13 (Xeon with AMX).
 _KEPT, _USED = (MOST_DOUBTFUL, 0.85), (0.3, 0.45)
-# In which passes follow each other: usually, and where many numbers are still another one in every pass. Two passes are the least.
+# Seconds of passes: usually, and where many numbers still differ in every pass.
 _SECONDS, _MOST_SECONDS = 3.0, 15.0
-# How long an interrupted measurement may go on: XLA may be compiling what it was about to time.
+# Seconds that an interrupted measurement may go on, as XLA may be compiling.
 _MOST_LEFT = 20.0
 
 
 class Disturbed(RuntimeError):
-    """The machine could not be measured as it should. The message says why, as a clause. ``profile``: what was found all the same,
-    where it is nearer to the machine than any shipped one."""
+    """The machine could not be measured well. The message says why, as a clause. ``profile``: the measurement, if it is nearer to
+    the machine than any shipped profile."""
 
     def __init__(self, why: str, profile: Profile | None = None):
         super().__init__(why)
@@ -54,8 +51,10 @@ class Disturbed(RuntimeError):
 
 
 def measure(workers: int) -> Profile:
-    """Measure this machine with ``workers`` threads busy; pass by pass until two agree. Raises ``Disturbed`` where too many
-    numbers are another one in every pass."""
+    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many numbers
+    always differ.
+
+    The measurement has a thread of its own, because JAX keeps state of each thread, and this one may be tracing a function."""
     result: list[Profile | BaseException] = []
     stop = threading.Event()
 
@@ -69,8 +68,8 @@ def measure(workers: int) -> Profile:
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(0.1)  # without a limit, Python 3.13.0 saw one Ctrl-C in ten only when all was measured
-    finally:  # After Ctrl-C, too: where a process ends while a thread of Python's is in C++, Python 3.13 and older abort it
+            thread.join(0.1)  # without a timeout, Python 3.13.0 saw one Ctrl-C in ten only after the measurement
+    finally:  # also after Ctrl-C: Python 3.13 and older abort a process that ends while a thread of theirs is in C++
         stop.set()
         thread.join(_MOST_LEFT)
     found = result[0]
@@ -82,7 +81,7 @@ def measure(workers: int) -> Profile:
 
 
 def _passes(workers: int, stop: threading.Event) -> Profile:
-    """``stop``: nobody waits for it any more."""
+    """The measurement. ``stop``: set when nobody waits for it any more."""
 
     def go_on() -> None:
         if stop.is_set():
@@ -91,20 +90,20 @@ def _passes(workers: int, stop: threading.Event) -> Profile:
     extension = call.extension()
     if extension is None:
         raise Disturbed("the CPU extension is missing")
-    found = Passes(functools.partial(_reference, extension, workers, go_on), stolen=machine_info.stolen_seconds, cores=workers)
+    found = Passes(functools.partial(_reference, extension, workers, go_on), stolen=profiles.stolen_seconds, cores=workers)
     ours = kernels.pieces(extension, workers)
-    before = machine_info.ran_and_waited()
+    before = profiles.ran_and_waited()
     found.run(ours)
-    theirs = xla.pieces(workers, go_on)  # compiling takes a second or more: another moment of the machine
+    theirs = xla.pieces(workers, go_on)  # compiling takes a second or more
     now = time.perf_counter()
     found.settle((*ours, *theirs), now + _SECONDS, now + _MOST_SECONDS)
     seconds, doubtful = found.seconds(), found.doubtful()
     numbers = kernels.numbers(ours, seconds) | xla.numbers(theirs, seconds)
-    _without_what_surrounds(numbers)
-    l1, l2, l3 = machine_info.cache_sizes()
+    _subtract_other_work(numbers)
+    l1, l2, l3 = profiles.cache_sizes()
     profile = Profile(
-        name=f"measured-{machine_info.slug()}-{workers}",
-        cpu=machine_info.model_name(),
+        name=f"measured-{profiles.slug()}-{workers}",
+        cpu=profiles.model_name(),
         isa=extension.isa(),
         workers=workers,
         l1=l1,
@@ -114,11 +113,11 @@ def _passes(workers: int, stop: threading.Event) -> Profile:
         passes=found.made,
         doubtful=numbers_of(doubtful),
     )
-    share = _share(before, machine_info.ran_and_waited())
+    share = _share(before, profiles.ran_and_waited())
     if not _is_within(_KEPT, len(doubtful) / len(seconds), share):
         raise Disturbed(
             f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and {len(doubtful)} "
-            f"of {len(seconds)} numbers were another one in each of {found.made} passes); "
+            f"of {len(seconds)} numbers differed in each of {found.made} passes); "
             "python -m kitsune_jax.profile measures again",
             profile if _is_within(_USED, len(doubtful) / len(seconds), share) else None,
         )
@@ -135,21 +134,21 @@ def _is_within(limits: tuple[float, float], doubtful: float, share: float) -> bo
 
 
 def _share(before: tuple[float, float], behind: tuple[float, float]) -> float:
-    """Of the time in which this thread wanted a core, how long it had one."""
+    """The part of the time in which this thread wanted a core that it had one."""
     ran, waited = (b - a for a, b in zip(before, behind, strict=True))
     return ran / (ran + waited) if ran + waited > 0 else 1.0
 
 
-def _without_what_surrounds(numbers: dict[str, float]) -> None:
-    """Take from each number the time of what was measured with it."""
+def _subtract_other_work(numbers: dict[str, float]) -> None:
+    """Subtract from each number the time of other work in its measurement."""
 
     def less(key: str, other: float, least: float) -> None:
         numbers[key] = max(numbers[key] - other, least)
 
-    # The call was timed with the tile that its workers multiply meanwhile.
+    # The measured call includes the tile that each worker multiplies.
     less("call", numbers["gemm/float32/widened/64x64"], numbers["call/short"])
-    # Waiting for a thread that has to wake up takes no less than waiting for those of a pipeline, which are awake. Where other
-    # programs leave one core nobody has to wake up, and it was measured as nothing.
+    # Waking a thread takes no less than waiting for a pipeline's threads, which are awake. Where other programs leave one core, no
+    # thread has to wake up, and the measurement is too low.
     awake = numbers["call"] - numbers["call/short"]
     numbers["xla/call/handed"] = max(numbers["xla/call/handed"], awake)
     less("call/layer", numbers["call/short"], 1e-8)
@@ -157,23 +156,15 @@ def _without_what_surrounds(numbers: dict[str, float]) -> None:
     less("xla/gather/far", numbers["xla/gather/64"], 0.1 * numbers["xla/gather/64"])
     few = numbers["fold/short/float32"]
     for width in kernels.ACCESSED:
-        folded = few + (width - kernels.ACCESSED[0]) * numbers["fold/row/float32"]  # rows that were taken were added up
-        read = 2 * width * numbers["copy/l3"]  # rows that were folded were read: 4 bytes an element, half of a copy
+        folded = few + (width - kernels.ACCESSED[0]) * numbers["fold/row/float32"]  # the rows that were read were also summed
+        read = 2 * width * numbers["copy/l3"]  # the rows that were folded were also read: 4 bytes an element, half of a copy
         for level in ("l2", "l3"):
             less(f"take/{level}/{width}", folded, 0.2 * numbers[f"take/{level}/{width}"])
         for key in (f"folded/{width}", f"runs/{width}"):
             less(key, read, 0.2 * numbers[key])
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which profile the plans of this process are made with: one that was named, one kept on disk, or one measured now.
-#
-# Comes in: the machine, and what ``KITSUNE_PROFILE`` says. Goes out: ``at_hand``. Invariants: a machine is measured once for each
-# version of JAX and of this package, by one thread of one process while the others wait; a process has one profile for its whole
-# life (also after a fork); all processes of one distributed program have the same; and nothing that can go wrong with a clock or
-# a disk fails a user's program: then the shipped profile of the family is used, or what was measured beside other programs and is
-# not kept, and ``notes`` says why.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The profile of this process --------------------------------------------------------------------------------------------------
 
 _SUFFIX = ".profile.json"
 
@@ -189,7 +180,7 @@ _known: dict[tuple[int, str], _Found] = {}
 
 
 def _after_fork() -> None:
-    """A fork may have happened while another thread held the lock, which nobody would release in the child."""
+    """Replace the lock, which another thread may hold in the parent and nobody would release in the child."""
     global _lock
     _lock = threading.Lock()
 
@@ -199,7 +190,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def at_hand() -> Profile:
-    """The profile of the CPU that this process runs on, with the threads that a plan may count on.
+    """The profile of the CPU that this process runs on, with the threads that a plan may use.
 
     Raises ``ValueError`` where ``KITSUNE_PROFILE`` names no profile or ``KITSUNE_NUM_THREADS`` is no positive integer.
     """
@@ -207,7 +198,7 @@ def at_hand() -> Profile:
 
 
 def notes() -> tuple[str, ...]:
-    """What a reader of a plan should know about the profile behind it; nothing where it was measured here."""
+    """Remarks on the profile for readers of a plan; none where it was measured here."""
     return _found().notes
 
 
@@ -215,64 +206,64 @@ def _found() -> _Found:
     name, workers = config.profile(), config.num_threads()
     if name:
         name = name if "-" in name else f"{name}-{workers}"
-        return _Found(shipped.shipped(name), (f"planned for the shipped profile {name}, as KITSUNE_PROFILE says",))
+        return _Found(profiles.shipped(name), (f"planned for the shipped profile {name}, as KITSUNE_PROFILE says",))
     asked = (workers, call.isa())
     found = _known.get(asked)
     if found is None:
         with _lock:
             found = _known.get(asked)
             if found is None:
-                found = _known[asked] = _agreed(workers)
+                found = _known[asked] = _agree_on_profile(workers)
     return found
 
 
-def _agreed(workers: int) -> _Found:
-    """The profile of this process; in a distributed program, that of its first process."""
+def _agree_on_profile(workers: int) -> _Found:
+    """The profile of this process; in a distributed program, of its first process."""
     client = _compat.distributed_client()
     if client is None:
-        return _of_this_machine(workers)
+        return _local_profile(workers)
     index, store = client
-    where = f"kitsune_jax/profile/{version.__version__}"
+    where = f"kitsune_jax/profile/{config.__version__}"
     try:
         if index == 0:
-            found = _of_this_machine(workers)
+            found = _local_profile(workers)
             store.key_value_set(where, json.dumps([found.profile.to_json(), found.notes]))
             return found
         text, told = json.loads(store.blocking_key_value_get(where, _WAIT_MS))
         profile = Profile.from_json(text)
         return _Found(profile, (*told, "planned with the profile of process 0, so that all processes have the same plan"))
-    except Exception as error:  # the coordinator's own errors; and a process 0 that never plans
+    except Exception as error:  # the coordinator's own errors, or a process 0 that never plans
         family = shipped_name(workers)
         why = f"the processes could not agree on one ({error})"
-        return _Found(shipped.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _Found(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
 
 
 _WAIT_MS = 120_000
 _MEASURING = ("kernels", "xla", "calls", "timing", "measure")
 
 
-def _of_this_machine(workers: int) -> _Found:
+def _local_profile(workers: int) -> _Found:
     family = shipped_name(workers)
     extension = call.extension()
     if extension is None or not _compat.has_cpu_backend():
         why = "the CPU extension is missing" if extension is None else "JAX has no CPU backend here"
-        return _Found(shipped.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _Found(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
     try:
         return _Found(stored(workers), ())
     except Disturbed as why:
         if why.profile is not None:
             return _Found(why.profile, (f"planned with a measurement that is not kept: {why}",))
         config.logger.info("the shipped profile %s is used: %s", family, why)
-        return _Found(shipped.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _Found(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
 
 
 def shipped_name(workers: int) -> str:
     """The shipped profile that is most like this machine."""
-    return f"{machine_info.family(call.isa())}-{workers}"
+    return f"{profiles.family(call.isa())}-{workers}"
 
 
 def stored(workers: int, again: bool = False) -> Profile:
-    """The profile on disk, measured first where there is none (or ``again``). Raises ``Disturbed``, and keeps nothing then."""
+    """The profile on disk, measured first where there is none (or ``again``). Raises ``Disturbed``, and then keeps nothing."""
     folder = config.cache_dir()
     cache = Cache(None if folder is None else folder.absolute() / "profiles", what="measured machine profiles", made="measured")
     name = identity(workers)
@@ -288,16 +279,16 @@ def stored(workers: int, again: bool = False) -> Profile:
 
 
 def identity(workers: int) -> str:
-    """What a profile is measured for: equal for two processes only if they would measure the same."""
+    """A key of everything that a measurement depends on."""
     return cache_key(
         format=str(FORMAT),
-        cpu=machine_info.model_name(),
+        cpu=profiles.model_name(),
         isas=",".join(call.isas()),
         isa=call.isa(),
-        caches=str(machine_info.cache_sizes()),
+        caches=str(profiles.cache_sizes()),
         workers=str(workers),
         program=str(bytecode.VERSION),
-        package=version.__version__,
+        package=config.__version__,
         kernels=call.digest(),
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,
@@ -308,11 +299,9 @@ def identity(workers: int) -> str:
 
 @functools.cache
 def _measurement() -> str:
-    """A hash of what measures: another selection of numbers is another profile. "" for a package that is not in files."""
+    """A hash of the measuring code, since other pieces make another profile; "" for a package that is not in files."""
     folder = importlib.resources.files(__package__)
     try:
-        return cache_key(
-            **{name: folder.joinpath(f"{name}.py").read_bytes() for name in ("kernels", "xla", "calls", "timing", "measure")}
-        )
+        return cache_key(**{name: folder.joinpath(f"{name}.py").read_bytes() for name in _MEASURING})
     except OSError:
         return ""

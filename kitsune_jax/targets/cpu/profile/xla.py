@@ -1,4 +1,9 @@
-"""XLA's side of a machine profile: how long its kernels take here, and where it rounds 16-bit results."""
+"""XLA's side of a machine profile: how long its kernels take here, and where it rounds 16-bit results.
+
+Comes in: JAX with a CPU backend. Goes out: ``Piece``s to be timed, and the numbers made of their times, as listed in ``profile``;
+and ``rounding_at_hand``. Pieces are compiled ahead and run on arrays of the CPU, so no setting of the user's program (x64, matmul
+precision, a mesh, another default device, ``disable_jit``) changes a measurement.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,12 @@ from kitsune_jax.cache import key as cache_key
 from kitsune_jax.ops.spec import NARROW, Rounding
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.profile import kernels, profile
-from kitsune_jax.targets.cpu.profile.kernels import TILE, Piece, fastest, of_long
+from kitsune_jax.targets.cpu.profile.kernels import TILE, Piece, fastest, fastest_long
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# XLA's side of a profile: what its products, fused loops and reductions take on this machine with this jaxlib.
-#
-# Comes in: JAX with a CPU backend. Goes out: pieces of work to be timed, and the numbers that are made of their times, as
-# ``targets.cpu.profile.profile`` lists them. Everything is compiled ahead and called as an executable on arrays of the CPU, so no
-# setting of the program that asks for a profile (x64, matmul precision, a mesh, another default device, ``disable_jit``) changes
-# what is measured.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- XLA's kernels ----------------------------------------------------------------------------------------------------------------
 
-# (rows, K, N). The squares tell how the rate grows with the width; 16 rows what the weights cost; 8192 what
-# it costs that rows come from memory; N of 1 and 4 take other code.
+# (rows, K, N). Squares show how the rate grows with the width, 16 rows the time of weights, 8192 rows that of reading rows from
+# memory; N of 1 and 4 run other code.
 _DOTS = (
     *(
         (rows, n, n)
@@ -44,16 +42,16 @@ _DOTS = (
     ),
     *((2048, 256, n) for n in (4, 1)),
 )
-_VECTOR = (1024, 1024)  # a weight that one row is multiplied by, which no second level holds
+_VECTOR = (1024, 1024)  # a weight for one row, larger than any second level
 _HALF_DOTS = ((1024, 64, 64), (1024, 256, 256))
 _TRANSPOSED = ((1024, 256, 256),)
 _GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 1024))
-_BATCHED = (512, 16, 64, 16)  # products of m x k and k x n: what interactions of features are like
-# Arrays of no power of two, which would lie at the same place of every page.
+_BATCHED = (512, 16, 64, 16)  # products of m x k and k x n, as in interactions of features
+# Sizes that are no powers of two, which would align all arrays to the same offset in a page.
 _LOOP = (2003, 128)
-_NEAR = (331, 96)  # too little for more than one thread
+_NEAR = (331, 96)  # small enough for one thread
 _REDUCED = (1009, 256)
-# The same, over which dimension: of the whole machine the library makes all of them tile by tile, at rates of their own.
+# Shape and reduced dimensions; the library reduces all of them tile by tile, at different rates.
 _REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "row": (_REDUCED, (1,)),
     "column": (_REDUCED, (0,)),
@@ -63,27 +61,27 @@ _REDUCTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 # (indices, rows of the table, width). A table of 16 MB is in the last level.
 _INDEXED = ((65521, 4096, 1), (16381, 1024, 64))
 _FAR = (32749, 65536, 64)
-# Bytes of a table in a core's second level, and in the last one; of the rows that a worker reads from it or folds into it.
+# Bytes of a table in a core's second level, and in the last one; bytes of rows that a worker reads from it or folds into it.
 _TABLES = {"l2": 256 << 10, "l3": 8 << 20}
 _ACCESSED = 4 << 20
 _ORDERED = 1 << 17  # indices for each worker
-_PICKED = (729, 351)  # elements of a row, and of those that are picked: the products of 27 features, each pair once
-_RUN = 8  # rows with one index, in a row
+_PICKED = (729, 351)  # elements of a row, and of those selected: the products of 27 features, each pair once
+_RUN = 8  # consecutive rows with one index
 CHAIN = 9
 _STEPS, _CARRIED = 1000, 4096
-# Arrays that a loop reads slice by slice, as the gradient of a recurrent layer does: together more than a second level.
+# Arrays that a loop reads slice by slice, as a recurrent layer's gradient does, together larger than a second level.
 _SLICES, _SLICED = (64, 256, 64), 5
-# Calls of a program that is handed to another thread, and an array whose tanh takes one thread 10 us: longer than anybody spins.
+# Calls of a program that is handed to another thread: a tanh of an array that takes one thread 10 us, longer than threads spin.
 _TURNS, _CALLS, _HANDED = 5, 40, (61, 96)
-_HANDED_KEY, _HANDED_AGREE = "xla/call/handed", 1.3  # of waking a thread two passes are less alike
+_HANDED_KEY, _HANDED_AGREE = "xla/call/handed", 1.3  # the time to wake a thread varies more
 
-# Threads that have waited get their cores back at once and for some milliseconds, where other programs want them as well. With four
-# of these a product of 1.7 ms took 1.9 in one call of ten after a rest, 3.4 without (1024 x 512 x 512, float32).
+# After a rest threads get busy cores back at once, for some milliseconds: with four other programs a product of 1.7 ms took 1.9 in
+# one call of ten after a rest, 3.4 without (1024 x 512 x 512, float32).
 _LONG, _REST = 1e-3, 4e-3
 
 Function = Callable[..., Any]
-# What one fused loop computes for each element. "move" is the loop itself: two elements read and one written. An operation is there
-# twice: a single one hides behind the memory, and in a loop of several each costs more than it would alone.
+# Fused loops, elementwise. "move" is the loop itself: two elements read and one written. Other operations occur twice: a single one
+# hides behind the memory, and in a loop of several each costs more than alone.
 LOOPS: dict[str, Function] = {
     "move": lambda x, y: x + y,
     "exp": lambda x, y: lax.exp(lax.exp(x)) + y,
@@ -98,11 +96,10 @@ LOOPS: dict[str, Function] = {
     "arithmetic": lambda x, y: ((x * y + x) * x + y) * x + y,
 }
 _NARROW_LOOPS = ("move", "tanh", "arithmetic")
-# More functions than the core has under way at once, each of which waits for the one before it, or for none of them; and functions
-# with arithmetic between them that waits as well, as in layers.
+# Functions of one loop, more than a core has under way at once: in a chain or independent; and gelus, whose arithmetic waits too.
 IN_CHAIN, BESIDE, GELUS = 6, 6, 3
-GELU_ARITHMETIC = 8  # operations of a gelu beside its tanh, all of them one after the other
-# Rows shorter than a vector that XLA's threads cannot share out evenly, with an operand broadcast along them: code without vectors.
+GELU_ARITHMETIC = 8  # operations of a gelu beside its tanh, all in a chain
+# Rows shorter than a vector that XLA's threads cannot share evenly, with an operand broadcast along them: scalar code.
 _UNEVEN = (16001, 16)
 
 
@@ -134,10 +131,8 @@ class _Program:
 
 
 def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece]:
-    """All that is measured of XLA on the first CPU device, compiled. ``go_on`` is called before each step of
-    this, and may raise.
-
-    Raises what JAX raises where there is no CPU backend.
+    """All pieces of XLA on the first CPU device, compiled. ``go_on`` is called before each step of this, and may raise. Raises
+    JAX's error where there is no CPU backend.
     """
     device = jax.local_devices(backend="cpu")[0]
     programs = list(_programs(workers))
@@ -158,14 +153,14 @@ def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece
         go_on()
         operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
         if program.key == _HANDED_KEY:
-            found.append(Piece(program.key, functools.partial(_handed, run, operands), agree=_HANDED_AGREE))
+            found.append(Piece(program.key, functools.partial(_hand_over_seconds, run, operands), agree=_HANDED_AGREE))
         else:
             found.append(Piece(program.key, functools.partial(_seconds, workers, run, operands), program.elements))
     return found
 
 
 def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a profile, of the ``seconds`` that the pieces took."""
+    """The numbers of a profile, from the ``seconds`` of the pieces."""
     empty = seconds["xla/call"]
     found = {}
     for piece in pieces:
@@ -173,7 +168,7 @@ def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, 
         if piece.key == _HANDED_KEY:
             taken = max(taken, 0.1 * empty)
         elif piece.key != "xla/call":
-            # What is left when the call itself is taken away; a kernel that is hidden behind it counts for something.
+            # Without the call itself; a kernel that hides behind it counts a tenth.
             taken = max(taken - empty, 0.1 * taken)
         found[piece.key] = taken / piece.elements
     return found
@@ -186,7 +181,7 @@ def _lowered(program: _Program, device: Any) -> Any:
 
 
 def _dtype(name: str) -> str:
-    """``ids/n`` and ``sorted/n`` are indices below n."""
+    """The dtype called ``name``; ``ids/n`` and ``sorted/n`` are indices below n."""
     return "int32" if "/" in name else name
 
 
@@ -199,17 +194,17 @@ def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
 
 
 def _seconds(workers: int, run: Any, operands: Sequence[Any]) -> float:
-    """Of the fastest call in a slice of time."""
+    """Undisturbed seconds of a call."""
     start = time.process_time()
     jax.block_until_ready(run(*operands))
-    if time.process_time() - start > _LONG:  # of all threads together: a short call may wait for long
+    if time.process_time() - start > _LONG:  # the time of all threads, as a short call may wait for long
         time.sleep(_REST)
-        return of_long(_long_calls(run, operands))
+        return fastest_long(_long_calls(run, operands))
     return fastest(_calls(run, operands), workers)
 
 
 def _calls(run: Any, operands: Sequence[Any]) -> Iterator[tuple[float, float]]:
-    """Seconds of one call after the other, and seconds of all threads together."""
+    """Endless calls: seconds, and seconds of all threads together."""
     while True:
         ran, before = time.process_time(), time.perf_counter()
         jax.block_until_ready(run(*operands))
@@ -217,7 +212,7 @@ def _calls(run: Any, operands: Sequence[Any]) -> Iterator[tuple[float, float]]:
 
 
 def _long_calls(run: Any, operands: Sequence[Any]) -> Iterator[tuple[float, float]]:
-    """Seconds of one call after the other, and seconds of its busiest thread; infinite where the system does not say."""
+    """Endless calls: seconds, and seconds of the busiest thread; infinite where the system does not say."""
     while True:
         others = profile.other_threads_seconds()
         ran, before = time.thread_time(), time.perf_counter()
@@ -227,10 +222,10 @@ def _long_calls(run: Any, operands: Sequence[Any]) -> Iterator[tuple[float, floa
         yield passed, max((own, *(s - others.get(i, 0.0) for i, s in behind.items()))) if behind else float("inf")
 
 
-def _handed(run: Any, operands: Sequence[Any]) -> float:
-    """What an ordinary call takes longer than the fastest one, in which all threads were awake: the mean of the middle half, since
-    one or two of them have to wake up or none. Of several turns the one in the middle: in some of them other programs keep threads
-    waiting for long, in others they leave one core, on which nobody has to wake up."""
+def _hand_over_seconds(run: Any, operands: Sequence[Any]) -> float:
+    """Seconds of an ordinary call beyond the fastest one, in which all threads were awake: the mean of the middle half, since up to
+    two threads have to wake up. Of several turns this is the median: in some, other programs keep threads waiting for long, in
+    others they leave one core, on which no thread has to wake up."""
     jax.block_until_ready(run(*operands))
     turns = []
     for _ in range(_TURNS):
@@ -294,7 +289,7 @@ def _programs(workers: int) -> Iterator[_Program]:
 
 
 def _indexed(workers: int) -> Iterator[_Program]:
-    """Reads and sums by indices: ours of one worker, XLA's of the whole machine; and products of each row."""
+    """Reads and folds by indices, and products of each row: ours on one worker, XLA's on the whole machine."""
     f32 = "float32"
     for width in kernels.ACCESSED:
         rows = workers * _ACCESSED // (4 * width)
@@ -373,24 +368,19 @@ def _sum(axes: tuple[int, ...], of: Function = lambda x: x) -> Function:
     return lambda x: of(x).sum(axes)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Where ``jax.jit`` on this CPU rounds results of 16-bit floats: asked with a small program, once for each version of JAX.
-#
-# Comes in: the JAX at hand. Goes out: ``at_hand``, a ``Rounding``. Invariant: the answer depends on the versions and flags of XLA
-# and on the CPU only, so all processes of a machine have the same; it is kept on disk beside the machine's profile.
-#
-# Known answers: JAX 0.10.2, 0.11.2 and 0.12.0 round every result in both dtypes, but a bfloat16 result that is converted to
-# float32 keeps its digits (XLA drops a conversion of its own in front of one of the program's).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Where ``jax.jit`` rounds 16-bit results --------------------------------------------------------------------------------------
 
+# JAX 0.10.2, 0.11.2 and 0.12.0 round every result, except that a bfloat16 result that is converted to float32 keeps its digits: XLA
+# drops a conversion of its own in front of one of the program's.
 KNOWN_ROUNDING = Rounding(NARROW, frozenset({"float16"}))
 _SUFFIX = ".rounding.json"
-_FORMAT = "1"  # of the program below, and of what is kept
+_FORMAT = "1"  # of the program below, and of its stored answer
 
 
 @functools.cache
 def rounding_at_hand() -> Rounding:
-    """Where ``jit`` rounds on the CPU of this process; where there is none to ask, where the known versions do."""
+    """Where ``jit`` rounds on this CPU, as a small program shows; ``KNOWN_ROUNDING`` without a CPU backend. The answer depends on
+    the versions and flags of XLA and the CPU, and is kept on disk beside the machine's profile."""
     if not _compat.has_cpu_backend():
         return KNOWN_ROUNDING
     folder = config.cache_dir()
@@ -398,13 +388,13 @@ def rounding_at_hand() -> Rounding:
     try:
         found = json.loads(cache.get(_identity(), _SUFFIX, lambda: json.dumps(_to_json(ask_rounding())).encode()))
         return Rounding(frozenset(found["results"]), frozenset(found["widened"]))
-    except Exception as error:  # neither an odd backend nor an odd file fails a user's program
+    except Exception as error:  # neither a strange backend nor a strange file may fail a user's program
         config.logger.warning("asking XLA where it rounds 16-bit results failed, so all of them are rounded: %s", error)
         return Rounding()
 
 
 def ask_rounding() -> Rounding:
-    """Run the program. In a thread of its own: the one that asks is in the middle of tracing a function."""
+    """Run the program, in a thread of its own, since this thread may be tracing a function."""
     found: list[Rounding | BaseException] = []
 
     def run() -> None:
@@ -432,7 +422,7 @@ def _ask() -> Rounding:
 
 
 def _answer(dtype: Any, numbers: np.ndarray) -> tuple[bool, bool]:
-    """Is a result rounded that an operator of the same dtype reads? And one that is converted to float32?"""
+    """(whether a result that an operator of the same dtype reads is rounded, whether one that is converted to float32 is)."""
     a, b = (x.astype(dtype) for x in (numbers, numbers[::-1] / 3))
     error, product = (np.asarray(x) for x in jax.jit(_errors)(a, b))
     exact = a.astype(np.float32) * b.astype(np.float32)
@@ -440,7 +430,7 @@ def _answer(dtype: Any, numbers: np.ndarray) -> tuple[bool, bool]:
 
 
 def _errors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The error of a sum (Knuth's TwoSum), which is 0 where ``s`` keeps its digits; and a product in float32."""
+    """The error of a sum (Knuth's TwoSum), which is 0 where ``s`` keeps its digits, and a product in float32."""
     s = a + b
     t = s - a
     return (a - (s - t)) + (b - t), (a * b).astype(jnp.float32)
