@@ -1,4 +1,10 @@
-"""A pass: a stage that computes over a long dimension of its rows becomes loops over blocks of that dimension."""
+"""Turns a stage that computes over a long dimension of its rows into loops over blocks of that dimension: ``blocked``.
+
+Comes in: a ``TileProgram``, a dimension of one of its values, the extent of a block. Goes out: a program that computes the same and
+never holds more than a block of that dimension. Arrays are read and written by slices, elementwise ops run block by block, and a
+reduction over the dimension is a carry of the loop. A reduction that waits for an earlier one has a later loop, unless ``Factors``
+takes it apart. Invariants: reductions keep their dtype; sums of 16-bit numbers are carried in float32.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +21,27 @@ from kitsune_jax.program.instructions import FOLDED, Place, Writer, rows_first
 from kitsune_jax.program.ir import ArrayType, Block, Instr, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import Range, Visible
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which values of a stage have the dimension that is worked off in blocks, and how instructions carry it on.
-#
-# Comes in: a stage's body and one dimension of one value. Goes out: the same dimension of all values that have it, or
-# ``NotBlocked`` with what stands in the way. Dimensions are rows-first ones: of a tile, 0 is its rows.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The dimension in every value (rows-first: 0 is the rows of a tile) -----------------------------------------------------------
 
-_ROWS = 1_000_003  # stands for the rows of a tile, and for no other extent
+_ROWS = 1_000_003  # stands for the rows of a tile; no other extent has this size
 Join = tuple[str, tuple[tuple[int, int], ...]]  # (role, (value, dimension) pairs)
-# What is folded over the dimension, and how two folds of parts of it are put together.
+# Reductions over the dimension, and the op that combines two of them over parts of it.
 FOLDS = {
     "reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "mul", "reduce_and": "and", "reduce_or": "or",
     "matmul": "add", "dot": "add",
 }  # fmt: skip
-# The index of an extreme element, and which of two elements that hold one is the extreme one.
+# The index of an extreme element: the reduction to that element, and the comparison of two such elements.
 ARGS = {"argmax": ("max", "gt"), "argmin": ("min", "lt")}
-# Kinds whose parameters do not name the extent of a dimension, or whose code below knows how.
+# Families whose parameters do not name the extent of a dimension, or that are rewritten below.
 _PARALLEL = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce"})
 
 
 class NotBlocked(ValueError):
-    """The stage cannot be worked off in blocks. The message is the reason."""
+    """The stage cannot be computed in blocks. The message is the reason."""
 
 
 def inner_dims(types: Sequence[TileType], body: Sequence[Instr], value: int, dim: int) -> dict[int, int]:
-    """Value -> its dimension that goes along with dimension ``dim`` of ``value``. Raises ``NotBlocked``."""
+    """Each value that has dimension ``dim`` of ``value``, and which of its dimensions that is. Raises ``NotBlocked``."""
     touching: dict[int, list[Instr]] = {}
     for instr in body:
         for v in (*instr.inputs, *instr.outputs):
@@ -59,7 +60,7 @@ def inner_dims(types: Sequence[TileType], body: Sequence[Instr], value: int, dim
 
 
 def _along(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> list[tuple[int, int]]:
-    """The dimensions of the operands and results of ``instr`` that go along with dimension ``dim`` of ``v``."""
+    """The dimensions of the operands and results of ``instr`` that are the same as dimension ``dim`` of ``v``."""
     if instr.kind in ("load", "store", "row_index"):
         return []
     if instr.kind in FOLDED:
@@ -90,7 +91,7 @@ def _along_sink(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> li
 
 
 def sink_dim(types: Sequence[TileType], instr: Instr, inner: Mapping[int, int]) -> int | None:
-    """The dimension of a sink that goes along with ``inner``; None where it is folded. Raises ``NotBlocked``."""
+    """The dimension of a sink that is the one of ``inner``; None where the sink folds it. Raises ``NotBlocked``."""
     if instr.kind == "sink":
         (x,), axes = instr.inputs, instr["axes"]
         return None if inner[x] in axes else sum(d not in axes for d in range(inner[x]))
@@ -108,7 +109,7 @@ def sink_dim(types: Sequence[TileType], instr: Instr, inner: Mapping[int, int]) 
 
 
 def joins(types: Sequence[TileType], instr: Instr) -> list[Join]:
-    """How the dimensions of an instruction's operands and results go together."""
+    """The relations between the dimensions of an instruction's operands and results."""
     operands = (*instr.inputs, *instr.outputs)
     if instr.kind in ("matmul", "dot"):
         return _product(types, instr)
@@ -143,24 +144,16 @@ def _product(types: Sequence[TileType], instr: Instr) -> list[Join]:
 
 
 def array_dim(array: ArrayType, tile: bool, dim: int) -> int:
-    """The dimension of ``array`` that is dimension ``dim`` of what is loaded of it."""
+    """The dimension of ``array`` that is dimension ``dim`` of its loaded value."""
     return array.kept[dim - 1 if tile else dim]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What is summed over a dimension, taken apart: what the sum can do without is put behind it.
-#
-# A sum over k of ``g * x[k]`` is g times the sum of x; a sum of ``x[k] * exp(s[k] - c)`` is ``exp(t - c)`` times the sum of
-# ``x[k] * exp(s[k] - t)``, whatever t is. So a sum need not wait for a ``c`` or a ``g`` that an earlier reduction makes (the
-# largest score, the sum of a softmax): it is made with ``t`` the largest s so far, and scaled again whenever that grows.
-#
-# Comes in: a value of a stage. Goes out: a ``Part``. New instructions over the whole dimension are made on the way.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Taking sums over the dimension apart -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """``value``, which does not have the dimension; ``kind``: what it does to the part, "mul" or "div"."""
+    """A ``value`` without the dimension that a part was multiplied ("mul") or divided ("div") by, as ``kind`` says."""
 
     kind: str
     value: int
@@ -169,7 +162,7 @@ class Outer:
 
 @dataclasses.dataclass(frozen=True)
 class Top:
-    """``exp(scores - value)`` is a factor; the part has ``exp(scores - running)`` instead. ``minus`` is placed in the scores."""
+    """``exp(scores - value)`` was a factor; the part has ``exp(scores - running)`` instead. ``minus`` is placed in the scores."""
 
     scores: int
     running: int
@@ -179,8 +172,8 @@ class Top:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """``value``: what is left of a value. ``outer``, ``top``: what it has lost. ``kept``: conditions (a value, and which case);
-    where one does not hold, an element is 0 whatever it was multiplied with."""
+    """A value without some of its factors. ``value``: the rest; ``outer``, ``top``: the factors. ``kept``: conditions (a value, and
+    which case); where one does not hold, an element is 0 whatever its factors are."""
 
     value: int
     outer: tuple[Outer, ...] = ()
@@ -189,20 +182,26 @@ class Part:
 
 
 class Factors:
-    """``inner``: values that have the dimension, and which of theirs it is; ``level``: the loops that a value waits for."""
+    """Takes factors out of sums, so that the sums need not wait for earlier reductions.
+
+    A sum over k of ``g * x[k]`` is g times the sum of x; a sum of ``x[k] * exp(s[k] - c)`` is ``exp(t - c)`` times the sum of
+    ``x[k] * exp(s[k] - t)``, for any t. So neither sum waits for a ``g`` or ``c`` that an earlier reduction makes (the sum of a
+    softmax, the largest score): with the largest s so far as ``t``, it is scaled again whenever that grows.
+
+    ``inner``: values that have the dimension, and which of theirs it is; ``level``: the number of loops that a value waits for."""
 
     def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], level: Callable[[int], int]):
         self.writer, self.makers, self.inner, self.level = writer, makers, inner, level
         self.known: dict[int, Part] = {}
         self.running: dict[int, int] = {}  # scores -> the value that stands for the largest of them so far
 
-    def take(self, v: int) -> Part:
+    def split(self, v: int) -> Part:
         if v not in self.known:
-            found = self._taken(v, self.makers[v]) if v in self.makers and v in self.inner and self.level(v) else None
+            found = self._split(v, self.makers[v]) if v in self.makers and v in self.inner and self.level(v) else None
             self.known[v] = found or Part(v)
         return self.known[v]
 
-    def _taken(self, v: int, instr: Instr) -> Part | None:
+    def _split(self, v: int, instr: Instr) -> Part | None:
         if instr.kind in ("mul", "div"):
             return self._product(v, instr)
         if instr.kind == "exp":
@@ -217,7 +216,7 @@ class Factors:
         for k in (1, 0) if instr.kind == "mul" else (1,):
             x, y = instr.inputs[1 - k], instr.inputs[k]
             outer = self.constant(y)
-            part = self.take(x)
+            part = self.split(x)
             if outer is not None:
                 return dataclasses.replace(part, outer=(*part.outer, dataclasses.replace(outer, kind=instr.kind)))
             if self.level(y) == 0 and part.value != x:
@@ -264,7 +263,7 @@ class Factors:
         if len(cases) != 2 or self.level(which) or which not in self.inner:
             return None
         for k in range(2):
-            part = self.take(cases[k])
+            part = self.split(cases[k])
             if part.value != cases[k] and self._is_zero(cases[1 - k]):
                 inputs = [which, *cases]
                 inputs[1 + k] = part.value
@@ -281,7 +280,7 @@ class Factors:
 
     def _moved(self, v: int, instr: Instr) -> Part | None:
         (x,) = instr.inputs
-        part = self.take(x)
+        part = self.split(x)
         if part.value == x:
             return None
         types = self.writer.types
@@ -295,9 +294,9 @@ class Factors:
         return self._new(v, instr.kind, inputs, self.writer.types[v], **dict(instr.params))
 
     def _new(self, like: int, kind: str, inputs: tuple[int, ...], t: TileType, **params: object) -> int:
-        """A new value over the whole dimension, which lies in it as in ``like``."""
+        """A new value over the whole dimension, which is the same dimension as in ``like``."""
         self.writer.about = self.makers[like].op if like in self.makers else -1
-        with self.writer.elsewhere() as body:
+        with self.writer.separate_body() as body:
             made = self.writer.add(kind, inputs, t, **params)  # type: ignore[arg-type]
         self.makers[made] = body[0]
         self.inner[made] = self.inner[like]
@@ -308,7 +307,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def moves(types: list[TileType], instr: Instr, v: int) -> dict[int, int]:
-    """Dimension of operand ``v`` -> the one of the result that it is."""
+    """Dimension of operand ``v`` -> the same dimension of the result."""
     (out,) = instr.outputs
     found = {}
     for role, members in joins(types, instr):
@@ -318,7 +317,7 @@ def moves(types: list[TileType], instr: Instr, v: int) -> dict[int, int]:
 
 
 def _placed(part: Part, moved: Mapping[int, int | None]) -> Part | None:
-    """``part`` with its places moved on; None where a dimension of one of them is gone."""
+    """``part`` with its places moved along; None where a dimension of one of them is gone."""
 
     def on(place: Place) -> Place | None:
         to = tuple(None if d is None else moved.get(d) for d in place)
@@ -337,8 +336,8 @@ def _placed(part: Part, moved: Mapping[int, int | None]) -> Part | None:
     )
 
 
-def behind(types: list[TileType], part: Part, fold: Instr, v: int, inner: int) -> Part | None:
-    """``part`` of operand ``v`` of ``fold``, with places in its result; None where the fold has no place for one of them."""
+def after_fold(types: list[TileType], part: Part, fold: Instr, v: int, inner: int) -> Part | None:
+    """``part`` of operand ``v`` of ``fold``, with places in its result; None where the result lacks one of them."""
     moved: dict[int, int | None] = dict(moves(types, fold, v))
 
     def dropped(place: Place, sizes: tuple[int, ...]) -> Place:
@@ -349,18 +348,14 @@ def behind(types: list[TileType], part: Part, fold: Instr, v: int, inner: int) -
     return _placed(dataclasses.replace(part, kept=kept, top=top), moved)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# One iteration of a loop over blocks: instructions over the whole dimension, written again for one block.
-#
-# Comes in: values over the whole dimension, when somebody asks for them. Goes out: the values of the block.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- One iteration: instructions over the whole dimension, written again for one block when a value is asked for ------------------
 
 _SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
 
 
 class Iteration:
     """The block of ``size`` elements from element ``number * step`` on. ``facts``: conditions that are the same for all of them.
-    ``values``: those of the block that are there already."""
+    ``values``: value over the whole dimension -> value of the block."""
 
     def __init__(
         self,
@@ -379,13 +374,13 @@ class Iteration:
         self.values: dict[int, int] = {}
 
     def value(self, v: int) -> int:
-        work = [v]  # not by recursion: a chain may be longer than Python's stack
+        work = [v]  # no recursion: a chain may be longer than Python's stack
         while work:
             x = work[-1]
             if x in self.values or x not in self.inner:
                 work.pop()
                 continue
-            same = self._same(self.makers[x])
+            same = self._equal_operand(self.makers[x])
             operands = () if x in self.facts else self.makers[x].inputs if same is None else (same,)
             missing = [o for o in operands if o in self.inner and o not in self.values]
             work += reversed(missing)
@@ -393,8 +388,8 @@ class Iteration:
                 self.values[x] = self._written(x, self.makers[x]) if same is None else self.values.get(same, same)
         return self.values.get(v, v)
 
-    def _same(self, instr: Instr) -> int | None:
-        """The operand that the result of ``instr`` equals, by what is known of its conditions."""
+    def _equal_operand(self, instr: Instr) -> int | None:
+        """The operand that the result of ``instr`` equals because of ``facts``."""
         if instr.kind == "select_n" and instr.inputs[0] in self.facts:
             return instr.inputs[1 + self.facts[instr.inputs[0]]]
         if instr.kind in ("and", "or"):
@@ -420,7 +415,7 @@ class Iteration:
             return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
         if instr.kind in _SIZES:
             params[_SIZES[instr.kind]] = rows_first(t)
-        if instr.kind == "iota" and instr["dimension"] == self.inner[v]:  # counted in int32: others round it, or wrap, once
+        if instr.kind == "iota" and instr["dimension"] == self.inner[v]:  # counted in int32, then rounded or wrapped once
             counted = dataclasses.replace(t, dtype="int32")
             first = self.number
             if self.step != 1:
@@ -447,7 +442,7 @@ class Iteration:
         return w.add(instr.kind, inputs, t, **dict(instr.params))
 
     def extreme(self, instr: Instr, best: int, index: int) -> tuple[int, int]:
-        """The extreme element so far and its index, with those of the block: of equal ones the first, and the first NaN of all."""
+        """The extreme element so far and its index, after the block: the first of equal elements, and the first NaN of all."""
         w, x = self.writer, self.value(instr.inputs[0])
         how, beyond = ARGS[instr.kind]
         t, counted = w.types[best], w.types[index]
@@ -465,7 +460,7 @@ class Iteration:
         return w.op("select_n", better, best, here), w.op("select_n", better, index, at)
 
     def sink(self, instr: Instr) -> None:
-        """What ``instr`` folds of the block, into the block's part of its sink where that has the dimension."""
+        """Fold the block by ``instr``, into the block's part of its sink if the sink has the dimension."""
         inputs, params = [self.value(v) for v in instr.inputs], dict(instr.params)
         if (d := sink_dim(self.writer.types, instr, self.inner)) is not None:
             inputs.append(self.number)
@@ -480,17 +475,7 @@ class Iteration:
         self.writer.body.append(Instr("store_slice", (self.value(x), self.number), (), params, instr.op))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A stage whose rows have a long dimension becomes loops over blocks of that dimension.
-#
-# Comes in: a ``TileProgram``, a dimension of one of its values and the extent of a block. Goes out: a program that computes the
-# same and never holds more than a block of what has the dimension. Arrays are read and written by slices, elementwise work is
-# done block by block, and a reduction over the dimension is a carry of the loop. Where a reduction waits for an earlier one, it
-# has a loop of its own behind that one's, unless it can be taken apart (``factors``): then it is kept relative to the largest
-# score so far.
-#
-# Invariants: what a reduction hands on has the dtype it had; sums of 16-bit numbers are carried in float32.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Loops over blocks ------------------------------------------------------------------------------------------------------------
 
 _LINEAR = frozenset({"reduce_sum", "matmul", "dot"})
 
@@ -515,12 +500,12 @@ def blocked(program: TileProgram, value: int, dim: int, block: int) -> TileProgr
 
 @dataclasses.dataclass
 class _Fold:
-    """A reduction over the dimension. ``result``: its last carry, in the dtype that it is carried in."""
+    """A reduction over the dimension. ``result``: its last carry, in the dtype that is carried."""
 
     instr: Instr
     part: Part
     result: int
-    kind: str  # how two parts are put together
+    kind: str  # the op that combines two parts
     how: str
 
 
@@ -535,8 +520,8 @@ class _Extreme:
 
 @dataclasses.dataclass
 class _Loop:
-    """What is carried around one loop: running maxima of scores (``tops``: scores -> the last one), folds, indices of extreme
-    elements, and whether any element was kept (``kept``: (condition, case) -> the last one)."""
+    """The carries of one loop: running maxima of scores (``tops``: scores -> the last one), folds, indices of extreme elements, and
+    whether any element was kept (``kept``: (condition, case) -> the last one); its stores and its sinks."""
 
     tops: dict[int, int] = dataclasses.field(default_factory=dict)
     folds: list[_Fold] = dataclasses.field(default_factory=list)
@@ -562,7 +547,7 @@ class _Blocked:
         self.factors = Factors(self.writer, self.makers, inner, self.level)
 
     def level(self, v: int) -> int:
-        """How many loops must be over before ``v`` can be computed."""
+        """The number of loops that end before ``v`` can be computed."""
         if v not in self.levels:
             made = self.makers.get(v)
             self.levels[v] = max(map(self.level, made.inputs), default=0) if made is not None else 0
@@ -582,7 +567,7 @@ class _Blocked:
                 self._fold(instr, level)
             else:
                 self._outside(level, instr)
-        with self.writer.elsewhere() as body:
+        with self.writer.separate_body() as body:
             for level in range(max((*self.loops, *(at for at, _ in self.outside)), default=0) + 1):
                 body.extend(i for at, i in self.outside if at == level)
                 if level in self.loops:
@@ -606,9 +591,9 @@ class _Blocked:
             raise NotBlocked("a reduction that does not depend on the rows")
         part = Part(instr.inputs[0])
         if level and instr.kind in _LINEAR:
-            found = self.factors.take(instr.inputs[0])
+            found = self.factors.split(instr.inputs[0])
             lower = max(self._part_level(found), *map(self.level, instr.inputs[1:]), 0)
-            placed = behind(types, found, instr, instr.inputs[0], self.inner[instr.inputs[0]]) if lower < level else None
+            placed = after_fold(types, found, instr, instr.inputs[0], self.inner[instr.inputs[0]]) if lower < level else None
             if placed is not None:
                 part, level = placed, lower
         loop = self._loop(level)
@@ -626,7 +611,7 @@ class _Blocked:
             if (condition, case) not in loop.kept:
                 shape = tuple(n for d, n in enumerate(types[condition].rows_first) if d != self.inner[condition])[1:]
                 loop.kept[condition, case] = self.writer.new(TileType(True, shape, "bool"))
-        self._finish(loop, part, result, out, level + 1)
+        self._restore_factors(loop, part, result, out, level + 1)
 
     def _extreme(self, instr: Instr, level: int) -> None:
         types, (x,), (out,) = self.writer.types, instr.inputs, instr.outputs
@@ -637,7 +622,7 @@ class _Blocked:
         best, index = (self.writer.new(TileType(True, types[out].shape, dtype)) for dtype in (types[x].dtype, "int32"))
         self._loop(level).extremes.append(_Extreme(instr, best, index))
         self.levels.update({best: level + 1, index: level + 1})
-        with self.writer.elsewhere() as body:
+        with self.writer.separate_body() as body:
             found = self.writer.convert(index, types[out].dtype)
             body.append(Instr("copy", (found,), (out,)))
         for after in body:
@@ -646,14 +631,14 @@ class _Blocked:
     def _part_level(self, part: Part) -> int:
         return max(self.level(part.value), self.level(part.top.scores) if part.top else 0)
 
-    def _finish(self, loop: _Loop, part: Part, result: int, out: int, level: int) -> None:
-        """From the last carry to the reduction's result: what it was taken apart from, behind it."""
+    def _restore_factors(self, loop: _Loop, part: Part, result: int, out: int, level: int) -> None:
+        """Write what follows the last carry of a reduction: the factors that its operand was taken apart from."""
         w = self.writer
         t = w.types[result]
-        with w.elsewhere() as body:
+        with w.separate_body() as body:
             x = result
             if part.top is not None:
-                x = w.op("mul", x, w.spread(*self._at_last(loop.tops[part.top.scores], part.top), t))
+                x = w.op("mul", x, w.spread(*self._final_scale(loop.tops[part.top.scores], part.top), t))
             for outer in part.outer:
                 x = w.op(outer.kind, x, w.spread(w.convert(outer.value, t.dtype), outer.place, t))
             for condition, case, place in part.kept:
@@ -670,8 +655,8 @@ class _Blocked:
         for instr in body:
             self._outside(level, instr)
 
-    def _at_last(self, last: int, top: Top) -> tuple[int, Place]:
-        """exp(largest score - what the program subtracts), and where its dimensions are in the result."""
+    def _final_scale(self, last: int, top: Top) -> tuple[int, Place]:
+        """exp(largest score - the score that the program subtracts), and where its dimensions are in the result."""
         w, dim = self.writer, self.inner[top.scores]
         t = w.types[last]
         place = tuple(None if d is None else d - (d > dim) for d in top.minus.place)
@@ -680,20 +665,19 @@ class _Blocked:
         return w.op("exp", w.op("sub", last, minus)), kept
 
     def _emit(self, loop: _Loop) -> None:
-        """The loop, and behind it what is left of the dimension where no block ends at its end.
-
-        Where a mask hides blocks from a tile, those that it shows as a whole have a loop of their own, without the mask.
+        """Write the loop, and behind it the remainder of the dimension. If a mask hides blocks from a tile, the blocks that it
+        shows as a whole have a loop of their own, without the mask.
         """
         w = self.writer
         whole, rest = divmod(self.size, self.block)
         carries = [w.filled(*self._initial(loop, v)) for v in loop.results]
-        seen, visible = self._seen(loop)
+        seen, visible = self._visible_range(loop)
         kinds = ("whole", "edges") if seen is not None else ("all",)
         for which in kinds:
             inside, after = ([w.new(w.types[v]) for v in loop.results] for _ in range(2))
             number = w.new(TileType(False, (), "int32"))
             facts = visible.facts(seen) if seen is not None and which == "whole" else {}
-            with w.elsewhere() as body:
+            with w.separate_body() as body:
                 results = self._step(loop, inside, number, self.block, self.block, facts)
             params: dict[str, Param] = {"count": whole, "reverse": False}
             if seen is not None:
@@ -717,8 +701,8 @@ class _Blocked:
         dtype = np.dtype("float32") if is_narrow(t.dtype) else np.dtype(t.dtype)
         return identity(how, dtype), t
 
-    def _seen(self, loop: _Loop) -> tuple[Range | None, Visible]:
-        """The elements that a tile's rows see, where the others change nothing: neither what the loop carries nor a sink."""
+    def _visible_range(self, loop: _Loop) -> tuple[Range | None, Visible]:
+        """The range of elements outside of which a tile's rows change neither the loop's carries nor a sink; None without one."""
         visible = Visible(self.writer, self.makers, self.inner, self.program, self.size)
         terms = [i.inputs for i in loop.sinks if self.program.sinks[i["sink"]].how == "sum"]
         others = [f for f in loop.folds if f.part.top is None and not self._is_top(loop, f)]
@@ -734,13 +718,13 @@ class _Blocked:
         return seen, visible
 
     def _is_top(self, loop: _Loop, fold: _Fold) -> bool:
-        """Is it the largest of scores that are carried anyway?"""
+        """Whether ``fold`` is the largest of scores whose running maximum is carried in any case."""
         (scores, *_), (out,) = fold.instr.inputs, fold.instr.outputs
         same = scores in loop.tops and fold.how == "max" and fold.instr["axes"] == (self.inner[scores],)
         return same and self.writer.types[loop.tops[scores]] == self.writer.types[out]
 
     def _step(self, loop: _Loop, carries: Sequence[int], number: int, step: int, size: int, facts: Mapping[int, bool]) -> list[int]:
-        """One block: the next carries. ``facts``: conditions that hold, or do not hold, for all of its elements."""
+        """Write one block; returns the next carries. ``facts``: conditions that are the same for all of its elements."""
         w = self.writer
         of = Iteration(w, self.program, self.makers, self.inner, number, step, size, facts)
         scales: dict[int, int] = {}

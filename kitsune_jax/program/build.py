@@ -1,4 +1,8 @@
-"""From a Graph, a Region and a Plan to a ``TileProgram``; and from the tile programs of phases to the ``Program`` of a call."""
+"""Builds tile programs: ``build`` makes one of a Graph, a Region and a Plan; ``assemble`` makes the ``Program`` of a call.
+
+Every stage of the plan becomes one body: loads and pops where a value is first read, the rows-first form of each op
+(``OpSpec.local``), and pushes, stores and sinks directly behind the value they take, so that a target can compute in place.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,13 @@ from kitsune_jax.program.ir import (
     TileType,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A stage's body under construction.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- A stage under construction ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Stage:
-    """Stage number ``number``, or the body of a loop in it, under construction.
-
-    ``graph``, ``labels``: of the region, or of the loop's body. ``ids``: graph value -> its SSA value here; ``repeated``: the tile
-    that repeats it for each row.
+    """Stage number ``number``, or the body of a loop in it. ``graph``, ``labels``: of the region, or of the loop's body. ``ids``:
+    graph value -> its SSA value here. ``repeated``: graph value -> the tile that repeats it for each row.
     """
 
     number: int
@@ -61,29 +61,24 @@ class Stage:
 
 
 def same_for_all(stage: Stage, op: Op) -> bool:
-    """In a stream of one row, what is made of nothing that streams is made once, and repeated where it has to stream."""
+    """Whether ``op`` reads nothing that streams, in a stream of one row: it is computed once, and its result repeated."""
     streams = any(v in stage.labels for v in op.inputs) or any(axes for v in op.outputs for axes in stage.labels.get(v, ()))
     return not streams and not stage.space.sizes and any(v in stage.labels for v in op.outputs)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The tile program's form of a sum of ``values * e^(scores - largest)``, where only the scores of the tile at hand are known.
-#
-# Comes in: the SSA values of one op ``scatter_exp_sum`` in a stage. Goes out: instructions that scale the rows of a tile by the
-# largest score of their run in the tile (``run_max``), and the operands of the sink, which keeps for each sum what it is scaled
-# by and scales it again where a larger score comes (``sink_at`` with a third operand).
-#
-# The sink's state is a pair (m, sum), and two states add up at max(m1, m2), to which each sum is scaled first. That is all that
-# an online softmax needs, whatever tells the sums apart: here an index, for attention the query.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sums of ``values * e^(scores - largest)`` ------------------------------------------------------------------------------------
 
 New = Callable[[TileType], int]
 
 
-class Scaled:
-    """Rows of a stage scaled by their runs; sums of the same scores by the same index share what is computed of these.
+class ScaledRows:
+    """Rows of a stage scaled for a sum of ``values * e^(scores - largest)`` that knows the scores of one tile only
+    (``scatter_exp_sum``): by the largest score of their run in the tile (``run_max``).
 
-    ``new`` makes a value of a type, ``literal`` one that is a constant; ``ones``: is every element of a value the constant 1?
+    The sink's state is a pair (m, sum); two states add up at max(m1, m2), to which each sum is scaled first (``sink_at`` with a
+    third operand). Sums of the same scores by the same index share their factors.
+
+    ``new`` makes a value of a type, ``literal`` a constant; ``ones``: whether every element of a value is the constant 1.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class Scaled:
         self._factors: dict[tuple[int, int], tuple[int, int]] = {}
 
     def operands(self, values: int, index: int, scores: int, n: int, op: int) -> list[int]:
-        """(rows, index, tops) of the sink: ``values`` scaled by the factor of their row, and the largest score of their run."""
+        """(rows, index, tops) of the sink: ``values`` times the factor of their row, and the largest score of their run."""
         tops, factor = self._factor(index, scores, n, op)
         t = self.types[values]
         if self.ones(values) and self.types[factor].shape == t.shape:
@@ -112,7 +107,7 @@ class Scaled:
         if (index, scores) not in self._factors:
             t = self.types[scores]
             tops = self._add("run_max", (scores, index), t, op, n=n)
-            # A run of -inf only counts for nothing beside other runs: e^(-inf - 0).
+            # A run of -inf only adds nothing to other runs: e^(-inf - 0).
             finite = self._add("is_finite", (tops,), TileType(True, t.shape, "bool"), op)
             used = self._add("select_n", (finite, self.literal(0.0, t.dtype), tops), t, op)
             difference = self._add("sub", (scores, used), t, op)
@@ -125,17 +120,14 @@ class Scaled:
         return made
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The tile program's form of a slice that begins where a number says, and of an array with an update there: elements picked inside
-# rows (``take``), and a choice between two.
-#
-# Comes in: the SSA values of one op ``dynamic_slice`` or ``dynamic_update_slice`` in a stage, whose parameters speak of tiles.
-# Goes out: instructions, and the value of the result. Invariant: a start is moved so that the window lies inside the array.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Slices and updates at computed places ----------------------------------------------------------------------------------------
 
 
 class Windows:
-    """``new`` makes a value of a type, ``literal`` one that is a constant; ``op``: what the instructions are of."""
+    """Writes a ``dynamic_slice`` or a ``dynamic_update_slice`` as elements selected inside rows (``take``) and a choice between
+    two. Starts are clamped, so that windows lie inside the array.
+
+    ``new`` makes a value of a type, ``literal`` a constant; ``op``: the graph op of the instructions."""
 
     def __init__(
         self,
@@ -161,7 +153,7 @@ class Windows:
             n, size = whole.shape[d - 1], self.types[update].shape[d - 1]
             number, inside = TileType(False, (n,), "int32"), TileType(False, (n,), "bool")
             first = self._clamped(start, n - size)
-            if size == 1:  # of a cache of keys: it stands everywhere, and is chosen in one place
+            if size == 1:  # for example of a cache of keys: repeat it, and select it in one place
                 here = self._add("eq", (self._count(n), first), inside)
                 update = self._repeat(update, n, d)
             else:
@@ -203,22 +195,15 @@ class Windows:
         return made
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Graph + Region + Plan -> TileProgram.
-#
-# Every stage of the plan becomes one body: loads and pops where a value is first needed, the rows-first form of each op
-# (``OpSpec.local``), then pushes, stores and sinks right behind the value they take, so that a target can compute straight into
-# place. A loop of the graph becomes a loop of the program: a step cuts its slices out of the arrays xs and stores its own of the
-# arrays ys, and what nobody reads of the last carries and of the ys is not computed.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Tile programs ----------------------------------------------------------------------------------------------------------------
 
 
 def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     """The tile program of ``region`` as ``plan`` arranges it. Raises ``ValueError`` for a plan that does not cover its ops.
 
-    Its inputs are those of the region and, where the plan has an order, the permutation that puts the rows into it.
+    The inputs are those of the region and, if the plan has an order, the permutation that puts the rows into it.
     """
-    covered = {i for stage in plan.stages for i in stage.ops}  # makers may stand in several stages
+    covered = {i for stage in plan.stages for i in stage.ops}  # a maker may be in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
     builder = _Builder(graph, region, plan)
@@ -236,7 +221,7 @@ def _sums_of(loop: Op, sums: Mapping[int, Op]) -> dict[int, Op]:
 
 
 def _sums(graph: Graph, region: Region) -> dict[int, dict[int, Op]]:
-    """For each loop of the region the sums over its steps that it holds: op of the graph -> as an op of the loop's body."""
+    """For each loop of the region, the sums over its steps: op of the graph -> the same as an op of the loop's body."""
     left, sums = {k: graph.ops[k] for k in region.ops}, dict[int, dict[int, Op]]()
     for i in region.ops:
         if graph.ops[i].body is not None:
@@ -284,7 +269,7 @@ class _Builder:
         )
 
     def stage(self, s: int) -> Stage:
-        """Stage number ``s``, with nothing in it."""
+        """Stage number ``s``, empty."""
         return Stage(s, self.graph, self.labels, self.region.space)
 
     def _array(self, v: int) -> ArrayType:
@@ -305,45 +290,45 @@ class _Builder:
         return new
 
     def _is_one(self, stage: Stage, v: int) -> bool:
-        """Is ``v`` the constant 1, repeated?"""
+        """Whether ``v`` is the constant 1, repeated."""
         spread = next((i for i in stage.body if v in i.outputs and i.kind == "broadcast_in_dim"), None)
         return spread is not None and self.literals.get(spread.inputs[0]) == 1
 
     def _stage(self, s: int) -> list[Instr]:
         stage = self.stage(s)
-        scaled = Scaled(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
+        scaled = ScaledRows(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
             if any(i in sums for sums in self.sums.values()):
-                continue  # it stands in the loop
+                continue  # it is in the loop
             if op.body is not None:
                 self._loop(stage, op, i, [v in self.output_number for v in op.outputs], self.sums[i])
                 for v in op.outputs[: op["carries"]]:
                     if v in stage.ids:
-                        self._hand_on(stage, v, i)
+                        self._push_or_store(stage, v, i)
                 continue
             if OPS[op.kind].family == "window":
-                self._hand_on(stage, self._window(stage, op, i), i)
+                self._push_or_store(stage, self._window(stage, op, i), i)
                 continue
             local, inputs = self._operands(stage, op, i)
             if op.kind in ONLINE and op.outputs[0] in self.output_number:
                 values, index, scores = inputs
                 inputs = scaled.operands(values, index, scores, op["n"], i)
             if local.kind in SINKS:
-                if local.kind == "sink_at" and self.plan.order is not None:  # what was promised held in another order
+                if local.kind == "sink_at" and self.plan.order is not None:  # the promise was made for another order
                     params = {**dict(local.params), "sorted": op.inputs[1] == self.plan.order}
                     local = dataclasses.replace(local, params=make_params(**params))
                 if i in self.plan.unordered:
                     local = dataclasses.replace(local, params=make_params(**dict(local.params), unordered=True))
                 self._sink(stage, inputs, local, op.inputs[0], op.outputs[0], i)
                 continue
-            self._hand_on(stage, self._add(stage, op, local, inputs, i), i)
+            self._push_or_store(stage, self._add(stage, op, local, inputs, i), i)
         self.made.update(stage.ids)
         return stage.body
 
     def _operands(self, stage: Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
-        """The rows-first form of an op of the table, and its operands. ``result``: what a sum makes, which no row has."""
-        local = LocalOp(op.kind, op.params)  # of what is the same for all rows
+        """The rows-first form of an op of the table, and its operands. ``result``: of a sum, which no row has."""
+        local = LocalOp(op.kind, op.params)  # of values that are the same for all rows
         still = result is None and same_for_all(stage, op)
         if not still and (result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs))):
             ins = [stage.dims(v) for v in op.inputs]
@@ -361,19 +346,19 @@ class _Builder:
         if still:
             return local, inputs
         if OPS[op.kind].family in ("pointwise", "concatenate") and any(v in stage.labels for v in op.outputs):
-            # In a stream of one row, what does not depend on the row may have the shape of what does.
+            # In a stream of one row, stationary values may have the shape of values that stream.
             types = [self.values[v] for v in inputs]
             inputs = [
                 self._spread(stage, v, TileType(True, t.shape, t.dtype), i) if t.shape else v
                 for v, t in zip(inputs, types, strict=True)
             ]
-        if OPS[op.kind].family == "pointwise":  # and a scalar may be a tile
+        if OPS[op.kind].family == "pointwise":  # a scalar may be a tile
             shape = row_shape(stage.graph.values[op.outputs[0]].shape, stage.labels.get(op.outputs[0]))
             inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
         return local, inputs
 
     def _along(self, stage: Stage, x: int, shape: tuple[int, ...], op: int) -> int:
-        """The tile ``x``, repeated along a row of ``shape`` where it has one element for each row."""
+        """The tile ``x``, repeated along a row of ``shape`` if it has one element for each row."""
         have = self.values[x]
         if have.shape == shape:
             return x
@@ -392,11 +377,11 @@ class _Builder:
         return out
 
     def _window(self, stage: Stage, op: Op, i: int) -> int:
-        """Append a slice or an update at a place that is computed. Returns the graph value that it makes."""
+        """Append a slice or an update at a computed place. Returns the graph value that it makes."""
         (out,), arrays = op.outputs, 2 if op.kind == "dynamic_update_slice" else 1
         dims: Any = dict(OPS[op.kind].local(op, [], stage.dims(out)).params)["dims"]
         tiles = []
-        for v in op.inputs[:arrays]:  # an array that is the same for all rows is repeated for each
+        for v in op.inputs[:arrays]:  # a stationary array is repeated for each row
             t = stage.type_of(v)
             tiles.append(self._spread(stage, self._read(stage, v), dataclasses.replace(t, tile=True), i))
         starts = [self._read(stage, v) for v in op.inputs[arrays:]]
@@ -426,7 +411,7 @@ class _Builder:
         return new
 
     def _as_tile(self, stage: Stage, v: int, x: int) -> int:
-        """``x``, which graph value ``v`` is; repeated for each row where it is the same for all rows of a batch."""
+        """``x``, the SSA value of graph value ``v``, repeated for each row if it is the same for all rows of a batch."""
         if not stage.space.of_batch(stage.labels.get(v)):
             return x
         if v not in stage.repeated:
@@ -448,11 +433,11 @@ class _Builder:
         if out in self.output_number:
             number = len(self.sinks)
             dtype = params.get("accumulate", self.graph.values[x].dtype)
-            shape = row_shape(result.shape, self.labels.get(out))  # of one batch, where each has a sum of its own
+            shape = row_shape(result.shape, self.labels.get(out))  # of one batch, where each has its own sum
             self.sinks.append(SinkType(params.pop("how", "sum"), shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
-    def _hand_on(self, stage: Stage, v: int, op: int) -> None:
+    def _push_or_store(self, stage: Stage, v: int, op: int) -> None:
         new = stage.ids[v]
         for q in self.outgoing.get((stage.number, v), ()):
             stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
@@ -462,8 +447,8 @@ class _Builder:
     # --- loops ------------------------------------------------------------------------------------------------------------------
 
     def _loop(self, stage: Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
-        """Append a loop. ``wanted``: which of its results somebody reads; the others are not made. ``sums``: of the graph's ops,
-        those that add up what the loop makes in each step, as ops of its body."""
+        """Append a loop, whose steps load slices of the arrays xs and store slices of the arrays ys. ``wanted``: for each result,
+        whether anybody reads it; the others are not computed. ``sums``: the graph's sums over its steps, as ops of its body."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
         inner = Stage(stage.number, body_of(op), labels, stage.space)
@@ -474,7 +459,7 @@ class _Builder:
         for outside, v in zip(p.consts, p.in_consts, strict=True):
             if v in live:
                 x, t = self._read(stage, outside), inner.type_of(v)
-                # In a stream of one row, the body may stream what is the same for all rows around the loop.
+                # In a stream of one row, the body may stream values that are stationary around the loop.
                 inner.ids[v] = self._spread(stage, x, t, i) if t.tile and t.shape and not self.values[x].tile else x
         initial, carried = [], []
         for k in kept:
@@ -515,12 +500,12 @@ class _Builder:
 
     @staticmethod
     def _live(op: Op, wanted: Sequence[bool], sums: Mapping[int, Op]) -> set[int]:
-        """The values of the loop's body that are needed for what is ``wanted`` of it, and for ``sums``."""
+        """The values of the loop's body that its ``wanted`` results and ``sums`` need."""
         added = {v for step in sums.values() for v in step.inputs}
         return added | live_inside(op, [want or v in added for want, v in zip(wanted, body_of(op).outputs, strict=True)])
 
     def _spread(self, stage: Stage, x: int, t: TileType, op: int) -> int:
-        """``x`` as a ``t``: what is the same for all rows of a tile is repeated for each, where ``t`` has rows."""
+        """``x`` as a ``t``: if ``t`` has rows, a value that is the same for all rows of a tile is repeated for each."""
         have = self.values[x]
         if have == t:
             return x
@@ -532,7 +517,7 @@ class _Builder:
         return new
 
     def _cut(self, stage: Stage, inner: Stage, x: int, slice_: int, number: int, op: int) -> None:
-        """``slice_`` of the body <- the slice of ``x`` that belongs to step ``number``."""
+        """Set ``slice_`` of the body to the slice of ``x`` for step ``number``."""
         t = inner.type_of(slice_)
         if stage.graph is not self.graph:
             whole = self._read(stage, x)
@@ -550,7 +535,7 @@ class _Builder:
         inner.body.append(Instr("reshape", (thick,), (inner.ids[slice_],), make_params(new_sizes=t.rows_first), op))
 
     def _store(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int) -> None:
-        """Store ``slice_`` of the body as that of ``y`` which belongs to step ``number``."""
+        """Store ``slice_`` of the body as the slice of ``y`` for step ``number``."""
         array = self.outputs[self.output_number[y]]
         t = TileType(array.streamed, inner.type_of(slice_).shape, array.dtype)
         value = self._spread(inner, self._read(inner, slice_), t, op)
@@ -560,7 +545,7 @@ class _Builder:
         inner.body.append(Instr("store_slice", (thick, number), (), params, op))
 
     def _paste(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]) -> None:
-        """``y``, which other loops of the same step read, is one more carry of a loop: (initial, carried, results) of ``loop``."""
+        """Make ``y``, which other loops of the same step read, one more carry of ``loop``, its (initial, carried, results)."""
         t = stage.type_of(y)
         value = self._spread(inner, self._read(inner, slice_), TileType(t.tile, t.shape[1:], t.dtype), op)
         empty, before, after = (self._new(t) for _ in range(3))
@@ -570,18 +555,14 @@ class _Builder:
             values.append(v)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Tile programs -> the Program of a call.
-#
-# Comes in: the programs of a call's regions, with the values that each reads and gives. Goes out: the ``Program``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Calls ------------------------------------------------------------------------------------------------------------------------
 
 
 def assemble(
     parts: Sequence[tuple[int, TileProgram, Sequence[int], Sequence[int]]], operands: Sequence[int], results: Sequence[int]
 ) -> Program:
-    """The call that reads the graph values ``operands`` and gives ``results``; each of ``parts`` is (phase, program, the values it
-    reads, those it gives)."""
+    """The call that reads the graph values ``operands`` and returns ``results``. Each of ``parts``: (phase, program, the values it
+    reads, the values it makes)."""
     given = [v for _, _, _, gives in parts for v in gives]
     order = [*operands, *results, *(v for v in given if v not in set(results))]
     number = {v: k for k, v in enumerate(order)}

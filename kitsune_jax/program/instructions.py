@@ -1,4 +1,4 @@
-"""The tile program's own instructions, which are no ops of the table: their types, and a writer of them."""
+"""The tile program's own instructions, which are no ops of the table: ``RULES`` derive types, a ``Writer`` writes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from kitsune_jax.ops.spec import ROWS
 from kitsune_jax.program import passes
 from kitsune_jax.program.ir import Instr, SinkType, TileProgram, TileType
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Types of the tile program's own instructions (those that are no ops of the table): what each takes, and what it makes of it.
-#
-# Comes in: an instruction and the types of its operands. Goes out: the types of its results, or ``Wrong``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Types: from an instruction and its operands' types to its results' types, or ``Wrong`` ---------------------------------------
 
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]
 
 
 class Wrong(ValueError):
-    """A program breaks a rule; says which."""
+    """A program breaks a rule; the message says which."""
 
 
 def told(types: Types) -> str:
@@ -59,7 +55,7 @@ def _operands(ins: Types, *tiles: bool) -> None:
 
 
 def _product(x: TileType, y: TileType, instr: Instr, other: str) -> tuple[list[int], list[int], list[int]]:
-    """Extents of (batch, free of x, free of y) of a product over dimensions of x and y, whichever of them are rows-first."""
+    """Extents of (batch, free of x, free of y) of a product of x and y over rows-first dimensions."""
     sides = []
     for name, t in (("x", x), (other, y)):
         contract, batch = instr[f"{name}_contract"], instr[f"{name}_batch"]
@@ -111,7 +107,7 @@ def _gather(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
 
 
 def _taken(instr: Instr, n: int, index: TileType) -> None:
-    """The index of a ``gather`` or a ``take`` from ``n`` rows."""
+    """Check the index of a ``gather`` or a ``take`` from ``n`` rows."""
     need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
     mode = instr["mode"]
     need(mode in ("clip", "fill", "promise_in_bounds"), f"there is no mode {mode!r}")
@@ -141,12 +137,12 @@ def _put(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[Ti
 
 
 def _sink(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[TileType]:
-    """An instruction that folds into a sink: what it folds has the sink's shape and kind of dtype."""
+    """An instruction that folds into a sink: its operands have the sink's shape and kind of dtype."""
     k = instr["sink"]
     need(0 <= k < len(program.sinks), f"there is no sink {k}")
     sink = program.sinks[k]
     tiles = FOLDED.get(instr.kind, 3 if len(ins) > 2 else 2)
-    if instr.get("dims") is not None:  # the others are numbers of loops
+    if instr.get("dims") is not None:  # the other operands are numbers of loops
         need(instr.kind in FOLDED, "it folds into all of its sink")
         ins = ins[:tiles]
     _operands(ins, *(True,) * tiles)
@@ -222,7 +218,7 @@ def _empty(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[
     return list(outs)
 
 
-# What folds into a sink, or a part of it that numbers of loops say: how many tiles it takes.
+# Instructions that fold into a sink, or into a part of it that numbers of loops select, and the tiles they take.
 FOLDED: Mapping[str, int] = {"sink": 1, "matmul_sink": 2}
 _SHAPES: Mapping[str, Callable[[SinkType, Instr, Types], tuple[int, ...]]] = {
     "sink": _reduced,
@@ -245,26 +241,24 @@ RULES: Mapping[str, Callable[[TileProgram, Instr, Types, Types], list[TileType]]
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Writing instructions: new values, constants, and the operators that loops over blocks are made of.
-#
-# Comes in: the values and constants of a program. Goes out: the same and what was added, and the instructions in ``body``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Writing ----------------------------------------------------------------------------------------------------------------------
 
-Place = tuple["int | None", ...]  # for each dimension of a value, the one of another that it is; None: it has one element
+Place = tuple["int | None", ...]  # for each dimension of a value, the dimension of another one that it is; None: of extent 1
 
 
 class Writer:
+    """Appends instructions to ``body``, and their values and constants to a program's ``types`` and ``literals``."""
+
     def __init__(self, program: TileProgram):
         self.types = list(program.values)
         self.literals = dict(program.literals)
         self.body: list[Instr] = []
-        self.about = -1  # the op of the graph for which instructions are written
+        self.about = -1  # the graph op of the instructions being written
         self._constants: dict[tuple[str, str], int] = {}
 
     @contextmanager
-    def elsewhere(self) -> Iterator[list[Instr]]:
-        """What is written inside goes to the list that this gives."""
+    def separate_body(self) -> Iterator[list[Instr]]:
+        """Write instructions to the list that this yields, instead of ``body``."""
         around, self.body = self.body, []
         yield self.body
         self.body = around
@@ -298,7 +292,7 @@ class Writer:
         return self.add("broadcast_in_dim", (self.literal(value, t.dtype),), t, shape=rows_first(t), dims=())
 
     def spread(self, x: int, place: Place, t: TileType) -> int:
-        """``x`` repeated to the shape of ``t``: dimension ``d`` of it becomes ``place[d]``."""
+        """``x`` repeated to the shape of ``t``: dimension ``d`` of ``x`` becomes ``place[d]``."""
         have = self.types[x]
         if not have.shape and not have.tile:
             return x

@@ -1,67 +1,66 @@
-"""The tile program: typed SSA over tiles, one body per stage, and the calls that are made of tile programs.
+"""The tile program: typed SSA over tiles, one body per stage, and the calls that consist of tile programs.
 
-Comes in: a Graph, a Region of it and a Plan (``program.build``). Goes out: what every target and the NumPy interpreter execute. A
-**tile** value has shape ``(rows, *row_shape)``, rows first, and a **stationary** value is a whole array in its original layout; the
-number of rows is the program's ``tile_rows``, less on the last tile of a batch, and stands as ``ROWS`` (-1) in the parameters of
-rows-first ops. ``reference.check`` checks everything that is said here.
+``program.build`` makes it of a Graph, a Region and a Plan; every target and the NumPy interpreter execute it. A **tile** value has
+shape ``(rows, *row_shape)``, rows first; a **stationary** value is a whole array in its original layout. The number of rows is the
+program's ``tile_rows``, or less on the last tile of a batch; parameters of rows-first ops write it as ``ROWS`` (-1).
+``reference.check`` checks every rule below.
 
 Instruction kinds:
 
-* every pointwise / structural kind of the op table, with its parameters rewritten to the rows-first shapes (an ``axes=(1,)`` of a
+* every pointwise / structural kind of the op table, with its parameters rewritten to the rows-first shapes (``axes=(1,)`` of a
   ``[batch, n]`` value streamed over dimension 0 stays ``(1,)``; of an ``[n, batch]`` value streamed over dimension 1, axis 0
-  becomes 1); on stationary operands only, the result is stationary and the parameters are those of whole arrays;
+  becomes 1). An op of stationary operands only has a stationary result and the parameters of whole arrays;
 * ``load``: value <- input array ``array`` (a tile, or the whole array when the array is stationary);
-* ``row_index``: value <- integer index along one streamed dimension, for ``iota`` over it, parameters ``axes`` (the stream axes,
-  outermost first, whose mixed-radix index it is), dtype from the value's type; the value's tile shape may have trailing dimensions
-  over which it is constant;
+* ``row_index``: value <- integer index along streamed dimensions, for ``iota``; ``axes``: the stream axes, outermost first, whose
+  mixed-radix index it is. The value's tile shape may have trailing dimensions over which it is constant;
 * ``matmul``: (tile x, stationary w) -> tile; ``x_contract, x_batch`` are dimensions of the rows-first x, ``w_contract, w_batch`` of
   w, and the result is ``transpose(dot_general(x, w), out_perm)``, rows first again. ``accumulate`` is the accumulation dtype. w is
   any stationary value: loaded, sliced in a loop, or computed in the stage;
 * ``dot``: (tile x, tile y) -> tile, a product for each row: ``x_contract, y_contract, x_batch, y_batch`` are rows-first dimensions
   (never 0); the result's dimensions are rows, batch, those left of x, those left of y. ``accumulate`` as above;
 * ``gather``: (table, index) -> tile. The table is stationary, ``[n, *row]``; the index is an integer tile of row shape s, and the
-  result has row shape ``(*s, *row)``. ``mode`` says what an index below 0 or beyond n - 1 gives: the nearest row ("clip"), the
-  number ``fill`` ("fill"), or anything ("promise_in_bounds": there is none);
-* ``take``: (tile x, stationary index) -> tile: the elements of dimension ``axis`` (rows-first, never 0) of x that the index says.
-  The dimensions of the index stand in the place of that one. ``mode`` and ``fill`` as above;
-* ``put``: (tile x, stationary index) -> tile: the dimensions of x from ``axis`` on that are those of the index become one of
-  extent ``n``, which holds at each i the sum of the elements whose index is i, and 0 where there is none. Indices below 0 or beyond
-  n - 1 are dropped. The gradient of ``take``;
+  result has row shape ``(*s, *row)``. ``mode``: an index below 0 or beyond n - 1 reads the nearest row ("clip"), gives the number
+  ``fill`` ("fill"), or does not occur ("promise_in_bounds");
+* ``take``: (tile x, stationary index) -> tile: x with dimension ``axis`` (rows-first, never 0) replaced by the dimensions of the
+  index, which selects its elements. ``mode`` and ``fill`` as above;
+* ``put``: (tile x, stationary index) -> tile, the gradient of ``take``: the dimensions of x from ``axis`` on that are those of the
+  index become one of extent ``n``, which holds at each i the sum of the elements whose index is i. Indices below 0 or beyond n - 1
+  are dropped;
 * ``loop``: initial carries -> final carries, by running ``block`` ``count`` times; ``reverse``: the iterations' numbers count down.
-  ``within``, (axis, step, low, high, which), leaves out iterations: number i stands for the elements from ``i * step`` to
-  ``(i + 1) * step - 1``, and it runs where those reach into [x + low, y + high], with x and y the smallest and the largest index of
-  the tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side. An iteration is
-  whole if its elements lie in [y + low, x + high]; ``which`` of them run: "all", the "whole" ones or the others, the "edges".
-  ``shifted``, (input, sign, guard, size), adds to both bounds the number in that input array, an int32, times ``sign``.
-  Every iteration is an edge where a row of the tile would see none of the ``size`` elements (``guard`` "rows"), where no row of the
-  axis would see some element ("elements"), and where the number is beyond 2^30: indices wrap there.
-  There is no push or pop inside, nor a ``sink_at`` of sorted indices; a sink inside folds once for every iteration;
+  ``within``, (axis, step, low, high, which), leaves out iterations. Iteration i covers the elements from ``i * step`` to
+  ``(i + 1) * step - 1``, and runs if some are in [x + low, y + high], where x and y are the smallest and the largest index of the
+  tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side. An iteration is whole if all its elements are
+  in [y + low, x + high]; ``which`` of them run: "all", the "whole" ones, or the others, the "edges".
+  ``shifted``, (input, sign, guard, size), adds to both bounds the number in that int32 input array times ``sign``. All iterations
+  are edges if a row of the tile would see none of the ``size`` elements (``guard`` "rows"), if no row of the axis would see some
+  element ("elements"), or if the number is beyond 2^30, where indices wrap.
+  A loop contains no push, no pop, and no ``sink_at`` of sorted indices; a sink inside folds once for every iteration;
 * ``load_slice``: numbers of loops -> value: of input array ``array``, elements ``[i * step, i * step + size)`` of dimension
-  ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all others whole. These dimensions do not stream, and
-  stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``. Where a size
-  does not divide the dimension, the remainder is a copy of the body behind the loop: there are no masks. A number may also be a
-  constant;
+  ``dims[k]`` for the k-th number i, with ``steps[k]`` and ``sizes[k]``, and all elements of the others. These dimensions do not
+  stream, and stay with extent ``size``. ``store_slice``: (value, numbers of loops) -> the same elements of output array ``array``.
+  If a size does not divide the dimension, a copy of the body behind the loop does the remainder: there are no masks. A number may
+  also be a constant;
 * ``cut``: (value x, number of a loop) -> the part of x at that index of the first dimension of its rows (of a stationary x: of its
   first dimension), without this dimension. ``paste``: (value x, value part, number of a loop) -> x with ``part`` there; the loop
-  counts all indices. ``empty``: nothing -> a value of any numbers, to paste into;
+  counts all indices. ``empty``: nothing -> a value with undefined elements, to paste into;
 * ``sink``: tile -> sink accumulator ``sink``, reducing by its ``how`` over rows and ``axes`` (rows-first, 0 included). No output;
 * ``matmul_sink``: (tile x, tile y) -> sink accumulator ``sink``: adds ``dot_general(x, y)`` over ``x_contract``/``y_contract``
   (rows-first dimensions, 0 included) and ``x_batch``/``y_batch``, accumulated in the sink's dtype. No output: a weight gradient.
-  A ``sink`` or a ``matmul_sink`` may have numbers of loops behind its operands, with ``dims``, ``steps`` and ``sizes`` as a
+  A ``sink`` or a ``matmul_sink`` may have numbers of loops behind its operands, with ``dims``, ``steps`` and ``sizes`` as in a
   ``load_slice``: it then folds into that part of the accumulator only;
-* ``sink_at``: (value, index) -> sink accumulator ``sink`` of shape ``[n, *row]``; an integer index tile of row shape s says for
-  every ``row`` of the value, a tile of row shape ``(*s, *row)``, where it is folded in by the sink's ``how``. Indices below 0 or
-  beyond n - 1 are dropped. ``sorted`` promises that, in the order of the stream, the others never decrease; where the promise is
-  false the result is any numbers. No output: a segment sum. With a third operand, tops, a tile of row shape t, the sum is one of
-  rows that were scaled by e^-top, one top for each of the first dimensions of ``row``; a top that is not finite stands for 0. The
-  sink adds up such sums at the largest of their tops, and with ``finite`` false gives NaN where that is not finite. Its indices are
-  sorted, one for each row, and tops are what ``run_max`` makes of them;
-* ``run_max``: (tile x, integer index tile of row shape ()) -> tile like x: for each row the largest x of the rows around it in the
-  tile that have its index, element by element (a target may look at parts of the tile one by one: a run is then several, each
-  with a top of its own); ``n``: indices below 0 or beyond n - 1 are nobody's;
+* ``sink_at``: (value, index) -> sink accumulator ``sink`` of shape ``[n, *row]``, a segment sum: the sink's ``how`` folds every
+  ``row`` of the value, a tile of row shape ``(*s, *row)``, into the row that the index, an integer tile of row shape s, names.
+  Indices below 0 or beyond n - 1 are dropped. ``sorted`` promises that the others never decrease along the stream; if they do, the
+  result is undefined. With a third operand, tops, a tile of row shape t, the rows of the value were scaled by e^-top, with one top
+  for each of the first dimensions of ``row``; a top that is not finite counts as 0. The sink adds up such sums at the largest of
+  their tops, and unless ``finite`` gives NaN where that is not finite. Its indices are sorted, one for each row, and its tops come
+  from ``run_max``;
+* ``run_max``: (tile x, integer index tile of row shape ()) -> tile like x: the elementwise maximum of x over adjacent rows of the
+  tile with the same index. (A target may cut tiles: a run then becomes several, each with its top.) ``n``: indices below 0 or
+  beyond n - 1 belong to no run;
 * ``push`` / ``pop``: value <-> queue ``queue``; ``store``: value -> output array ``array``.
 
-A constant is no instruction: it is a value of ``TileProgram.literals``, and may be read everywhere.
+Constants are no instructions but values of ``TileProgram.literals``, which every body may read.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from kitsune_jax.ops.spec import ROWS
 
 SINKS = frozenset({"sink", "matmul_sink", "sink_at"})
 WITHIN = ("all", "whole", "edges")
-EFFECTS = SINKS | {"push", "pop", "store", "store_slice"}  # what is there for more than its results
+EFFECTS = SINKS | {"push", "pop", "store", "store_slice"}  # instructions that matter beyond their results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,10 +96,10 @@ class TileType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """The body of a loop. It may read values of the code around it, and defines its own, which nothing outside can read.
+    """The body of a loop. It may read values of the code around it; nothing outside can read values that it defines.
 
-    ``index``: the iteration's number, a stationary int32 of rank 0; ``carries``: the carries as an iteration finds them;
-    ``results``: as it leaves them.
+    ``index``: the iteration's number, a stationary int32 of rank 0; ``carries``: the carries before an iteration; ``results``:
+    after it.
     """
 
     index: int
@@ -129,7 +128,7 @@ class Instr:
 
 
 def walk(body: Sequence[Instr]) -> Iterator[Instr]:
-    """The instructions of ``body`` and, behind each loop, those inside it."""
+    """The instructions of ``body``, with those inside a loop directly after it."""
     for instr in body:
         yield instr
         if instr.block is not None:
@@ -141,8 +140,8 @@ class ArrayType:
     """An array at the border of the program: dense, row-major.
 
     ``row_strides``: element stride of each stream axis, 0 for an axis it does not depend on; ``dims``: the array's dimensions, in
-    order, that are *not* streamed (they are the tile's row shape). Both are empty for an array that depends on no stream axis. One
-    that depends on batch axes only is not ``streamed``: it has row strides, and its part for a tile is a stationary value.
+    order, that are *not* streamed (the tile's row shape). Both are empty for an array that depends on no stream axis. An array that
+    depends on batch axes only is not ``streamed``: it has row strides, and its part for a tile is a stationary value.
     """
 
     shape: tuple[int, ...]
@@ -153,7 +152,7 @@ class ArrayType:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Its dimensions in the part for one tile. In a stream of one row, which has no axis, what streams has ``dims`` as well."""
+        """Its dimensions in the part for one tile. In a stream of one row, without axes, streamed arrays also have ``dims``."""
         return self.dims if self.streamed or self.row_strides else tuple(range(len(self.shape)))
 
     @property
@@ -166,11 +165,11 @@ class ArrayType:
 class SinkType:
     """A reduction over the stream. The accumulator of ``shape`` is folded over all tiles by ``how``: sum, max, min, prod, and, or.
 
-    ``array``: the output array it is written to, converted to that array's dtype. What nothing is folded into holds the identity of
-    ``how``: 0, 1, or for max and min the lowest and the highest number of the dtype (the infinities of a float).
+    ``array``: the output array it is written to, converted to that array's dtype. Elements into which nothing is folded hold the
+    identity of ``how``: 0, 1, or for max and min the lowest and the highest number of the dtype (the infinities of a float).
 
-    Where the array has row strides there is one accumulator for each batch, folded over its tiles (the gradient of the keys of an
-    attention head). ``sink`` and ``matmul_sink`` may fold into such a one.
+    If the array has row strides, each batch has an accumulator, folded over its tiles (the gradient of the keys of an attention
+    head). Only ``sink`` and ``matmul_sink`` fold into such a sink.
     """
 
     how: str
@@ -199,12 +198,12 @@ class StageProgram:
 class TileProgram:
     """Stages and queues over one stream space.
 
-    The first ``batch_axes`` of ``axes`` are batch axes: a tile never crosses from one index of them to the next, so what depends on
-    nothing else is stationary while a tile is at work (the keys of an attention head).
+    The first ``batch_axes`` of ``axes`` are batch axes: a tile never crosses from one index of them to the next, so values that
+    depend on batch axes only are stationary during a tile (the keys of an attention head).
 
     ``order``: the number of an input of int32 [rows], a permutation, which no instruction reads. Row r of the stream is then
-    element ``order[r]`` of every streamed array: ``load``, ``store`` and ``row_index`` go through it, sinks fold in the order of
-    the stream. A program with an order has no batch axes.
+    element ``order[r]`` of every streamed array: ``load``, ``store`` and ``row_index`` index by it, sinks fold in the order of the
+    stream. A program with an order has no batch axes.
     """
 
     axes: tuple[int, ...]  # extents of the stream axes; rows = their product
@@ -216,7 +215,7 @@ class TileProgram:
     stages: tuple[StageProgram, ...]
     queues: tuple[QueueType, ...]
     sinks: tuple[SinkType, ...]
-    workers: int = 1  # that the plan counts on, all stages and replicas together
+    workers: int = 1  # that the plan assumes, all stages and replicas together
     batch_axes: int = 0
     order: int | None = None
 
@@ -300,11 +299,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A whole call: tile programs, and the arrays that they hand on.
+    """A whole call: tile programs, and the arrays that they pass on.
 
-    Of ``arrays`` the first ``operands`` are the call's operands, the next ``results`` its results; the others live during the call
-    only. Parts stand in the order of their phases, which a barrier separates; those of one phase may run in any order, or at once.
-    A part reads operands and what parts of earlier phases wrote; every other array is written by one part.
+    ``arrays``: first the call's ``operands``, then its ``results``, then arrays that live during the call only. Parts are ordered
+    by phase, with a barrier between phases; parts of one phase may run in any order, or at once. A part reads operands and arrays
+    of earlier phases; every other array is written by one part.
     """
 
     arrays: tuple[Array, ...]
@@ -314,14 +313,14 @@ class Program:
 
     @staticmethod
     def of(program: TileProgram) -> Program:
-        """The call that is nothing but ``program``: its inputs are the operands, its outputs the results."""
+        """The call of ``program`` alone: its inputs are the operands, its outputs the results."""
         arrays = tuple(Array(a.shape, a.dtype) for a in (*program.inputs, *program.outputs))
         n = len(program.inputs)
         return Program(arrays, n, len(program.outputs), (Part(0, program, tuple(range(n)), tuple(range(n, len(arrays)))),))
 
     @property
     def only(self) -> TileProgram | None:
-        """The tile program of a call that is nothing but that one; None for any other call."""
+        """The tile program of a call of one program alone; None for any other call."""
         return self.parts[0].program if len(self.parts) == 1 and self == Program.of(self.parts[0].program) else None
 
     def __str__(self) -> str:

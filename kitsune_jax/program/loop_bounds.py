@@ -1,4 +1,9 @@
-"""Which iterations of a loop a tile runs: bounds by the number of the row, and blocks that a mask hides."""
+"""The iterations of a loop that a tile runs (the parameters ``within`` and ``shifted``), and the masks that they come from.
+
+A causal mask compares two indices; what it hides is -inf, or a number so low that its exponential is 0 beside any visible score.
+``Visible`` finds such comparisons, however they are written, and gives a ``Range``: a stream axis, and how far from a row's index
+on it the elements lie that the row sees. ``met`` and ``mean_iterations`` count the iterations that reach into such a range.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,19 @@ import numpy as np
 from kitsune_jax.program.instructions import Writer
 from kitsune_jax.program.ir import Instr, TileProgram
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which iterations of a loop a tile runs, and how many on average: the loop's parameters ``within`` and ``shifted``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Iterations of a tile ---------------------------------------------------------------------------------------------------------
 
 MOST_SHIFT = 1 << 30
-_MOST = 1 << 12  # tiles that are looked at
-_Index = Any  # an int, or an array of one for each tile
+_MOST = 1 << 12  # tiles that are counted
+_Index = Any  # an int, or an array with one for each tile
 _Span = tuple[_Index, _Index]
 
 
 def met(
     program: TileProgram, instr: Instr, rows: np.ndarray[Any, np.dtype[Any]], number: Callable[[int], int] | None = None
 ) -> Sequence[int]:
-    """The iterations of a loop that a tile of ``rows`` runs. ``number``: of an input array, by which bounds are shifted; without it
-    the last row is taken to see the last element, as in a text that is read in pieces."""
+    """The iterations of a loop that a tile of ``rows`` runs. ``number``: the number in an input array, by which bounds are shifted;
+    by default the last row sees the last element, as in a text that is read in pieces."""
     if instr.get("within") is None:
         return range(instr["count"])
     axis, *_, which = instr["within"]
@@ -38,8 +41,8 @@ def met(
     return range(a, b) if which == "all" else range(c, d)
 
 
-def mean_met(program: TileProgram, instr: Instr) -> float:
-    """How many iterations of a loop a tile runs on average: exactly, or of ``_MOST`` tiles where a batch has more."""
+def mean_iterations(program: TileProgram, instr: Instr) -> float:
+    """The mean number of iterations of a loop in a tile: exact, or of ``_MOST`` tiles where a batch has more."""
     if instr.get("within") is None:
         return float(instr["count"])
     axis, *_, which = instr["within"]
@@ -50,23 +53,23 @@ def mean_met(program: TileProgram, instr: Instr) -> float:
 def _spans(
     program: TileProgram, instr: Instr, x: _Index, y: _Index, number: Callable[[int], int] | None = None
 ) -> tuple[_Span, _Span]:
-    """(first, end) of the iterations in which tiles of the indices ``x`` to ``y`` see something, and of those that all of their
-    rows see as a whole."""
+    """(first, end) of the iterations that some row of a tile with indices ``x`` to ``y`` sees elements of, and of the iterations of
+    which all rows see all elements."""
     count, (axis, step, low, high, _) = instr["count"], instr["within"]
-    told: Any = True  # do the bounds hold?
+    holds: Any = True  # whether the bounds hold
     if instr.get("shifted") is not None:
         array, sign, guard, size = instr["shifted"]
         extent = program.axes[axis]
         value = max(0, sign * (size - extent)) if number is None else number(array)
         low, high = (None if bound is None else bound + sign * value for bound in (low, high))
-        told = abs(value) <= MOST_SHIFT
+        holds = abs(value) <= MOST_SHIFT
         if guard == "rows":
-            told &= (high is None or x + high >= 0) & (low is None or y + low <= size - 1)
+            holds &= (high is None or x + high >= 0) & (low is None or y + low <= size - 1)
         elif guard == "elements":
-            told &= (low is None or low <= 0) and (high is None or size - 1 - high <= extent - 1)
+            holds &= (low is None or low <= 0) and (high is None or size - 1 - high <= extent - 1)
 
     def span(first: Any, end: Any, otherwise: int) -> _Span:
-        return np.where(told, np.clip(first, 0, count), 0), np.where(told, np.clip(end, 0, count), otherwise)
+        return np.where(holds, np.clip(first, 0, count), 0), np.where(holds, np.clip(end, 0, count), otherwise)
 
     zero = 0 * x
     seen = zero if low is None else (x + low) // step, zero + count if high is None else (y + high) // step + 1
@@ -75,19 +78,18 @@ def _spans(
 
 
 def _indices(program: TileProgram, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest index on ``axis`` of the tiles of ``tile_starts``."""
+    """The least and the largest index on ``axis`` in each of the tiles of ``tile_starts``."""
     extent, inner, rows = program.axes[axis], math.prod(program.axes[axis + 1 :]), math.prod(program.axes[program.batch_axes :])
     starts = tile_starts(program, axis, _MOST)
     ends = np.minimum(starts + program.tile_rows, (starts // rows + 1) * rows)
     first, last = starts // inner, (ends - 1) // inner
-    over = first // extent < last // extent  # the end of the axis, where its first index follows
+    over = first // extent < last // extent  # the tile wraps around the end of the axis
     return np.where(over, 0, first % extent), np.where(over, extent - 1, last % extent)
 
 
 def tile_starts(program: TileProgram, axis: int, most: int) -> np.ndarray:
-    """The first rows of tiles that stand for all of them where the index on ``axis`` counts: of all tiles of a batch, or of
-    ``most`` that are spread over one period of the index. At a stride over several periods they could all be at the same place of
-    theirs.
+    """The first rows of tiles that represent all tiles by their index on ``axis``: all tiles of a batch, or ``most`` tiles spread
+    over one period of the index. (A stride over several periods could give all of them the same index.)
 
     >>> program = TileProgram((8, 4, 64), 16, (), (), (), (), (), (), (), batch_axes=1)
     >>> tile_starts(program, 2, 16)
@@ -103,7 +105,7 @@ def tile_starts(program: TileProgram, axis: int, most: int) -> np.ndarray:
     tiles = -(-rows // size)
     if tiles <= most or period == rows:
         return _spread(tiles, most) * size
-    apart = math.gcd(size, period)  # of two places in a period where tiles start
+    apart = math.gcd(size, period)  # distance of places in a period where tiles start
     return _spread(period // apart, most) * apart
 
 
@@ -113,8 +115,8 @@ def _spread(n: int, most: int) -> np.ndarray:
 
 
 def with_known_bounds(program: TileProgram) -> TileProgram:
-    """``program`` without bounds that are shifted when it runs, for a target without code for them: what the mask hides is
-    computed, and hidden."""
+    """``program`` without bounds that are shifted at run time, for a target without code for them: it computes hidden elements and
+    masks them."""
     stages = tuple(dataclasses.replace(stage, body=_known(stage.body)) for stage in program.stages)
     return dataclasses.replace(program, stages=stages)
 
@@ -124,7 +126,7 @@ def _known(body: Sequence[Instr]) -> tuple[Instr, ...]:
     for i in body:
         if i.get("shifted") is None:
             found.append(i)
-        elif i["within"][-1] == "whole":  # all of them are edges
+        elif i["within"][-1] == "whole":  # all iterations are edges
             found += [Instr("copy", (v,), (out,)) for v, out in zip(i.inputs, i.outputs, strict=True)]
         else:
             params = tuple((name, value) for name, value in i.params if name not in ("within", "shifted"))
@@ -132,15 +134,7 @@ def _known(body: Sequence[Instr]) -> tuple[Instr, ...]:
     return tuple(found)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which blocks of a dimension a tile has to look at, where a mask hides the others from all of its rows.
-#
-# Comes in: the scores of online sums. Goes out: a stream axis and how far from a row's index on it the elements may lie that the
-# row sees. A causal mask is the comparison of two indices; what it hides is -inf, or a number so low that its exponential is 0
-# beside any score that is seen. The reason is found in the comparison, whatever it is written as. Where a low number hides
-# elements, the mask must be nothing but the comparison, and show every row something: else the row's result is made of what is
-# hidden. So it must where what is hidden is left out of sums over the rows (the gradients of keys and values).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Ranges that masks leave visible ----------------------------------------------------------------------------------------------
 
 _LOW = -1e30
 _SAME = frozenset({"broadcast_in_dim", "reshape", "transpose", "convert_element_type", "copy"})
@@ -152,9 +146,8 @@ _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 class Range:
     """Elements k with ``low <= k - x <= high``, where x is a row's index on ``axis``. ``exact``: all of them, not only some.
 
-    ``by``: (input, sign): both bounds are further on by that number of the input times the sign, which is known when the program
-    runs. Whether the bounds show something to all rows, or all elements to some row, is then known no earlier: ``guard`` says for
-    which of both they hold only ("rows", "elements").
+    ``by``: (input, sign): at run time both bounds move by the number in that input times the sign. Only then is it known whether
+    every row sees an element ("rows"), or every element is seen by a row ("elements"): ``guard`` is the one the range relies on.
     """
 
     axis: int
@@ -167,8 +160,8 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class _RowIndex:
-    """An index plus ``plus``: ``axis``: of a stream axis; -1: of the dimension; None: a constant. ``by``: (input, sign), which is
-    added as well."""
+    """An index plus ``plus``, plus the number of ``by``, (input, sign). ``axis``: the stream axis of the index; -1: it is along the
+    dimension; None: it is a constant."""
 
     axis: int | None
     plus: int
@@ -176,14 +169,19 @@ class _RowIndex:
 
 
 class Visible:
+    """Finds the elements of a dimension (``inner``, of ``size``) that the rows of a tile see through masks.
+
+    Where a low number, not -inf, hides elements, the mask must be exactly the comparison and show every row an element: otherwise
+    hidden elements make up a row's result. The same holds for sums over rows without hidden elements (gradients of keys)."""
+
     def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], program: TileProgram, size: int):
         self.writer, self.makers, self.inner, self.size = writer, makers, inner, size
         self.axes, self.inputs = program.axes, program.inputs
         self.when: dict[int, tuple[Range | None, Range | None]] = {}  # condition -> where it is true, and where false
-        self.nonzero: dict[int, set[Range]] = {}  # known, because a value may be read twice, and so may what it is made of
+        self.nonzero: dict[int, set[Range]] = {}  # remembered, because values may be read many times
 
     def of(self, scores: list[int]) -> Range | None:
-        """The elements that rows see, by all of ``scores``; None where they may see all."""
+        """The elements that rows see of all ``scores``; None where they may see all."""
         found = [self._shown(s) for s in scores]
         if not found or any(r is None for r in found):
             return None
@@ -199,12 +197,12 @@ class Visible:
         return {r for r in found if r.exact and (r.low, r.high) != (None, None)}
 
     def _nonzero(self, v: int) -> set[Range]:
-        """Ranges outside of which ``v`` is 0: behind a mask, or where scores are hidden whose exponential it is a multiple of."""
+        """Ranges outside of which ``v`` is 0: behind a mask, or as a multiple of the exponential of hidden scores."""
         if v not in self.nonzero:
-            self.nonzero[v] = self._found_nonzero(v)
+            self.nonzero[v] = self._find_nonzero(v)
         return self.nonzero[v]
 
-    def _found_nonzero(self, v: int) -> set[Range]:
+    def _find_nonzero(self, v: int) -> set[Range]:
         instr = self.makers.get(v)
         if v not in self.inner or instr is None:
             return set()
@@ -214,8 +212,8 @@ class Visible:
             shown = self._shown(instr.inputs[0] if made is None else made.inputs[0])
             if shown is None:
                 return set()
-            # What hides everything from a row makes its largest score a hidden one, beside which no exponential is 0; or from an
-            # element, where the largest scores are those of the elements.
+            # A row without visible elements has a hidden largest score, beside which no exponential is 0. The same holds for
+            # elements without rows where the largest scores are those of elements.
             of_elements = made is not None and self._varies(made.inputs[1])
             found = self._to_all_elements(shown) if of_elements else self._to_all_rows(shown)
             return {found} if found is not None else set()
@@ -233,7 +231,7 @@ class Visible:
         return set()
 
     def _to_all_rows(self, shown: Range) -> Range | None:
-        """``shown``, where it shows something to every row, or says itself that it must."""
+        """``shown``, if it shows every row an element, or relies on that at run time."""
         if shown.by is not None:
             return dataclasses.replace(shown, guard="rows")
         extent = self.axes[shown.axis]
@@ -241,7 +239,7 @@ class Visible:
         return shown if fits else None
 
     def _to_all_elements(self, shown: Range) -> Range | None:
-        """``shown``, where some row sees each of the elements, or where it says itself that one must."""
+        """``shown``, if every element is seen by some row, or it relies on that at run time."""
         if shown.by is not None:
             return dataclasses.replace(shown, guard="elements")
         extent = self.axes[shown.axis]
@@ -249,13 +247,13 @@ class Visible:
         return shown if fits else None
 
     def _varies(self, v: int) -> bool:
-        """Does ``v`` differ along the dimension, as far as can be seen?"""
+        """Whether ``v`` seems to differ along the dimension."""
         while v in self.inner and v in self.makers and self.makers[v].kind in _SAME:
             (v,) = self.makers[v].inputs
         return v in self.inner
 
     def facts(self, seen: Range) -> dict[int, bool]:
-        """The conditions that are the same for all elements in ``seen``, and what they are."""
+        """The conditions that are the same for all elements in ``seen``, and their values."""
         cases = ((v, k == 0, when[k]) for v, when in self.when.items() for k in range(2))
         return {v: case for v, case, r in cases if r is not None and r.exact and _inside(seen, r)}
 
@@ -282,7 +280,7 @@ class Visible:
         return fill <= _LOW and shown.exact and self._to_all_rows(shown) is not None
 
     def _minus_infinity(self, v: int) -> Range | None:
-        """The elements where ``v``, which is added, is not -inf."""
+        """The elements where the addend ``v`` is not -inf."""
         instr = self.makers.get(v)
         while instr is not None and instr.kind in _SAME:
             v = instr.inputs[0]
@@ -317,7 +315,7 @@ class Visible:
             true, false = self._when(instr.inputs[0])
             return false, true
         if instr.kind in ("and", "or"):
-            return self._both(instr)
+            return self._and_or(instr)
         if instr.kind == "select_n" and len(instr.inputs) == 3:
             true, false = self._when(instr.inputs[0])
             cases = self._constant(instr.inputs[1]), self._constant(instr.inputs[2])
@@ -326,14 +324,14 @@ class Visible:
             return self._compared(instr.kind, *map(self._index, instr.inputs))
         return None, None
 
-    def _both(self, instr: Instr) -> tuple[Range | None, Range | None]:
+    def _and_or(self, instr: Instr) -> tuple[Range | None, Range | None]:
         sides = [self._when(x) for x in instr.inputs]
         constants = [self._constant(x) for x in instr.inputs]
         for k in range(2):
             if constants[k] == (1 if instr.kind == "and" else 0):
                 return sides[1 - k]
         which = 0 if instr.kind == "and" else 1
-        met = _met(sides[0][which], sides[1][which])
+        met = _intersection(sides[0][which], sides[1][which])
         return (met, None) if which == 0 else (None, met)
 
     def _compared(self, kind: str, a: _RowIndex | None, b: _RowIndex | None) -> tuple[Range | None, Range | None]:
@@ -347,7 +345,6 @@ class Visible:
         by = b.by if a.by is None else (a.by[0], -a.by[1])
         if a.by is not None and b.by is not None:
             return None, None
-
         axis = b.axis
 
         def between(low: int | None, high: int | None) -> Range:
@@ -392,7 +389,7 @@ class Visible:
         return None
 
     def _is_number(self, load: Instr) -> bool:
-        """Is what ``load`` loads one number for the whole program?"""
+        """Whether ``load`` loads one number for the whole program."""
         array = self.inputs[load["array"]]
         return array.dtype == "int32" and math.prod(array.shape) == 1 and not array.streamed and not any(array.row_strides)
 
@@ -402,8 +399,8 @@ def _inside(a: Range, b: Range) -> bool:
     return (a.axis, a.by) == (b.axis, b.by) and low and (b.high is None or (a.high is not None and a.high <= b.high))
 
 
-def _met(a: Range | None, b: Range | None) -> Range | None:
-    """What both bounds hold of."""
+def _intersection(a: Range | None, b: Range | None) -> Range | None:
+    """The range in which both ``a`` and ``b`` hold."""
     if a is None or b is None or (a.axis, a.by) != (b.axis, b.by):
         one = a or b
         return None if one is None else dataclasses.replace(one, exact=False)

@@ -1,8 +1,8 @@
-"""Passes over tile programs, for every target: each takes a ``TileProgram`` and gives one that computes the same.
+"""Passes over tile programs, for every target: each takes a ``TileProgram`` and returns one that computes the same.
 
-``simplified`` drops copies, common subexpressions and dead code; ``with_epilogues`` puts biases and activations into the matrix
-products before them. ``compared_values`` says what must have the same bits wherever it is made. ``Flow`` answers who makes and who
-reads a value.
+``simplified`` drops copies, common subexpressions and dead code; ``with_biases_first`` and ``with_epilogues`` move biases and
+activations into matrix products, of which ``recognise`` finds the activations. ``compared_values`` names the values that must have
+the same bits wherever they are computed. ``Flow`` tells the maker and the readers of a value.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Roundin
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Who makes and who reads each value of a body, whatever name it is called by.
-#
-# Comes in: a stage's body, that of a loop, or ops of a graph. Goes out: ``Flow``. The **root** of a value is the one that it is
-# another name of: the operand of a copy, or of a view that only inserts, drops or moves dimensions of extent 1.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Makers and readers of values -------------------------------------------------------------------------------------------------
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
 Use = tuple[int, int]  # (instruction of the body, operand number)
@@ -53,7 +48,7 @@ def is_other_name(values: Types, instr: Instr) -> bool:
 
 
 class Typed(Protocol):
-    """What a ``Flow`` asks of a program: the types of values, and the constants among them."""
+    """The members of a program that a ``Flow`` reads: types of values, and constants."""
 
     @property
     def values(self) -> Types: ...
@@ -62,12 +57,15 @@ class Typed(Protocol):
 
 
 class Flow:
-    """``results`` is what is read behind the body: what a loop hands to its next iteration."""
+    """The makers and readers of the values of a body: of a stage, of a loop, or of ops of a graph.
+
+    The **root** of a value is the one that it is another name of: the operand of a copy, or of a view that only inserts, drops or
+    moves dimensions of extent 1. ``results``: values that are read behind the body, for example by a loop's next iteration."""
 
     def __init__(self, program: Typed, body: Sequence[Instr], results: Sequence[int] = ()):
         self.values, self.body, self.results = program.values, body, tuple(results)
         self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
-        self.uses: dict[int, list[Use]] = {}  # of a root, by instructions that are not names or views of constants themselves
+        self.uses: dict[int, list[Use]] = {}  # of a root, by instructions other than names and views of constants
         self.constants: dict[int, Scalar] = dict(program.literals)
         self._roots: dict[int, int] = {}
         for i, instr in enumerate(body):
@@ -84,7 +82,7 @@ class Flow:
 
     @staticmethod
     def of_graph(graph: Graph, ops: Sequence[int], results: Sequence[int]) -> Flow:
-        """Of the ops number ``ops`` of ``graph``; ``results``: the values that something else reads, too."""
+        """The flow of the ops number ``ops`` of ``graph``; ``results``: the values that others read as well."""
         body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
         read = {v: graph.values[v].literal for i in body for v in i.inputs}
         return Flow(_Ops(_Whole(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
@@ -122,7 +120,7 @@ class _Ops:
 
 
 class _Whole(dict[int, TileType]):
-    """The types of a graph's values, made when they are asked for."""
+    """The types of a graph's values, made on first access."""
 
     def __init__(self, values: Sequence[Value]):
         self.graph_values = values
@@ -132,16 +130,13 @@ class _Whole(dict[int, TileType]):
         return self[v]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Copies, what is computed twice, and what nobody reads: gone.
-#
-# Users write ``x - x.mean()`` twice, as layer norms do. A value that an earlier instruction of the same body, or of one around
-# it, has computed is read there; so is one that only has another name.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Copies, common subexpressions and dead code ----------------------------------------------------------------------------------
 
 
 def simplified(program: TileProgram) -> TileProgram:
-    """``program`` without copies, common subexpressions and dead code."""
+    """``program`` without copies, common subexpressions (layer norms compute ``x - x.mean()`` twice) and dead code.
+
+    An instruction whose value an earlier one of the same body, or of a body around it, has computed is replaced by that value."""
     once: dict[object, int] = {}
     literals = {v: once.setdefault((program.values[v].dtype, repr(c)), v) for v, c in program.literals}
     stages = []
@@ -152,13 +147,13 @@ def simplified(program: TileProgram) -> TileProgram:
 
 
 class _Names:
-    """``names``: value -> the earlier one that it equals. ``roots``: what a value is another name of, in another shape maybe."""
+    """``names``: value -> the earlier value that it equals. ``roots``: value -> the one that it is another name of."""
 
     def __init__(self, program: TileProgram, names: dict[int, int]):
         self.program, self.names, self.roots = program, names, dict[int, int]()
 
     def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[tuple[Instr, ...], dict[object, int]]:
-        """``known``: what has been computed already where ``body`` stands -> its value."""
+        """``known``: instructions that have been computed before ``body`` -> their values."""
         out = []
         for instr in body:
             instr = dataclasses.replace(instr, inputs=tuple(self.names.get(v, v) for v in instr.inputs))
@@ -188,7 +183,7 @@ class _Names:
 
 
 def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...]:
-    """The instructions of ``body`` that have an effect, or make something that those or ``results`` need."""
+    """The instructions of ``body`` that have an effect, or make a value that those or ``results`` need."""
     wanted, kept = set(results), []
     for instr in reversed(body):
         effect = any(i.kind in EFFECTS for i in walk((instr,)))
@@ -204,14 +199,7 @@ def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...
     return tuple(reversed(kept))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which values of a program are compared with others, or are what a maximum that leaves it was taken of.
-#
-# Comes in: a ``TileProgram``. Goes out: these values, and what pointwise operators make them of. A maximum's gradient goes to the
-# rows that equal it (``eq(x, max(x))``), and what equals nothing is divided by a count of 0. Maximum and comparison may be in
-# different programs, phases or loops, each of which makes ``x`` again beside other operators. ``x`` has the same bits everywhere
-# only if every operator on the way to it is rounded as its jaxpr says, whatever stands around it. How, a target knows.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Values that are compared -----------------------------------------------------------------------------------------------------
 
 EXTREMES = frozenset({"reduce_max", "reduce_min", "run_max"})
 _MOVES = frozenset([*(kind for kind, spec in OPS.items() if spec.moves), "take", "cut", "paste", "copy"])
@@ -220,22 +208,26 @@ _LEAVES = frozenset({"store", "store_slice", "push"})
 
 
 def compared_values(program: TileProgram) -> frozenset[int]:
-    """The values on the way to a comparison of two values, and to a maximum or minimum that leaves the program."""
+    """The values on the way to a comparison of two values, and to a maximum or minimum that leaves the program.
+
+    A maximum's gradient goes to the rows that equal it (``eq(x, max(x))``), and is divided by their count, which must not be 0. The
+    two may be in different programs, phases or loops that each compute ``x`` beside other operators. ``x`` has the same bits in all
+    of them only if a target rounds every operator on the way to it as its jaxpr says."""
     sources = _Sources(program)
-    found = sources.behind(v for i in sources.instrs for v in sources.compared(i))
-    left = sources.behind((i.inputs[0] for i in sources.instrs if i.kind in _LEAVES), HAND_ON | {"convert_element_type"})
+    found = sources.floats_behind(v for i in sources.instrs for v in sources.compared(i))
+    left = sources.floats_behind((i.inputs[0] for i in sources.instrs if i.kind in _LEAVES), HAND_ON | {"convert_element_type"})
     largest = (sources.makers[v] for v in left if v in sources.makers)
-    return sources.behind(v for i in largest if i.kind in EXTREMES for v in i.inputs[:1]) | found
+    return sources.floats_behind(v for i in largest if i.kind in EXTREMES for v in i.inputs[:1]) | found
 
 
 class _Sources:
-    """What each value is made of. ``makers``: of those that no loop hands on."""
+    """The operands that each value is computed of. ``makers``: without loops; ``passed``: by loops and queues."""
 
     def __init__(self, program: TileProgram):
         self.program = program
         self.instrs = [i for stage in program.stages for i in walk(stage.body)]
         self.makers: dict[int, Instr] = {}
-        self.handed: dict[int, tuple[int, ...]] = {}  # by loops and queues
+        self.passed: dict[int, tuple[int, ...]] = {}
         self.constant = {v for v, _ in program.literals}
         pushed: dict[int, int] = {}
         for i in self.instrs:
@@ -247,18 +239,18 @@ class _Sources:
                 self.makers.update((v, i) for v in i.outputs)
                 continue
             for first, carry, last, after in zip(i.inputs, i.block.carries, i.block.results, i.outputs, strict=True):
-                self.handed[carry] = self.handed[after] = (first, last)
-        self.handed.update((i.outputs[0], (pushed[i["queue"]],)) for i in self.instrs if i.kind == "pop")
+                self.passed[carry] = self.passed[after] = (first, last)
+        self.passed.update((i.outputs[0], (pushed[i["queue"]],)) for i in self.instrs if i.kind == "pop")
 
     def compared(self, instr: Instr) -> tuple[int, ...]:
-        """Operands of ``instr`` that the bits of another value are held against."""
+        """Operands of ``instr`` that it compares with another value."""
         if instr.kind in ("sink", "sink_at") and self.program.sinks[instr["sink"]].how in ("max", "min"):
             return instr.inputs[:1]
         x, y = instr.inputs if instr.kind in COMPARISONS else (-1, -1)
         return () if x == y or not self.constant.isdisjoint((x, y)) else (x, y)
 
-    def behind(self, values: Iterable[int], through: frozenset[str] = _COMPUTED) -> frozenset[int]:
-        """The floats among ``values``, and those that operators ``through`` make them of."""
+    def floats_behind(self, values: Iterable[int], through: frozenset[str] = _COMPUTED) -> frozenset[int]:
+        """The floats among ``values``, and those from which operators ``through`` compute them."""
         seen: set[int] = set()
         pending = list(values)
         while pending:
@@ -266,31 +258,21 @@ class _Sources:
             if v in seen or v in self.constant or not is_float(self.program.values[v].dtype):
                 continue
             seen.add(v)
-            pending += self.handed.get(v, ())
+            pending += self.passed.get(v, ())
             maker = self.makers.get(v)
             if maker is not None and (maker.kind in through or maker.kind in _MOVES or maker.kind in EXTREMES):
                 pending += maker.inputs
         return frozenset(seen)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Activations that a matrix product applies to its sums: recognised by what they compute, however they are spelled.
-#
-# Comes in: a value, the result of a product with its bias. Goes out: the activation that everything between it and one later
-# value computes. ``with_epilogues`` asks this of the bodies of stages, and the cost model of the graph that it plans
-# (``flow.of_graph``).
-#
-# The instructions in between are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms`` where an atom is a
-# function of such a sum; equal activations have equal sums. Examples: ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x *
-# logistic(2 * c * (x + d * x * x * x))`` are both the tanh form of gelu.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Activations, recognised by what they compute ---------------------------------------------------------------------------------
 
 _MOST_INSTRUCTIONS = 24  # of an activation's definition
 _MOST_TERMS = 12  # of a sum
-_TOLERANCE = 1e-6  # of a coefficient: products of constants that were rounded to float32
+_TOLERANCE = 1e-6  # of a coefficient, for products of constants that were rounded to float32
 
 
-PARAMETERS = {  # activation -> how many it has; x is the sum that it is applied to
+PARAMETERS = {  # activation -> how many parameters it has; x is the sum that it is applied to
     "none": 0,  # x
     "relu": 0,  # max(x, 0)
     "leaky_relu": 1,  # x where it is positive, else a x
@@ -312,7 +294,7 @@ _FUNCTIONS = frozenset({"tanh", "logistic", "erf", "erfc", "exp", "expm1"})
 
 @dataclasses.dataclass(frozen=True)
 class Recognised:
-    """``result`` is the value that activation ``name`` with ``parameters`` makes; the instructions ``absorbed`` compute it."""
+    """``result``: the value that activation ``name`` with ``parameters`` makes; ``absorbed``: the instructions that compute it."""
 
     name: str
     parameters: tuple[float, ...]
@@ -321,9 +303,13 @@ class Recognised:
 
 
 def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised | None:
-    """The longest activation of ``x`` (not of a float64 one) whose inner values, ``x`` among them, nothing else reads.
+    """The longest activation of ``x`` (unless float64) whose inner values, and ``x``, no other instruction reads.
 
-    An activation rounds its result once, so it stands for one operator of a dtype whose results ``rounding`` rounds, or for
+    The instructions are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms``, where an atom is a function of
+    such a sum; equal activations have equal sums. Thus ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x * logistic(2 * c * (x +
+    d * x**3))`` are both the tanh form of gelu. ``with_epilogues`` asks this of stages, the cost model of graphs.
+
+    An activation rounds its result once, so it replaces one operator of a dtype whose results ``rounding`` rounds, or
     ``x * logistic(x)``, of which the product's epilogue rounds both.
     """
     dtype = flow.dtype(x)
@@ -347,14 +333,14 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
         known[out], makers[out] = value, i
         queue = sorted({*queue, *flow.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
-        cone = _closed(flow, root, out, makers) if match is not None else None
+        cone = _inner_cone(flow, root, out, makers) if match is not None else None
         if match is not None and cone is not None and _rounds_alike(flow, cone, match, rounding):
             found = Recognised(*match, out, cone)
     return found
 
 
-def _closed(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
-    """The instructions that ``result`` takes; None where another one reads a value between ``root`` and ``result``."""
+def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
+    """The instructions that compute ``result``; None where another one reads a value between ``root`` and ``result``."""
     cone: set[int] = set()
     values = {result}
     todo = [result]
@@ -371,7 +357,7 @@ def _closed(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple
 
 
 def _rounds_alike(flow: Flow, cone: tuple[int, ...], match: tuple[str, tuple[float, ...]], rounding: Rounding) -> bool:
-    """Does the activation ``match`` have the roundings of the instructions ``cone``, which it stands for?"""
+    """Whether the activation ``match`` rounds like the instructions ``cone`` that it replaces."""
     instrs = [flow.instruction(i) for i in cone]
     rounded = [
         i.kind for i in instrs if rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(flow.literal(v) for v in i.inputs))
@@ -379,18 +365,18 @@ def _rounds_alike(flow: Flow, cone: tuple[int, ...], match: tuple[str, tuple[flo
     return len(rounded) <= 1 or (match == ("silu", (1.0,)) and sorted(rounded) == ["logistic", "mul"])
 
 
-# ---- evaluation
+# --- evaluation -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Positive:
-    """The truth of ``x > 0`` or ``x >= 0``, or the opposite. Activations that choose by it are continuous: 0 is on either side."""
+    """The truth of ``x > 0`` or ``x >= 0``, or its opposite: activations that select by it are continuous at 0."""
 
     opposite: bool
 
 
 def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype: str) -> Sum | _Positive | None:
-    """The result of a pointwise instruction on values of ``known`` and constants; None where it is not of this algebra."""
+    """The result of a pointwise instruction on values of ``known`` and constants; None where it is not in this algebra."""
     args: list[Sum | _Positive] = []
     for v in instr.inputs:
         literal = flow.literal(v)
@@ -486,7 +472,7 @@ _RULES: dict[str, Callable[..., Sum | None]] = {
 }
 
 
-# ---- names
+# --- names ----------------------------------------------------------------------------------------------------------------------
 
 
 def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
@@ -502,7 +488,7 @@ def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
         return None
     ((function, arguments),) = atoms
     if not plain:
-        return _alone(function, arguments, power, scale)
+        return _one_function(function, arguments, power, scale)
     # (1 + f) / 2, times x or not
     if not (_near(scale, 0.5) and set(plain) == {power} and _near(plain[power], 0.5)):
         return None
@@ -514,7 +500,7 @@ def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
     return _positive("gelu_erf", inner[0]) if function == "erf" and power == 1 and inner[1] == 0 else None
 
 
-def _alone(function: str, arguments: tuple[object, ...], power: int, scale: float) -> tuple[str, tuple[float, ...]] | None:
+def _one_function(function: str, arguments: tuple[object, ...], power: int, scale: float) -> tuple[str, tuple[float, ...]] | None:
     """The activation ``scale * x**power * function(arguments)``."""
     if function == "where_positive" and power == 0 and _near(scale, 1):
         return _where(*arguments)
@@ -565,7 +551,7 @@ def _sigmoid(power: int, a: float, b: float) -> tuple[str, tuple[float, ...]] | 
 
 
 def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] | None:
-    """x where it is positive, and something else elsewhere."""
+    """The activation that is x where x is positive, and ``on_false`` elsewhere."""
     if _terms(on_true) != X:
         return None
     terms = _terms(on_false)
@@ -576,27 +562,24 @@ def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] |
         return None
     if power == 1 and not atoms:
         return "leaky_relu", (a,)
-    held = _freeze(_atom("where_positive", (), _freeze(X)))  # users keep e^x from overflowing where it is not chosen
+    held = _freeze(_atom("where_positive", (), _freeze(X)))  # users clamp e^x so that it does not overflow where not selected
     if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
         return "elu", (a,)
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Biases and activations move into the matrix products whose results they are computed of.
-#
-# Comes in: a ``TileProgram``, best a ``simplified`` one. Goes out: one in which a product whose result is read by nothing but
-# ``[convert] add(bias) [convert] activation [convert]`` is a ``matmul`` with the bias as its third operand and the activation as
-# a parameter. It adds and activates in the dtype that it accumulates in, and rounds once.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Biases and activations in matrix products ------------------------------------------------------------------------------------
 
 Makers = Mapping[int, Instr]
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, activated: bool = True) -> TileProgram:
-    """``program`` with biases and, where ``activated``, activations folded into its products, which round 16-bit sums on their way
-    where ``rounding`` says so."""
+    """``program`` with biases and, where ``activated``, activations folded into its products; ``rounding``: of 16-bit results.
+
+    A product whose result is read only by ``[convert] add(bias) [convert] activation [convert]`` becomes a ``matmul`` with the bias
+    as third operand and the activation as parameter, computed in its accumulation dtype and rounded once. ``program`` should be
+    ``simplified``."""
     folding = _Folding(program, rounding, activated)
     stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)
     return dataclasses.replace(program, stages=stages, values=tuple(folding.values))
@@ -604,14 +587,14 @@ def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, act
 
 @dataclasses.dataclass(frozen=True)
 class _Epilogue:
-    """``result`` is the value that the product ends up making, ``absorbed`` are the instructions that this replaces."""
+    """``result``: the value that the product makes now; ``absorbed``: the instructions that this replaces."""
 
     result: int
     bias: _Bias | None
     activation: str
     parameters: tuple[float, ...]
     absorbed: tuple[int, ...]
-    rounds: str  # the dtype to which sums are rounded before the bias is added, and again before the activation; or float32
+    rounds: str  # the dtype to which sums are rounded before the bias is added and before the activation, or float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -632,7 +615,7 @@ class _Folding:
         return len(self.values) - 1
 
     def body(self, body: Sequence[Instr], results: Sequence[int], around: Makers) -> tuple[Instr, ...]:
-        """``around``: what makes the values of the code that a loop's body stands in."""
+        """``around``: makers of the values of the code around a loop's body."""
         flow = Flow(self.program, body, results)
         makers = {**around, **flow.makers}
         found = {i: self._match(flow, makers, i) for i, instr in enumerate(body) if instr.kind == "matmul"}
@@ -641,7 +624,7 @@ class _Folding:
         absorbed = {j for e in found.values() for j in e.absorbed}
         out: list[Instr] = []
         position = {v: i for i, instr in enumerate(body) for v in instr.outputs}
-        moved: set[int] = set()  # values that were made earlier, for a bias
+        moved: set[int] = set()  # values that are now made earlier, for a bias
         for i, instr in enumerate(body):
             if instr.block is not None:
                 block = dataclasses.replace(instr.block, body=self.body(instr.block.body, instr.block.results, makers))
@@ -657,13 +640,13 @@ class _Folding:
             elif i in absorbed or not moved.isdisjoint(instr.outputs):
                 continue
             elif not gone.isdisjoint(instr.inputs):
-                gone.update(instr.outputs)  # another name of what is no longer made
+                gone.update(instr.outputs)  # another name of a value that is no longer made
             else:
                 out.append(instr)
         return live(out, results)
 
     def _product(self, instr: Instr, e: _Epilogue) -> list[Instr]:
-        """The product ``instr`` that makes ``e.result``, between what brings its bias into shape and its result."""
+        """The product ``instr`` that makes ``e.result``, with instructions that shape its bias and its result."""
         before, after, inputs = [], [], instr.inputs
         (out,), result = instr.outputs, self.values[e.result]
         columns = tuple(self.values[out].shape[d - 1] for d in column_dims(instr, len(self.values[instr.inputs[1]].shape)))
@@ -694,7 +677,7 @@ class _Folding:
         absorbed: list[int] = []
         while flow.dtype(out) in _FLOATS and len(product.inputs) == 2:
             own = flow.dtype(current) if flow.dtype(current) in self.rounding.results else "float32"
-            # Sums are rounded before their bias and before their activation, or nowhere.
+            # Sums are rounded both before their bias and before their activation, or nowhere.
             both = bias is None or rounds == own
             if self.activated and activation == "none" and both and not (rounded and own == "float32"):
                 found = recognise(flow, current, self.rounding)
@@ -781,7 +764,7 @@ def _real(flow: Flow, v: int) -> list[int]:
 
 
 def _loaded(makers: Makers, program: TileProgram, v: int) -> bool:
-    """Whether ``v`` is an array that depends on no row, seen with other strides or in another shape, but not copied."""
+    """Whether ``v`` is an array that depends on no row, with other strides or in another shape, but not copied."""
     chain = _chain(makers, v)
     if not chain or chain[0].kind != "load" or program.inputs[chain[0]["array"]].row_strides:
         return False
@@ -794,23 +777,19 @@ def _loaded(makers: Makers, program: TileProgram, v: int) -> bool:
 
 
 def _chain(makers: Makers, v: int | None) -> list[Instr]:
-    """The instruction that makes ``v``, behind those that make what it is a view of."""
+    """The instruction that makes ``v``, after those that make the values that it is a view of."""
     instr = makers.get(v) if v is not None else None
     if instr is None:
         return []
     return [*(_chain(makers, instr.inputs[0]) if instr.kind in (*VIEWS, "copy") else []), instr]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A bias that is added to the sum of two products is added to one of them instead, which takes it for nothing.
-#
-# Comes in: a ``TileProgram``, best a ``simplified`` one. Goes out: one in which ``(x @ a + h @ b) + bias`` is ``(x @ a + bias) +
-# h @ b`` where nobody else reads the sum or the products, in float32. For ``with_epilogues`` behind it.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Biases of sums of two products -----------------------------------------------------------------------------------------------
 
 
 def with_biases_first(program: TileProgram) -> TileProgram:
-    """``program`` with biases of sums of products moved to the products."""
+    """``program`` with ``(x @ a + h @ b) + bias`` as ``(x @ a + bias) + h @ b``, in float32, where no other instruction reads the
+    sum or the products: ``with_epilogues`` then adds the bias for free. ``program`` should be ``simplified``."""
     values = list(program.values)
 
     def body_of(body: Sequence[Instr], results: Sequence[int], around: Mapping[int, Instr]) -> tuple[Instr, ...]:

@@ -14,7 +14,7 @@ from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.loop_bounds import mean_met, tile_starts
+from kitsune_jax.program.loop_bounds import mean_iterations, tile_starts
 from tests.support.graphs import graph_of
 
 HEADS = [1, 2, 3, 7, 8, 16, 31, 64]
@@ -45,24 +45,26 @@ def test_the_visible_share_of_a_causal_mask(batch_axes: int, more: int) -> None:
             tokens = ROWS * tiles + more
             program = program_of((heads, tokens), batch_axes)
             exact = seen_blocks(program, 1).mean()
-            assert mean_met(program, loop(1, -(-tokens // ROWS))) == pytest.approx(exact, rel=0.02), (heads, tiles)
+            assert mean_iterations(program, loop(1, -(-tokens // ROWS))) == pytest.approx(exact, rel=0.02), (heads, tiles)
 
 
 @pytest.mark.parametrize("axes, axis", [((64, 2048), 1), ((512, 64), 1), ((3, 30011), 1), ((40_000,), 0), ((7, 512, 33), 1)])
 def test_the_visible_share_where_there_are_more_tiles_than_are_looked_at(axes: tuple[int, ...], axis: int) -> None:
     program = program_of(axes, 0)
     assert program.tiles > 4096
-    assert mean_met(program, loop(axis, -(-axes[axis] // ROWS))) == pytest.approx(seen_blocks(program, axis).mean(), rel=0.02)
+    assert mean_iterations(program, loop(axis, -(-axes[axis] // ROWS))) == pytest.approx(
+        seen_blocks(program, axis).mean(), rel=0.02
+    )
 
 
 def test_the_visible_share_where_a_batch_axis_is_compared() -> None:
     program = program_of((64, 40), 1)
-    assert mean_met(program, loop(0, 16)) == pytest.approx(seen_blocks(program, 0).mean(), rel=0.02)
+    assert mean_iterations(program, loop(0, 16)) == pytest.approx(seen_blocks(program, 0).mean(), rel=0.02)
 
 
 def test_blocks_seen_as_a_whole_and_those_at_the_edge_are_all() -> None:
     program = program_of((8, 130), 1)
-    whole, edges, seen = (mean_met(program, loop(1, 33, which)) for which in ("whole", "edges", "all"))
+    whole, edges, seen = (mean_iterations(program, loop(1, 33, which)) for which in ("whole", "edges", "all"))
     assert edges == pytest.approx(1.0) and whole + edges == pytest.approx(seen)
 
 

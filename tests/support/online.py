@@ -8,7 +8,7 @@ import numpy as np
 
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.ops.reduce import ONLINE
-from kitsune_jax.program.build import Scaled
+from kitsune_jax.program.build import ScaledRows
 from kitsune_jax.program.ir import Instr, Program
 from tests.support.irregular import ids_of, order_of
 from tests.support.programs import Array, Case
@@ -36,7 +36,7 @@ def online_sums(
     index = t.load((rows,), "int32", ((0,),))
     t.in_order(t.input((rows,), "int32"))
     ones = t.broadcast(t.literal(1.0, dtype), (heads,), ())
-    scaled = Scaled(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal, lambda v: v == ones)
+    scaled = ScaledRows(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal, lambda v: v == ones)
     for values in (ones, x):
         u, at, tops = scaled.operands(values, index, s, n, -1)
         t.sink_at(u, at, "sum", n, "float32", ids_sorted=True)

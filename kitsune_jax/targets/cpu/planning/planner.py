@@ -23,7 +23,7 @@ from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.loop_bounds import mean_met, with_known_bounds
+from kitsune_jax.program.loop_bounds import mean_iterations, with_known_bounds
 from kitsune_jax.targets.cpu.call import LONG_SECONDS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import (
@@ -244,7 +244,7 @@ class BlockModel(TileModel):
 
     def _mean_blocks(self, loop: Instr, rows: int) -> float:
         """The mean number of blocks that a tile of ``rows`` rows runs."""
-        return mean_met(dataclasses.replace(self.program, tile_rows=rows), loop)
+        return mean_iterations(dataclasses.replace(self.program, tile_rows=rows), loop)
 
 
 # --- Folds by indices in whose order the rows stream ------------------------------------------------------------------------------

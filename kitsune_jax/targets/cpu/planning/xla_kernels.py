@@ -267,8 +267,8 @@ def _from_library(graph: Graph, op: Op) -> bool:
 
 
 def _reads_columns(graph: Graph, op: Op) -> bool:
-    """Whether the product ``op`` contracts the rows of its first operand, a matrix or one for each batch, seen through a transpose.
-    """
+    """Whether the product ``op`` contracts the rows of its first operand, a matrix or one for each batch, seen through a
+    transpose."""
     rank, batch = len(graph.values[op.inputs[0]].shape), len(op["lhs_batch"])
     if rank - batch != 2 or len(op["lhs_contract"]) != 1:
         return False
