@@ -1,5 +1,8 @@
-"""Operations, rows and bytes of the ops of a region on any target, and the kernels that XLA would run for them one after the
-other.
+"""Costs of the ops of a region on any target (``RegionCost``), and the kernels that XLA would run for them (``kernels_of``).
+
+Comes in: a Graph, a Region of it and a Machine. Goes out: operations, rows and bytes of single ops; ``pipeline_traffic``, the bytes
+that a pipeline cannot avoid; and XLA's kernels one after the other. Each target derives its own cost class, with seconds. Only
+shapes, dtypes and the machine's numbers are read, never a clock.
 """
 
 from __future__ import annotations
@@ -24,20 +27,11 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Machine
 from kitsune_jax.planning.streams import Region, StreamSpace, row_shape
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What ops cost on any target: operations, rows and bytes, on a tile of a pipeline and over the whole stream.
-#
-# Comes in: a Graph, a Region of it and a Machine. Goes out: ``RegionCost``, which answers for single ops and is the base of each
-# target's own (what an op takes in seconds is the target's to say), and ``pipeline_traffic``, the bytes a pipeline cannot avoid.
-# Invariant: only shapes, dtypes and the machine's numbers are read, never a clock.
-#
-# A **row** is one index of the stream space; what an op costs per row follows from its row shapes, so an op whose values depend
-# on some of the stream axes only is charged for every row, as the tile program runs it.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Operations, rows and bytes ---------------------------------------------------------------------------------------------------
 
-# Families whose result is a view of their operand, or is made on the fly by whoever reads it.
+# Families whose result is a view of their operand, or is made on the fly by its readers.
 FREE = frozenset({"broadcast", "reshape", "iota"})
-# Families that copy: half an element operation for each element moved.
+# Families that copy, at half an element operation for each element moved.
 COPIES = frozenset({"concatenate", "slice", "pad", "rev", "transpose"})
 SCANS = frozenset({"reduce", "argreduce", "cumulative"})
 GATHER, SCATTER = "gather", "scatter"
@@ -45,7 +39,7 @@ GATHER, SCATTER = "gather", "scatter"
 
 @functools.cache
 def itemsize(dtype: str) -> int:
-    """Bytes of one element. bfloat16 and the 8-bit floats are not NumPy's own names.
+    """Bytes of one element. NumPy has no names of its own for bfloat16 and the 8-bit floats.
 
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)
@@ -62,9 +56,8 @@ def round_up(n: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DotWork:
-    """A matmul per row: ``batch`` products of (rows * m, k) with (k, n).
-
-    ``per_row``: both operands depend on the row, so there are ``batch`` products of (m, k) with (k, n) for each.
+    """A matmul per row: ``batch`` products of (rows * m, k) with (k, n); if ``per_row``, both operands depend on the row, and each
+    row has ``batch`` products of (m, k) with (k, n).
     """
 
     batch: int
@@ -77,10 +70,10 @@ class DotWork:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-    """What an op reads of a table, or folds into one, by streamed indices.
+    """The rows of a table that an op reads, or folds into it, by streamed indices.
 
     ``count`` rows of ``row_bytes`` for each row of the stream, of a table of ``table_bytes``. ``folds``: folds them in. ``near``:
-    the indices never decrease along the stream, so the row is the one used before, or the next one in memory.
+    the indices never decrease along the stream, so each row is the previous one, or the next one in memory.
     """
 
     count: int
@@ -108,15 +101,16 @@ class OpWork:
 class RegionCost(abc.ABC):
     """Costs of the ops of one region, each computed once.
 
+    A **row** is one index of the stream space. An op is charged for every row even if its values depend on some stream axes only.
+
     ``work(i)`` is the op's work per row; ``tile_seconds(i, rows)`` the time of one tile of ``rows`` rows on one worker.
-    ``is_maker(i)``: the op reads nothing streamed, so whoever needs its result makes it again, and no queue carries it.
+    ``is_maker(i)``: the op reads nothing streamed, so its readers each compute it, and no queue carries its result.
     ``row_size(v)``: elements of a row, or of all of a stationary value; ``row_bytes(v)``: bytes of one row of a streamed value.
-    ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators, so a
-    pipeline does not pay for it. ``access(i)``: what it reads or folds by streamed indices, if it does. ``tables``: the stationary
-    values that are read by rows only; they are never laid out for the call, and may be of any size. ``order``: the indices
-    (a graph value) in whose order the rows stream. ``carried``: of a loop's body, what a step hands to the next; None elsewhere.
-    ``labels``: of what depends on the rows of a batch; ``of_batch``: of what depends on batch axes only, which counts as
-    stationary, with the part of it that a batch reads.
+    ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators for free.
+    ``access(i)``: its reads or folds by streamed indices, or None. ``tables``: the stationary values that are read by rows only;
+    they are never laid out for the call, and may have any size. ``order``: the indices (a graph value) in whose order the rows
+    stream. ``carried``: of a loop's body, the values that a step passes to the next; None elsewhere. ``labels``: of values that
+    depend on the rows of a batch; ``of_batch``: of values that depend on batch axes only, counted as stationary, by the batch.
     """
 
     def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
@@ -146,7 +140,7 @@ class RegionCost(abc.ABC):
         """Seconds of op ``i`` on one tile of ``rows`` rows, on one worker."""
 
     def body(self, i: int) -> Self:
-        """The costs of the body of loop ``i``, for a step."""
+        """The costs of one step of loop ``i``."""
         if i not in self._bodies:
             self._bodies[i] = self._body(i)
         return self._bodies[i]
@@ -181,8 +175,8 @@ class RegionCost(abc.ABC):
                 yield op["length"], frozenset(parts(op).in_consts), self.body(i)
 
     def sliced(self) -> frozenset[int]:
-        """Values of which a loop of the region takes or makes a slice in every step, as they lie in memory. (In a step of a loop
-        around it, what is made for all steps of a loop lies in the tile.)"""
+        """Values in memory of which a loop of the region reads or writes a slice in every step. (In a step of an outer loop, the
+        values of all steps of an inner loop are in the tile.)"""
         loops = [parts(self.graph.ops[i]) for i in self.region.ops if self.graph.ops[i].body is not None]
         sliced = frozenset(v for p in loops for v in (*p.xs, *p.ys))
         return sliced if self.carried is None else sliced.intersection(self.region.inputs)
@@ -211,7 +205,7 @@ class RegionCost(abc.ABC):
         return all(self.looks_up(i) and self.graph.ops[i].inputs[1] != v for i in self.readers.get(v, ()))
 
     def looks_up(self, i: int) -> bool:
-        """Op ``i`` reads rows of a stationary array by streamed indices."""
+        """Whether op ``i`` reads rows of a stationary array by streamed indices."""
         op = self.graph.ops[i]
         return self.family(i) == GATHER and op.inputs[1] in self.labels and op.inputs[0] not in self.labels
 
@@ -231,20 +225,20 @@ class RegionCost(abc.ABC):
         return Access(count, self.row_bytes(rows) // count, self.bytes(table), folds, near)
 
     def first_of_scores(self, i: int) -> bool:
-        """Is op ``i`` an online sum, and the first one of its scores?"""
+        """Whether op ``i`` is an online sum, and the first one of its scores."""
         ops = self.graph.ops
         if ops[i].kind not in ONLINE:
             return False
         return i == min(j for j in self.region.ops if ops[j].kind in ONLINE and ops[j].inputs[1:] == ops[i].inputs[1:])
 
     def source(self, ids: int) -> int:
-        """The value that indices are made of: behind conversions, reshapes, and what makes negative ones count from the end.
+        """The value that indices are computed from: without conversions, reshapes, and the wrapping of negative indices.
 
-        Indices of one source are in the same order, but for those out of range.
+        Indices of one source are in the same order, except those out of range.
         """
         while ids in self.producer:
             op = self.graph.ops[self.producer[ids]]
-            if op.kind in ("select_n", "clamp"):  # JAX's where(i < 0, i + n, i); a clamp's operand stands second as well
+            if op.kind in ("select_n", "clamp"):  # JAX's where(i < 0, i + n, i); a clamp's operand is its second one as well
                 ids = op.inputs[1]
             elif op.kind in ("reshape", "convert_element_type", "broadcast_in_dim", "copy"):
                 ids = op.inputs[0]
@@ -253,18 +247,18 @@ class RegionCost(abc.ABC):
         return ids
 
     def read_bytes(self, v: int) -> int:
-        """Bytes of ``v`` that the region reads from memory: of a table no more than the rows that are read."""
+        """Bytes of ``v`` that the region reads from memory: of a table, at most the rows that are read."""
         if v not in self.tables:
             return self.bytes(v)
         return min(self.bytes(v), sum(self.bytes(self.graph.ops[i].outputs[0]) for i in self.readers[v]))
 
     def stationary_inputs(self, ops: Iterable[int]) -> list[int]:
-        """Stationary arrays that ``ops`` read, each once, literals and tables apart."""
+        """Stationary arrays that ``ops`` read, each once, without literals and tables."""
         reads = dict.fromkeys(v for i in ops for v in self.graph.ops[i].inputs)
         return [v for v in reads if v not in self.labels and v not in self.tables and self.graph.values[v].literal is None]
 
     def stationary_bytes(self, ops: Iterable[int]) -> int:
-        """Bytes of the stationary arrays that ``ops`` read, of those that depend on the batch what one of them reads."""
+        """Bytes of the stationary arrays that ``ops`` read; of arrays that depend on the batch, the part of one batch."""
         inputs = self.stationary_inputs(ops)
         return sum(self.row_bytes(v) if v in self.of_batch else self.bytes(v) for v in inputs)
 
@@ -300,12 +294,12 @@ class RegionCost(abc.ABC):
         return self.row_size(op.inputs[0] if reads else op.outputs[0])
 
     def _absorbed(self, i: int) -> bool:
-        """``i`` adds a stationary value to a matmul's result or takes its maximum with a constant, and it is the only reader."""
+        """Whether ``i``, as the only reader, adds a stationary value to a matmul's result or takes its maximum with a constant."""
         before = self.follows(i)
         return before is not None and (self.work(before).dot is not None or self.absorbed(before))
 
     def follows(self, i: int) -> int | None:
-        """The op to whose result ``i``, its only reader, adds a stationary value, or of which it takes the maximum with one."""
+        """The op to whose result ``i``, its only reader, adds a stationary value, or takes the maximum with one; else None."""
         op = self.graph.ops[i]
         if op.kind not in ("add", "max"):
             return None
@@ -338,36 +332,26 @@ class RegionCost(abc.ABC):
 
 
 def pipeline_traffic(cost: RegionCost) -> int:
-    """Compulsory off-chip bytes of the region as a pipeline: inputs are read once and outputs written once. An order is read once
-    more."""
+    """Bytes that the region as a pipeline must move off chip: inputs are read and outputs written once, an order twice."""
     order = 4 * cost.region.space.rows if cost.order is not None else 0
     return order + sum(map(cost.read_bytes, cost.region.inputs)) + sum(map(cost.bytes, cost.outputs))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What XLA would do with the ops of a region: the kernels that it would run one after the other.
-#
-# Comes in: a ``RegionCost``. Goes out: ``kernels_of``, of which each target makes its baseline, modelled seconds and off-chip
-# bytes; and ``left_region``, by which it does so of ops that no region has. The model of XLA's fusion: a value is written to
-# memory where its op is a matmul, a reduction or a scan, where it leaves the region, where a matmul, a scan or a scatter reads
-# it, and where it is expensive and read twice; everything else, rows taken from a table included, is computed again inside the
-# kernels that need it. Nothing fuses across matmuls and scatters. A scatter whose sums are added to an array folds into that
-# array.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Kernels of XLA ---------------------------------------------------------------------------------------------------------------
 
 ROOTS = frozenset({"dot", "reduce", "argreduce", "cumulative", "loop", SCATTER})
-# Kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
+# Families with kernels of their own, whose operands are in memory. The kernels of a loop are those of its body.
 _ALONE = frozenset({"dot", "cumulative", "loop", SCATTER})
 _NONE: Mapping[int, int] = MappingProxyType({})
 _VIEWS = frozenset({"reshape", "transpose"})
-# XLA does not compute an op of this many operations twice to save a round trip (its list: divide, exp, log, tanh, power, ...).
+# XLA computes an op of this many operations once rather than save a round trip (divide, exp, log, tanh, power, ...).
 _EXPENSIVE = 4
 
 
 @dataclasses.dataclass
 class Kernel:
     """One kernel of the bulk-synchronous program: ``ops`` run in it, ``reads`` come from memory, ``root`` is written. ``into``: the
-    array that a scatter folds its rows into, instead of zeros: ``root`` is that array then."""
+    array, instead of zeros, into which a scatter folds rows; ``root`` is then that array."""
 
     root: int
     ops: frozenset[int]
@@ -390,8 +374,8 @@ class Kernel:
 
 
 def _read(cost: RegionCost, v: int, readers: Sequence[Op]) -> int:
-    """Of an array that the ``readers`` of a kernel only take rows of, or a slice at a computed place, no more than these: pages of
-    a pool in the steps of a loop. Plain slices count whole: mostly all parts of such an array are read."""
+    """Bytes of ``v`` that the ``readers`` in a kernel read: if all of them read rows or slices at computed places (pages of a
+    pool), only these. Plain slices count as the whole array, since usually other slices are read as well."""
     whole = cost.read_bytes(v)
     if not readers or not all(_is_partly(op) and v not in op.inputs[1:] for op in readers):
         return whole
@@ -403,8 +387,12 @@ def _is_partly(op: Op) -> bool:
 
 
 def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collection[int] = ()) -> list[Kernel]:
-    """The kernels, in order, each rooted at a value that is written to memory. ``into``: as ``folded_into`` says, of a target for
-    which that is known. ``arrays``: values that are written on such a target beside those that are on all of them."""
+    """The kernels, in order, each rooted at a value that is written to memory. ``into``: the result of ``folded_into``, if the
+    target uses it. ``arrays``: values that are also written to memory on this target.
+
+    The model of XLA's fusion: a value is written if its op is a matmul, a reduction or a scan, if it leaves the region, if a
+    matmul, a scan or a scatter reads it, or if it is expensive and read twice. Kernels compute everything else, including rows
+    taken from a table, as often as they need it. Nothing fuses across matmuls and scatters."""
     written = _written(cost, into).union(arrays)
     while True:
         kernels = [
@@ -422,9 +410,9 @@ def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collec
 
 
 def folded_into(cost: RegionCost, dtypes: Container[str]) -> dict[int, int]:
-    """value -> the array that it is but for some rows: ``x + sums`` where nothing else reads the sums, which are folded by index,
-    is one scatter into ``x`` to XLA, where it sums ``dtypes`` in themselves. The gradient of what the steps of a loop take of an
-    array is such a carry."""
+    """value -> the array that it equals except in some rows. To XLA, ``x + sums`` is one scatter into ``x`` if nothing else reads
+    the sums, which are folded by index, and it sums ``dtypes`` without conversion. The gradient of an array of which the steps of a
+    loop take rows is such a carry."""
     found: dict[int, int] = {}
     for i in cost.region.ops:
         (v, *_), (reader, *others) = cost.graph.ops[i].outputs, cost.readers.get(cost.graph.ops[i].outputs[0], [-1])
@@ -440,7 +428,7 @@ def folded_into(cost: RegionCost, dtypes: Container[str]) -> dict[int, int]:
 
 
 def left_region(graph: Graph, ops: Sequence[int]) -> Region:
-    """``ops`` of ``graph``, in an order in which they can run, as a region over which nothing streams: what is left to XLA."""
+    """``ops`` of ``graph``, in an order in which they can run, as a region over which nothing streams: the ops left to XLA."""
     made = {v for i in ops for v in graph.ops[i].outputs}
     inside = set(ops)
     read = {v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs} | set(graph.outputs)
@@ -450,7 +438,7 @@ def left_region(graph: Graph, ops: Sequence[int]) -> Region:
 
 
 def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:
-    """Values of expensive ops that several kernels would compute for themselves, by way of cheap ones that read them."""
+    """Values of expensive ops that several kernels would each compute, through cheap ops that read them."""
     seen = collections.Counter(i for kernel in kernels for i in kernel.ops if kernel.root not in cost.graph.ops[i].outputs)
     return {
         cost.graph.ops[i].outputs[0]
@@ -460,8 +448,8 @@ def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:
 
 
 def between_kernels(graph: Graph) -> int:
-    """About the most bytes that are alive at once of arrays between the kernels of a whole program: what products, reductions,
-    scatters and loops make or read, and what is read twice."""
+    """The most bytes alive at once, about, of arrays between the kernels of a whole program: operands and results of products,
+    reductions, scatters and loops, and values that are read twice."""
     consumers, results = graph.consumers(), set(graph.outputs)
     written: dict[int, int] = {}  # value -> the op that makes it
     for i, op in enumerate(graph.ops):
@@ -497,7 +485,7 @@ def _written(cost: RegionCost, into: Mapping[int, int]) -> set[int]:
 
 
 def _behind_views(cost: RegionCost, v: int) -> int:
-    """The value that is really in memory when ``v`` is read by a kernel of one op: reshapes are free, transposes are its layout."""
+    """The value in memory when a kernel of one op reads ``v``: reshapes are free, and transposes are layouts."""
     while v in cost.producer and v not in cost.outputs and cost.family(cost.producer[v]) in _VIEWS:
         v = cost.graph.ops[cost.producer[v]].inputs[0]
     return v

@@ -1,20 +1,22 @@
-"""The Plan as data (stages, queues, workers, tile size, modelled time), and what a machine model is."""
+"""The ``Plan`` of a region as data (stages, queues, workers, tile size, modelled time), and ``Machine``, the model of a device.
+
+Units: bytes, seconds, bytes per second, and operations per second (a fused multiply-add counts two). Rates are per worker: a worker
+is a core on a CPU and a streaming multiprocessor (one resident CTA) on a GPU.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The Plan as data: stages, queues, workers, tile size, and what the model says it will cost.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Plans ------------------------------------------------------------------------------------------------------------------------
 
 
 class Infeasible(ValueError):
-    """No plan for this region on this machine. The message is the reason, for the report."""
+    """This machine has no plan for the region. The message is the reason, for the report."""
 
 
-# Without a matrix product both sides are bound by memory and page faults, where the model is worth less: softmax alone was modelled
-# at 1.25x and 1.4x and ran at 0.84x on two cores, one modelled at 1.5x ran at 1.7x.
+# Without a matrix product memory and page faults bind both sides, and the model is worth less: softmax alone was modelled at 1.25x
+# and 1.4x and ran at 0.84x on two cores; one modelled at 1.5x ran at 1.7x.
 VECTOR_MARGIN = 1.45
 
 
@@ -22,9 +24,8 @@ VECTOR_MARGIN = 1.45
 class Stage:
     """Ops (graph op indices, topological) that one group of workers runs on a tile. ``resource``: "tensor" or "simt".
 
-    On a GPU ``workers`` are the CTAs of one pipeline instance that the stage has. ``split``: CTAs that share a tile, each with its
-    slab of the result's columns. ``resident``: weights stay in shared memory; otherwise they pass through it for every round of
-    tiles.
+    On a GPU ``workers`` are the stage's CTAs in one pipeline instance. ``split``: CTAs that share a tile, each with some of the
+    result's columns. ``resident``: weights stay in shared memory; otherwise they pass through it for every round of tiles.
     """
 
     name: str
@@ -40,8 +41,7 @@ class Stage:
 class Queue:
     """One value handed from ``producer`` to ``consumers`` (stage indices). ``depth`` entries of ``entry_bytes``.
 
-    ``place``: "l1"/"l2"/"l3" on a CPU; on a GPU "cluster" (shared memory of its one consumer) or "l2", with a ring of ``depth``
-    entries for each lane.
+    ``place``: "l1"/"l2"/"l3" on a CPU; on a GPU "cluster" (shared memory of its one consumer) or "l2", a ring for each lane.
     """
 
     value: int
@@ -54,13 +54,12 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What plans of every target have.
+    """The fields of the plans of every target.
 
     ``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers). ``replicas``:
     pipeline instances. ``order``: the graph value, an index of a scatter, by whose order the rows stream. ``blocks``: (graph value,
-    its dimension, elements) of a long dimension that is worked off in blocks. ``unordered``: ops that fold by indices in whatever
-    order rows come, where that is allowed. ``margin``: how many times faster than XLA a plan without matrix products must be
-    modelled to be taken.
+    dimension, elements) of a long dimension that is computed in blocks. ``unordered``: ops that may fold by index in any order of
+    rows. ``margin``: the speed-up over XLA that the model must show for a plan without matrix products to be taken.
     """
 
     machine: str
@@ -74,7 +73,7 @@ class Plan:
     baseline_seconds: float  # modelled time of the same ops, bulk-synchronously
     bytes_moved: int  # off-chip, as a pipeline
     baseline_bytes: int  # off-chip, bulk-synchronously
-    bound: str  # what limits it: a stage's name, "dram" or "l2"
+    bound: str  # the limit: a stage's name, "dram" or "l2"
     order: int | None = None
     blocks: tuple[int, int, int] | None = None
     unordered: tuple[int, ...] = ()
@@ -95,8 +94,8 @@ class CpuPlan(Plan):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuPlan(Plan):
-    """``cluster``: CTAs of a thread-block cluster. ``lanes``: consumer warpgroups of a CTA, each of which works on a tile of its
-    own. ``l2_bytes``: modelled, through the L2, of which the off-chip bytes are a part."""
+    """``cluster``: CTAs of a thread-block cluster. ``lanes``: consumer warpgroups of a CTA, each with a tile of its own.
+    ``l2_bytes``: modelled bytes through the L2, including the off-chip bytes."""
 
     cluster: int = 1
     lanes: int = 0
@@ -105,11 +104,11 @@ class GpuPlan(Plan):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a call asks the L2 for on behalf of a product behind it: parts of a weight, which the product then need not fetch.
+    """The parts of a weight that a call prefetches into the L2 for a product of XLA's behind it.
 
-    ``value``: the argument of the graph, of ``array_bytes``, that the weight lies in, ``weight_bytes`` from byte ``first`` on.
-    ``fetched_bytes``: asked for, in pieces that are spread over all of the weight. ``op``: the product. ``workers``: CTAs of the
-    machine, which share the pieces out. ``seconds``: what the model says that the product gains.
+    ``value``: the graph's argument, of ``array_bytes``, that contains the weight, ``weight_bytes`` from byte ``first`` on.
+    ``fetched_bytes``: prefetched, in pieces spread over the whole weight. ``op``: the product. ``workers``: CTAs of the machine,
+    which share the pieces. ``seconds``: the product's modelled gain.
     """
 
     value: int
@@ -122,21 +121,14 @@ class Ahead:
     seconds: float
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What a machine model is: the numbers that the planner knows about a device.
-#
-# Comes in: nothing. Goes out: ``Machine``, of which each target makes its own.
-#
-# Units: bytes, seconds, bytes per second, and operations per second (a fused multiply-add counts two). Rates are per worker: a
-# worker is a core on a CPU and a streaming multiprocessor (one resident CTA) on a GPU.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Machines ---------------------------------------------------------------------------------------------------------------------
 
 KIB, MIB = 1024, 1024 * 1024
 Rates = tuple[tuple[str, float], ...]
 
 
 def size_text(n: float) -> str:
-    """``n`` bytes, for a reader.
+    """``n`` bytes in words.
 
     >>> size_text(227 * KIB), size_text(1.5 * MIB)
     ('227 KiB', '1.5 MiB')
@@ -146,7 +138,7 @@ def size_text(n: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where the entries of a queue can lie: hand-off latency, and bandwidth per worker."""
+    """A place for the entries of a queue: hand-off latency, and bandwidth per worker."""
 
     name: str
     latency: float
@@ -155,11 +147,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A device as the cost model sees it; each target's own machines know more.
+    """A device as the cost model sees it; each target derives its own.
 
-    ``tensor_rates``: peak operations per second of one worker in matmuls, by dtype; ``"other"`` stands for dtypes that are not
-    named. ``local_bytes`` is what one worker keeps on chip for itself (L2 of a core; shared memory of a CTA), ``shared_bytes`` the
-    cache all workers share. ``sources`` says where each group of numbers is from.
+    ``tensor_rates``: peak operations per second of one worker in matmuls, by dtype; ``"other"`` stands for all other dtypes.
+    ``local_bytes``: on-chip memory of one worker (L2 of a core; shared memory of a CTA); ``shared_bytes``: the cache that all
+    workers share. ``sources``: where each group of numbers is from.
     """
 
     name: str
@@ -181,16 +173,15 @@ class Machine:
         return table.get(dtype, table["other"])
 
     def place(self, name: str) -> Place:
-        """The queue place called ``name``. Raises ``KeyError`` for one that the machine does not have."""
+        """The queue place called ``name``. Raises ``KeyError`` for a place that the machine does not have."""
         return next(p for p in self.places if p.name == name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramContext:
-    """The program around a region, as the cost model of a target sees it: a plan depends on it, and the region alone does not tell.
+    """Facts about the program around a region that its plan depends on.
 
-    ``fresh_seconds``: what a byte of an array between two calls takes because the array is fresh pages at every run, where it could
-    be an array within one call.
+    ``fresh_seconds``: seconds per byte of an array between two calls, if it is fresh pages at every run, unlike within one call.
     """
 
     fresh_seconds: float = 0.0

@@ -1,4 +1,9 @@
-"""Pipeline design: which ops form a stage, how many workers each stage gets, and in which order rows stream."""
+"""Pipeline design: the ops of each stage, the workers of each stage, and the orders and blocks in which rows can stream.
+
+Comes in: a ``RegionCost``, or a Graph and a Region. Goes out: an ordered tuple of stages (``finest``) with the ``Link``s between
+any contiguous groups of them, a ``Balance`` of workers, the indices in whose order rows may stream, and a long dimension that can
+be computed in blocks. Invariant: every streamed value that a stage reads is made in it, in an earlier stage, or outside.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +18,22 @@ from kitsune_jax.planning.cost import SCATTER, RegionCost
 from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.planning.streams import Region, relations_of, row_shape
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Pipeline design: which ops form a stage, and which values travel between stages through queues.
-#
-# Comes in: a ``RegionCost``. Goes out: an ordered tuple of stages, each the ops of one (graph op indices, ascending and so
-# topological), and for any contiguous grouping of them the ``Link``s between its groups. Invariants: every streamed value that a
-# stage needs is made in it, in an earlier stage, or outside; so the stages in order are a topological order of the pipeline. A
-# reduction over the stream needs no stage for its final half: every worker folds its tiles into a partial accumulator (the sink
-# op, in a stage), and the end of the call folds the partials.
-#
-# Makers (broadcasts and iotas of nothing streamed) appear in every stage that reads them; every other op is in exactly one stage.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Stages: each a tuple of graph op indices, ascending and so topological -------------------------------------------------------
 
 Ops = tuple[int, ...]
 
-# Rows at which the weight of ops is compared while stages are formed; the ratios hardly depend on it.
+# Rows at which ops are compared while stages are formed; the ratios hardly depend on it.
 _TYPICAL_ROWS = 64
-# Two entries let a producer fill one while the consumer reads the other.
+# With two entries a producer fills one while the consumer reads the other.
 DOUBLE_BUFFER = 2
-# Families that can make a row larger than what they read.
+# Families whose results can have larger rows than their operands.
 _WIDENING = frozenset({"broadcast", "convert", "pad", "concatenate", "reshape"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """A value that ``producer`` hands to ``consumers`` (positions in the list of stages).
-
-    ``bypassed``: how many stages the farthest consumer stands behind the producer. 1 is a plain neighbour; more is a skip.
+    """A value that ``producer`` sends to ``consumers`` (positions in the list of stages). ``bypassed``: stages from the producer to
+    the farthest consumer, 1 for neighbours.
     """
 
     value: int
@@ -49,7 +43,7 @@ class Link:
 
     @property
     def min_depth(self) -> int:
-        """Entries that keep the pipeline live although every stage on the way holds one tile and has asked for its next.
+        """Entries with which the pipeline cannot deadlock although every stage between holds a tile and has asked for its next.
 
         A consumer ``n`` stages on still reads tile 0 while the producer writes tile n, so a skip needs n + 1; one more keeps both
         ends from waiting for each other (PAPER.md: as deep as the path it bypasses, or the pipeline deadlocks).
@@ -58,9 +52,11 @@ class Link:
 
 
 def finest(cost: RegionCost, together: Mapping[int, int]) -> tuple[Ops, ...]:
-    """One stage per matmul and per piece of vector work too heavy for a matmul's epilogue; neighbours take in the rest.
+    """One stage per matmul and per piece of vector work that is too heavy for a matmul's epilogue; other ops join neighbours.
 
-    ``together``: op -> the op in whose stage it has to be.
+    Makers (broadcasts and iotas of nothing streamed) are in every stage that reads them, every other op in exactly one. The final
+    half of a reduction over the stream needs no stage: a sink folds each worker's tiles, and the end of the call folds the workers'
+    results. ``together``: op -> the op whose stage it must be in.
     """
     former = _Former(cost)
     home: dict[int, float] = {}
@@ -79,10 +75,9 @@ def finest(cost: RegionCost, together: Mapping[int, int]) -> tuple[Ops, ...]:
 
 
 class _Former:
-    """Opens stages and decides where ops go, in topological order. Every op joins the latest stage it reads from, or opens a later
-    one.
+    """Opens stages and assigns ops to them in topological order: an op joins the latest stage it reads from, or opens one.
 
-    Stages are keyed by numbers whose order is the order of the stages; a prologue split off stage s is s - 1/2.
+    Stages are keyed by numbers in the order of the stages; a prologue split off stage s is s - 1/2.
     """
 
     def __init__(self, cost: RegionCost):
@@ -96,7 +91,7 @@ class _Former:
         return stage
 
     def place(self, i: int, home: dict[int, float]) -> float | None:
-        """The stage of op ``i``; None for a prologue: vector work on nothing but what comes from outside waits for its reader."""
+        """The stage of op ``i``; None for a prologue, vector work on outside values only, which is placed with its reader."""
         cost = self.cost
         sources = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
         before = [home[p] for p in sources if p in home]
@@ -115,10 +110,7 @@ class _Former:
 
 
 def _pull_prologues(cost: RegionCost, former: _Former, home: dict[int, float]) -> None:
-    """Ops without a stage join their earliest reader's, or go in front of it if they take longer than its matmul.
-
-    Those that nobody reads share a stage of their own.
-    """
+    """Put ops without a stage into their earliest reader's, or in front of it if they outlast its matmul; unread ops share a stage."""
     own: float | None = None
     pulled: dict[float, list[int]] = {}
     for i in reversed(cost.region.ops):
@@ -137,7 +129,7 @@ def _pull_prologues(cost: RegionCost, former: _Former, home: dict[int, float]) -
 
 
 def _push_widening(cost: RegionCost, home: dict[int, float]) -> None:
-    """An op that only makes its input wider (a broadcast, a conversion up) moves to its reader, so the narrow value travels."""
+    """Move an op that only widens its input (a broadcast, a conversion up) to its reader, so that the narrow value is sent."""
     for i in reversed(cost.region.ops):
         if i not in home or cost.family(i) not in _WIDENING:
             continue
@@ -151,7 +143,7 @@ def _push_widening(cost: RegionCost, home: dict[int, float]) -> None:
 
 
 def with_makers(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Ops, ...]:
-    """Makers added to every stage that needs them, also by way of other makers; one that nobody reads goes to the first."""
+    """``stages`` with makers added to every stage that needs them, also through other makers; unread ones go to the first."""
     members = [set(ops) for ops in stages] or [set[int]()]
     places: dict[int, set[int]] = {}
     for k, ops in enumerate(stages):
@@ -167,7 +159,7 @@ def with_makers(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Ops, ...]:
 
 
 def joined(stages: Iterable[Ops]) -> Ops:
-    """``stages`` as one."""
+    """The ops of all ``stages``."""
     return tuple(sorted(set().union(*stages)))
 
 
@@ -176,13 +168,13 @@ def resource_of(cost: RegionCost, ops: Ops) -> str:
 
 
 def stage_name(cost: RegionCost, s: int, ops: Ops) -> str:
-    """The position of a stage and the op that takes longest in it."""
+    """The position of a stage and its longest op."""
     heaviest = max(ops, key=lambda i: (cost.tile_seconds(i, _TYPICAL_ROWS), -i))
     return f"{s}:{cost.graph.ops[heaviest].label or cost.graph.ops[heaviest].kind}"
 
 
 def links(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
-    """The queues between ``stages``: one per value that crosses, multicast where several stages read it, in order of producer."""
+    """The queues between ``stages``: one per value that crosses, multicast if several stages read it, in order of producer."""
     crossing = _crossing(cost, stages)
     apart = Levels(len(stages), crossing)
     return tuple(
@@ -192,7 +184,7 @@ def links(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
 
 
 def links_to_each(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
-    """``links`` with a queue of its own for each stage that reads a value."""
+    """``links`` with a separate queue for each stage that reads a value."""
     crossing = _crossing(cost, stages)
     apart = Levels(len(stages), crossing)
     return tuple(
@@ -215,11 +207,11 @@ def _crossing(cost: RegionCost, stages: Sequence[Ops]) -> dict[tuple[int, int], 
 
 
 class Levels:
-    """How far apart two stages are in the pipeline; stages are numbered in topological order.
+    """Distances between stages of a pipeline, which are numbered in topological order.
 
-    A stage stands one in front of the first that it feeds, and one that feeds none where the longest way to it ends. So all ways
-    between two stages are equally long, and the queues along each hold as many tiles: where ways that part meet again, a stage on
-    the one would else be full while its reader waits for the other.
+    A stage is placed one before the first that it feeds, or, if it feeds none, at the end of the longest path to it. So all paths
+    between two stages have equal length, and their queues hold equally many tiles. Otherwise, where paths join again, a stage on
+    one of them could be full while its reader waits for the other.
     """
 
     def __init__(self, stages: int, crossing: Mapping[tuple[int, int], Iterable[int]]):
@@ -238,18 +230,7 @@ class Levels:
         return self.level[target] - self.level[source]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Load balance: how many workers each stage of a spatial pipeline gets.
-#
-# Comes in: one ``Load`` per stage and the number of workers. Goes out: ``Balance``, whole numbers of workers and the throughput
-# they reach. The integer program is that of arXiv 2502.18403, section on load balancing:
-#
-#     maximise T   with   T <= t_i * r_i(a_i),   least_i <= a_i <= most_i,   sum of a_i <= workers
-#
-# with t_i = 1 / seconds and r_i(a) = a. (The paper's limits on T by the memory's bandwidth, and its gain from operands kept on
-# chip, are in the seconds that the planner asks with.) The r_i grow, and no stage's workers help another, so the optimum is found
-# without a solver: the tests compare it with that of a mixed-integer programme.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Load balance -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -274,11 +255,14 @@ class Balance:
 
 
 def balance(loads: Sequence[Load], workers: int) -> Balance:
-    """The optimum of the integer program, with no worker that does not raise the throughput.
+    """The optimum of the integer program of arXiv 2502.18403, section on load balancing, without workers that add no throughput:
 
-    The slowest stage gets one more worker until it can't have one: only a worker for the slowest stage raises T, and a stage that
-    was given one was the slowest when it had one less, so no other distribution has all stages faster. Raises ``Infeasible`` where
-    the stages' least workers are more than there are.
+        maximise T   with   T <= t_i * r_i(a_i),   least_i <= a_i <= most_i,   sum of a_i <= workers
+
+    where t_i = 1 / seconds and r_i(a) = a. (The seconds include the paper's limits by memory bandwidth and its gain from operands
+    kept on chip.) The slowest stage gets one more worker until it cannot have one: only a worker for the slowest stage raises T,
+    and a stage that got one was the slowest without it, so no other distribution has all stages faster (the tests compare this with
+    a mixed-integer solver). Raises ``Infeasible`` if the stages' least workers are more than there are.
 
     >>> balance([Load(3e-6), Load(1e-6)], 8).workers
     (6, 2)
@@ -299,26 +283,22 @@ def balance(loads: Sequence[Load], workers: int) -> Balance:
         given[slowest] += 1
         left -= 1
         heapq.heapreplace(queue, (loads[slowest].throughput(given[slowest]), slowest))
-    return _settled(loads, queue[0][0])
+    return _fewest_workers(loads, queue[0][0])
 
 
-def _settled(loads: Sequence[Load], throughput: float) -> Balance:
-    """The fewest workers that keep up ``throughput``. 1e-6: so that rounding asks for no worker more."""
+def _fewest_workers(loads: Sequence[Load], throughput: float) -> Balance:
+    """The fewest workers that keep up ``throughput``. 1e-6: rounding must not add a worker."""
     need = [throughput * load.seconds * (1 - 1e-6) for load in loads]
     workers = tuple(min(load.most, max(load.least, -int(-x // 1))) for load, x in zip(loads, need, strict=True))
     return Balance(workers, min(load.throughput(a) for load, a in zip(loads, workers, strict=True)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The orders in which the rows of a region may stream.
-#
-# Comes in: a Graph and a Region of it. Goes out: the indices (graph values) whose order makes a reduction of runs of an op that
-# folds rows into a table by them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Orders of rows ---------------------------------------------------------------------------------------------------------------
 
 
 def orders_of(graph: Graph, region: Region) -> list[int]:
-    """The indices in whose order the region's rows may stream: one for each row, by which an op folds rows into a table."""
+    """The indices (graph values) in whose order the region's rows may stream, one per row, by which an op folds rows into a table:
+    the fold is then a reduction of runs."""
     labels, axes = region.label_of(), tuple(range(len(region.space.sizes)))
     found: dict[int, None] = {}
     for i in region.sinks:
@@ -333,7 +313,7 @@ def orders_of(graph: Graph, region: Region) -> list[int]:
 
 
 def _made_of_results(graph: Graph, region: Region, ids: int) -> bool:
-    """Is ``ids`` a result of the region, or made of one? Indices whose order rows stream in are needed in front of the call."""
+    """Whether ``ids`` depends on a result of the region: an order must be known before the call."""
     producers = {v: i for i in region.ops for v in graph.ops[i].outputs}
     results, seen, work = set(region.outputs), {ids}, [ids]
     while work:
@@ -346,21 +326,16 @@ def _made_of_results(graph: Graph, region: Region, ids: int) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A long dimension inside the rows of a region, which a stage may work off in blocks: the keys of an attention.
-#
-# Comes in: a Graph and a Region. Goes out: the dimension that makes most of what a row holds, as a dimension of every value that
-# has it, if every op carries it on, makes it or folds it. Invariant: an op that needs the whole dimension at once is never among
-# them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Long dimensions --------------------------------------------------------------------------------------------------------------
 
-_LONG = 256  # shorter ones fit beside the rest of a row
+_LONG = 256  # shorter dimensions fit beside the rest of a row
 _CARRIED = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota", "reduce", "argreduce", "dot"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """``dims``: value -> which of its dimensions it is. ``ops``: those that work along it. ``folds``: some of them that fold it."""
+    """A long dimension inside the rows (the keys of an attention) that no op needs at once. ``dims``: value -> which of its
+    dimensions it is. ``ops``: those that carry it on, make it or fold it. ``folds``: those that fold it."""
 
     size: int
     dims: dict[int, int]
@@ -369,7 +344,7 @@ class Inner:
 
 
 def inner_of(graph: Graph, region: Region) -> Inner | None:
-    """The dimension that makes most of what a row of ``region`` holds; None where none can be worked off in blocks."""
+    """The dimension that makes up most of a row of ``region``; None if none can be computed in blocks."""
     labels = region.label_of()
     found: list[tuple[int, int, int]] = []
     for i in region.ops:

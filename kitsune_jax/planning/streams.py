@@ -1,4 +1,11 @@
-"""Which axis of which value streams, which values are stationary, and which are sinks."""
+"""Streams: stream spaces and ``Region``s as data, ``Seed``s where a stream may start, and ``spread``, which labels values from
+there.
+
+A **stream space** has one or more axes; the flattened index over them (last axis fastest) is the **row**. Each dimension of a value
+is labelled with the axes that it runs over, outermost first, whose extents multiply to its size; ``()``: it is not streamed. A
+value without streamed dimensions is **stationary**. In the tile form of a streamed value one row dimension in front replaces its
+streamed dimensions: ``(rows, *row_shape)``.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +18,15 @@ from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.spec import DimRelation, Dims
 from kitsune_jax.ops.table import OPS, scores_of
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Stream spaces and regions as data.
-#
-# A **stream space** has one or more axes; the flattened index over them (last axis fastest) is the **row**. A value's dimension
-# is labelled with the tuple of axes that it runs over, outermost first, whose extents multiply to the dimension's size; ``()``
-# means that the dimension is not streamed. A value none of whose dimensions is streamed is **stationary**. In the tile form of a
-# streamed value its streamed dimensions are gone and one row dimension stands in front: ``(rows, *row_shape)``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Stream spaces and regions ----------------------------------------------------------------------------------------------------
 
 DimLabels = tuple[tuple[int, ...], ...]  # per dimension of a value: the stream axes it runs over
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamSpace:
-    """The first ``batch`` axes are batch axes: a tile never crosses from one index of them to the next, so a value that streams
-    over nothing else is stationary while a tile is at work (the keys of an attention head)."""
+    """``sizes`` of the axes. The first ``batch`` are batch axes: a tile never crosses from one index of them to the next, so a
+    value that streams over these alone is stationary during a tile (the keys of an attention head)."""
 
     sizes: tuple[int, ...]
     batch: int = 0
@@ -43,7 +43,7 @@ class StreamSpace:
         return self.batches * -(-math.prod(self.sizes[self.batch :]) // tile_rows)
 
     def of_batch(self, labels: DimLabels | None) -> bool:
-        """Does a value with these labels run over batch axes only?"""
+        """Whether a value with these labels runs over batch axes only."""
         return labels is not None and self.batch > 0 and all(a < self.batch for axes in labels for a in axes)
 
 
@@ -53,11 +53,10 @@ class Region:
 
     ``ops``: graph op indices, topological. ``labels``: for every *streamed* value the region reads or makes, its ``DimLabels``
     (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). The
-    result of a maker (a broadcast, an iota: an op without streamed inputs) is never among the outputs: ops outside that read it
-    compute it again.
-    ``sinks``: the ops of the region that reduce over the whole stream space, whose outputs are stationary, or over all rows of each
-    batch, whose outputs run over the batch axes. ``again``: ops of the
-    region that others may compute as well, because that is cheaper than to store what they make; their results are no outputs.
+    result of a maker (a broadcast, an iota: an op without streamed inputs) is never an output: readers outside compute it again.
+    ``sinks``: the ops that reduce over the whole stream space, with stationary results, or over all rows of each batch, with
+    results that run over the batch axes. ``again``: ops that others may compute as well, as that is cheaper than storing their
+    results, which are no outputs.
     """
 
     space: StreamSpace
@@ -73,7 +72,7 @@ class Region:
 
 
 def row_shape(shape: tuple[int, ...], labels: DimLabels | None) -> tuple[int, ...]:
-    """What is left of ``shape`` per row: its dimensions that are not streamed. ``labels=None`` (stationary) leaves it whole."""
+    """The dimensions of ``shape`` that are not streamed. ``labels=None`` (stationary) leaves it whole."""
     if labels is None:
         return shape
     return tuple(n for n, axes in zip(shape, labels, strict=True) if not axes)
@@ -106,24 +105,20 @@ def streamed_axes(labels: DimLabels) -> frozenset[int]:
     return frozenset(a for axes in labels for a in axes)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Where a stream may start: dimensions of one value, which become its axes.
-#
-# Comes in: a Graph and one of its ops. Goes out: the ``Seed``s from which ``propagate.spread`` may go on.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Seeds ------------------------------------------------------------------------------------------------------------------------
 
-# Products of a batch with fewer results than this are no attention: all of a batch is one row.
+# A batch of products with fewer results than this is no attention: all of a batch is one row.
 _LARGE_BATCH = 64 * 64
-FEW_ROWS = 4  # of a product that takes as long as its weight takes to arrive
-FEW_OF_BATCH = 8  # the same of a product for each of a batch: the matrix is small enough to stay near while all rows meet it
+FEW_ROWS = 4  # rows of a product that takes as long as reading its weight
+FEW_OF_BATCH = 8  # the same for each product of a batch: its matrix is small enough to stay in cache for all rows
 _LARGE_WEIGHT = 64 * 64  # elements
 _MOVED = frozenset({"reshape", "transpose", "convert_element_type", "copy"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seed:
-    """``dims`` of ``value``: each becomes a stream axis of its own, in this order, the first ``batch`` of them batch axes.
-    ``apart``: sums of scores over the stream are left to another one (``Wiring.scores``)."""
+    """A start of a stream: each of ``dims`` of ``value`` becomes a stream axis, in this order, the first ``batch`` batch axes.
+    ``apart``: another stream makes the sums of scores over this one (``Wiring.scores``)."""
 
     value: int
     dims: tuple[int, ...]
@@ -134,13 +129,12 @@ class Seed:
 def candidate_seeds(
     graph: Graph, op_index: int, producers: Mapping[int, int] | None = None, scores: Container[int] = ()
 ) -> list[Seed]:
-    """Ways in which the stream could run through an op, most promising first. Where ``producers`` are given, a product of a few
-    rows streams over what it contracts, or over the columns of its weight, and one of a batch of those over the batch; not over
-    the rows. ``scores``: see ``Wiring``.
+    """Ways in which the stream could run through an op, most promising first. ``scores``: see ``Wiring``.
 
-    A dot streams over the free dimensions of either side (the other side is then stationary, or, where the dot has batch
-    dimensions, stationary for each batch), or, where they are the longest, over the contracted ones (it is a sink then); anything
-    else over all but the last dimension of its largest operand, its first dimension, and each single dimension.
+    A dot streams over the free dimensions of either side (the other side is then stationary, or stationary for each batch), or over
+    the contracted ones if they are the longest (it is then a sink). If ``producers`` are given, a product of a few rows streams
+    over what it contracts, or over the columns of its weight, or, in a batch of these, over the batch, but not over the rows. Other
+    ops stream over all but the last dimension of their largest operand, over its first, and over each single one.
     """
     op = graph.ops[op_index]
     seeds: list[Seed] = []
@@ -153,7 +147,7 @@ def candidate_seeds(
             shape = graph.values[v].shape
             free = [d for d in range(len(shape)) if d not in contract and d not in batch]
             sides.append((math.prod(shape[d] for d in free), v, free))
-        # A weight gradient: the rows are what it contracts, and the other seeds would stream over columns of the weight.
+        # A weight gradient contracts the rows; other seeds would stream over columns of the weight.
         seeds += _batched(graph, op_index)
         contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
         if op["lhs_contract"] and contracted >= max(size for size, _, _ in sides):
@@ -169,7 +163,7 @@ def candidate_seeds(
             seeds = [dataclasses.replace(s, apart=True) for s in along] + seeds
         seeds += along
     elif OPS[op.kind].family in ("gather", "scatter"):
-        # The rows are what the indices run over; the other dimensions in front of them stream where the indices do not.
+        # The rows are the indices; the dimensions in front of the indexed one stream if the indices do not.
         v = op.outputs[0] if OPS[op.kind].family == "gather" else op.inputs[0]
         indexed = range(op["axis"], op["axis"] + len(graph.values[op.inputs[1]].shape))
         choices = [tuple(indexed), tuple(indexed[:1]), tuple(range(op["axis"]))]
@@ -188,8 +182,8 @@ def candidate_seeds(
 
 
 def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tuple[int, ...]:
-    """The batch dimensions of a product that multiplies matrices taken of a table, one or more for each of the batch: the weights
-    of a token's experts. A row of such a stream reads its matrices where the table has them; others would cut all of them."""
+    """The batch dimensions of a product with matrices taken from a table, one or more for each of the batch (the weights of a
+    token's experts). A row of such a stream reads its matrices in place; other streams would cut each of them."""
     op = graph.ops[op_index]
     for v in op.inputs:
         while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
@@ -200,9 +194,9 @@ def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tu
 
 
 def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> bool:
-    """Is the op a product of a few rows with a weight (or, for each of a batch, with a matrix of its own) that lies in memory?
+    """Whether the op is a product of a few rows with a weight in memory (or, in a batch, each with a matrix of its own).
 
-    What is computed of many rows may have few columns: such a product streams with what makes its rows.
+    A computed matrix is no such weight, even with few columns: that product streams with the op that makes its rows.
     """
     op = graph.ops[op_index]
     if op.kind != "dot_general" or not op["lhs_contract"]:
@@ -221,12 +215,12 @@ def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> b
 
 
 def is_batched(graph: Graph, op_index: int) -> bool:
-    """Is the op a product that may stream over batch axes, with one side that lies still for each batch?"""
+    """Whether the op is a product that may stream over batch axes, with one side stationary for each batch."""
     return graph.ops[op_index].kind == "dot_general" and bool(_batched(graph, op_index))
 
 
 def _batched(graph: Graph, op_index: int) -> list[Seed]:
-    """Streams over the batch dimensions of a dot and the free ones of one side: the other side lies still for each batch."""
+    """Streams over the batch dimensions of a dot and the free ones of one side: the other side is stationary for each batch."""
     op = graph.ops[op_index]
     batch, (out,) = len(op["lhs_batch"]), op.outputs
     shape = graph.values[out].shape
@@ -246,28 +240,23 @@ def _without_ones(graph: Graph, seed: Seed) -> Seed:
     return Seed(seed.value, dims, batch, seed.apart) if dims else Seed(seed.value, seed.dims)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What connects the ops of a graph: which of them touch a value, and which dimensions of their operands belong together.
-#
-# Comes in: a Graph. Goes out: a ``Wiring``, which works each of them out once, whatever streams are tried.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Connections between ops ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wired:
-    """An op and the dimensions it joins: for each relation its role, its members as (value, dimension), and itself."""
+    """An op and its relations between dimensions: for each its role, its members as (value, dimension), and itself."""
 
     operands: tuple[int, ...]
     relations: tuple[tuple[str, tuple[tuple[int, int], ...], DimRelation], ...]
     has_elements: bool
-    alone: Callable[[Op, list[Dims]], str] | None  # why no row can be computed alone where these dimensions stream
+    alone: Callable[[Op, list[Dims]], str] | None  # the reason why rows cannot be computed one by one along these dimensions
 
 
 class Wiring:
-    """What connects the ops of a graph, worked out when it is first asked for: ``wiring[i]``, and ``touching(v)``, the ops that
-    define or read a value. ``sums_by_batch``: sums over the rows of each batch are sinks. ``scores``: where they are not, values of
-    products that are much larger than what they are made of, of which one stream makes sums over the one dimension and another
-    those over the other."""
+    """The connections between the ops of a graph, computed on first access: ``wiring[i]``, and ``touching(v)``, the ops that define
+    or read a value. ``sums_by_batch``: sums over the rows of each batch are sinks. ``scores``: if they are not, results of products
+    that are much larger than their operands, for which two streams make sums over one dimension each."""
 
     def __init__(self, graph: Graph, sums_by_batch: bool = True):
         self.graph, self.sums_by_batch = graph, sums_by_batch
@@ -282,7 +271,7 @@ class Wiring:
         return self._touching.get(v, ())
 
     def only_for(self, ops: Iterable[int]) -> set[int]:
-        """Those whose results nothing reads but ``ops`` and each other."""
+        """The ops whose results only ``ops`` and these ops themselves read."""
         kept, found = set(self.graph.outputs), set(ops)
         work = [v for i in found for v in self.graph.ops[i].inputs]
         while work:
@@ -313,20 +302,10 @@ def relations_of(graph: Graph, op: Op) -> tuple[DimRelation, ...]:
     return OPS[op.kind].relate(op, shapes, outs)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Spreading a stream: from one value whose dimensions are declared streamed to every op that can stream along.
-#
-# Comes in: a Graph, a seed (value, labels, axis extents) and the ops that may take part. Goes out: a ``Spread``: the labels of
-# every value reached, the ops that stream, which of them are sinks, and for each op at the rim why the stream stops there.
-# Invariant: under the returned labels every member op is legal on its own, and no label came from an op that is not a member.
-#
-# The pass is an abstract interpretation: labels only grow. An op hands labels on while it is legal; when it turns out illegal
-# after it has handed some on, it is barred and everything starts again, so no stale label survives. Each restart bars at least
-# one op.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Spreading a stream -----------------------------------------------------------------------------------------------------------
 
 _FOLDING = frozenset({"dot", "reduce", "argreduce", "cumulative"})
-_BY_BATCH = frozenset({"dot", "reduce"})  # families whose sinks may have one sum for each batch
+_BY_BATCH = frozenset({"dot", "reduce"})  # families whose sinks may have one sum per batch
 _STREAMED_SUM = "a reduction over the stream has a streamed result"
 _SUM_OF_BATCH = "sums over the rows of each batch have no code on this target"
 _WAITS = "it waits for sums over the rows of the stream"
@@ -336,10 +315,11 @@ Labels = dict[int, list[tuple[int, ...]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spread:
-    """``labels`` cover members' values only. ``stops``: op index -> why the stream does not go through it.
+    """The stream that ``spread`` found. ``labels``: of members' values only. ``stops``: op index -> why the stream does not pass
+    it. Under these labels every member is legal on its own, and no label came from an op that is no member.
 
-    ``rounds``: of each time that the stream had to start again, the labels of all values that it had reached, and the ops that it
-    was kept out of from then on, with the reasons. ``looks``: how often an op was looked at to find this out.
+    ``rounds``: for each restart, the labels of all values reached, the ops barred from then on, and why. ``looks``: examinations of
+    ops.
     """
 
     space: StreamSpace
@@ -352,7 +332,7 @@ class Spread:
 
 
 class _Refine(Exception):  # noqa: N818 - control flow, not an error
-    """A reshape splits a stream axis: start again with the axis cut in two."""
+    """A reshape needs a stream axis to be split in two: start again."""
 
     def __init__(self, axis: int, outer: int):
         self.axis, self.outer = axis, outer
@@ -368,8 +348,11 @@ def spread(
 ) -> Spread:
     """Spread a stream from ``seed`` over the ops of ``allowed``.
 
-    ``supports(op index)`` says in words why a target can't run the op, or None. ``wiring`` may be passed in to be shared between
-    calls. ``barred``: of a round of another spread that reached ``seed`` with these labels; they would be found again.
+    Labels only grow. An op passes labels on while it is legal; if it turns out to be illegal after that, it is barred and
+    everything starts again, so no stale label survives. Each restart bars at least one op.
+
+    ``supports(op index)``: the reason why a target cannot run the op, or None. ``wiring``: may be shared between calls. ``barred``:
+    of a round of another spread that reached ``seed`` with these labels, and would be found again.
     """
     wiring = wiring or Wiring(graph)
     shape = graph.values[seed.value].shape
@@ -396,7 +379,7 @@ def _split_axis(sizes: list[int], labels: list[tuple[int, ...]], axis: int, oute
     return new_sizes, [tuple(b for a in axes for b in move(a)) for axes in labels]
 
 
-# What an op implies for its operands: axes, and the (value, dimension) pairs that run over them.
+# The labels that an op implies for its operands: axes, and the (value, dimension) pairs that run over them.
 Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 
@@ -438,7 +421,7 @@ class _Spreader:
                     if i in spreading and not readers:
                         tainted[i] = why
             refused = [i for i, why in stops.items() if why == _SUM_OF_BATCH]
-            if refused:  # their terms would be stored for a stream that makes them itself
+            if refused:  # their terms would be stored, for a stream that computes them itself
                 terms = self.wiring.only_for(refused)
                 tainted.update((i, _SUM_OF_BATCH) for i in members if i in terms)
             if not tainted:
@@ -449,8 +432,8 @@ class _Spreader:
             rounds.append(({v: tuple(axes) for v, axes in labels.items()}, dict(barred)))
 
     def _readers_of_sum(self, i: int, labels: Labels, spreading: Container[int], barred: Container[int]) -> list[int]:
-        """The ops that have sums over the rows of each batch, which ``i`` makes, stream along the rows of something else: an
-        attention's gradients by queries, keys and values, where all are made of the same tokens."""
+        """The readers that label the results of ``i``, sums over each batch's rows, with row axes, because they stream along rows
+        of other values (an attention's gradients, if queries, keys and values are made of the same tokens)."""
         rows = range(self.space.batch, len(self.sizes))
         if not self.space.batch or OPS[self.graph.ops[i].kind].family not in _BY_BATCH:
             return []
@@ -460,8 +443,8 @@ class _Spreader:
     def _flood(
         self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]
     ) -> tuple[Labels, set[int], dict[int, tuple[str | None, bool]]]:
-        """Labels to the fixed point, the ops that handed some on, and for each op that was reached why it is not legal (None: it
-        is) and whether it is a sink. An op that is not legal (yet) hands nothing on."""
+        """Labels at the fixed point, the ops that passed some on, and for each op reached why it is not legal (None: it is) and
+        whether it is a sink. An op that is not legal (yet) passes nothing on."""
         labels: Labels = {seed: list(seed_labels)}
         spreading: set[int] = set()
         found: dict[int, tuple[str | None, bool]] = {}
@@ -505,13 +488,14 @@ class _Spreader:
         return self.supports(i)
 
     def _lost(self, i: int, labels: Labels) -> str | None:
-        """Under final labels: what streams in must stream out, or end in a sink."""
+        """Why op ``i`` loses a streamed dimension under the final labels: each must reach its result, or end in a sink."""
         op = self.graph.ops[i]
         into, out_of = ({a for v in side for axes in labels.get(v, ()) for a in axes} for side in (op.inputs, op.outputs))
         return None if into <= out_of else "a streamed dimension does not reach its result"
 
     def _look(self, i: int, labels: Labels) -> tuple[str | None, bool, Implied]:
-        """(None if op ``i`` is legal under ``labels``, as far as they are known, else why not; is it a sink; what it implies)."""
+        """(None if op ``i`` is legal under ``labels``, as far as known, else why not; whether it is a sink; the labels it
+        implies)."""
         op, wired = self.graph.ops[i], self.wiring[i]
         contracted: set[int] = set()
         implied: Implied = []
@@ -540,7 +524,7 @@ class _Spreader:
                 if not OPS[op.kind].sink:
                     return f"{op.label or op.kind} contracts the streamed dimension", False, []
                 contracted.update(found)
-            # A dot that contracts the stream is a sink, and both of its operands stream (in a backward pass one is a residual).
+            # A dot that contracts the stream is a sink whose operands both stream (in a backward pass one is a residual).
             if role == "parallel" or (role == "contracted" and len(members) > 1):
                 implied.append((found, members))
         if contracted and not self._folds_all(op, contracted):
@@ -553,13 +537,13 @@ class _Spreader:
         return why_not, bool(contracted), implied
 
     def _folds_all(self, op: Op, contracted: set[int]) -> bool:
-        """Does the op fold the whole stream, or all rows of each batch?"""
+        """Whether the op folds the whole stream, or all rows of each batch."""
         rows = set(range(self.space.batch, len(self.sizes)))
         return len(contracted) == len(self.sizes) or (contracted == rows and OPS[op.kind].family in _BY_BATCH)
 
     def _of_a_batch(self, wired: Wired, op: Op, labels: Labels, implied: Implied) -> str | None:
-        """Is the op none of a stream with batch axes? What runs over batch axes only is made outside, and lies still while a batch
-        is at work; so is what takes long and would be done again for every batch (a norm in front of an attention's heads)."""
+        """Why the op does not belong in a stream with batch axes: it runs over batch axes only, so it is computed outside and stays
+        stationary during a batch; or it is slow and would be repeated for every batch (a norm in front of an attention's heads)."""
         if not self.space.batch:
             return None
         streams = self._with(labels, implied, wired.operands)
@@ -581,7 +565,7 @@ class _Spreader:
                 if not wired.has_elements and 0 in self.graph.values[v].shape:
                     return "it has no elements"
         if wired.alone is not None:
-            streams = self._with(labels, implied, op.inputs)  # an index streams because what it places does
+            streams = self._with(labels, implied, op.inputs)  # an index streams because the rows it places do
             if why := wired.alone(op, [self._dims(v, streams) for v in op.inputs]):
                 return f"{op.label or op.kind}: {why}"
         if sink:
@@ -590,7 +574,7 @@ class _Spreader:
         return None
 
     def _folded(self, v: int, dims: list[tuple[int, ...]]) -> str | None:
-        """Can a sink have the result ``v``, whose dimensions stream so? That of a sum for each batch runs over all batch axes."""
+        """Why a sink cannot have the result ``v`` with streamed ``dims``; a sum for each batch runs over all batch axes."""
         axes = [a for mine in dims for a in mine]
         if not axes:
             return None
@@ -602,7 +586,7 @@ class _Spreader:
         return None if kept == sorted(kept) else "the sums of a batch would not lie together"
 
     def _with(self, labels: Labels, implied: Implied, values: Iterable[int]) -> Labels:
-        """The labels of ``values`` with what an op implies for them."""
+        """The labels of ``values``, with those that an op implies for them."""
         found = {v: list(labels.get(v, [()] * len(self.graph.values[v].shape))) for v in values}
         for axes, members in implied:
             for v, dim in members:
@@ -616,7 +600,7 @@ class _Spreader:
         return Dims(value.shape, tuple(mine) if mine is not None and any(mine) else None, value.dtype, self.space.batch)
 
     def _through_reshape(self, i: int, r: DimRelation, labels: Labels) -> dict[tuple[int, int], tuple[int, ...]] | None:
-        """Labels of all members of a reshaped class, or None where streamed and unstreamed dimensions are mixed."""
+        """Labels of all members of a reshaped class, or None if it mixes streamed and unstreamed dimensions."""
         operands = self.wiring[i].operands
         shapes = [self.graph.values[v].shape for v in operands]
         inside = [m for m in r.members if m[0] == 0]
@@ -638,9 +622,8 @@ class _Spreader:
         return result
 
     def _deal(self, axes: list[int], extents: list[int]) -> list[tuple[int, ...]] | None:
-        """Hand ``axes`` (outermost first) to dimensions of ``extents`` whose products match; asks for finer ones otherwise.
-
-        None where no refinement of the axes fits both: (6, 4) can't be walked as (4, 6).
+        """Distribute ``axes`` (outermost first) to dimensions of ``extents`` with the same product, asking for finer axes if
+        needed. None if no refinement fits both: (6, 4) cannot be walked as (4, 6).
         """
         out: list[tuple[int, ...]] = []
         rest = list(axes)
@@ -663,6 +646,6 @@ class _Spreader:
             if have != extent:
                 return None
             out.append(tuple(mine))
-        if rest and out:  # axes of extent 1: they ride on the last dimension
+        if rest and out:  # axes of extent 1 go to the last dimension
             out[-1] += tuple(rest)
         return out

@@ -115,8 +115,8 @@ def _spread(n: int, most: int) -> np.ndarray:
 
 
 def with_known_bounds(program: TileProgram) -> TileProgram:
-    """``program`` without bounds that are shifted at run time, for a target without code for them: it computes hidden elements and
-    masks them."""
+    """``program`` without bounds that are shifted at run time, for a target without code for them: it computes and masks hidden
+    elements."""
     stages = tuple(dataclasses.replace(stage, body=_known(stage.body)) for stage in program.stages)
     return dataclasses.replace(program, stages=stages)
 

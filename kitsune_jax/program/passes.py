@@ -578,7 +578,7 @@ def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, act
     """``program`` with biases and, where ``activated``, activations folded into its products; ``rounding``: of 16-bit results.
 
     A product whose result is read only by ``[convert] add(bias) [convert] activation [convert]`` becomes a ``matmul`` with the bias
-    as third operand and the activation as parameter, computed in its accumulation dtype and rounded once. ``program`` should be
+    as third operand and the activation as parameter, computed in its accumulation dtype, rounded once. ``program``: best
     ``simplified``."""
     folding = _Folding(program, rounding, activated)
     stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)

@@ -458,8 +458,7 @@ def _needs_copy(cost: CpuCost, op: Op, side: int) -> bool:
 def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
     """Seconds of the first touch of XLA's temporaries, which share one block as large as the most that is alive at once.
 
-    Temporaries that fit into the result buffers lie there first, and a loop without a matmul or a reduction overwrites a dead
-    operand.
+    Temporaries that fit into the result buffers lie there first, and a loop without a matmul or a reduction reuses a dead operand.
     """
     last = {v: k for k, kernel in enumerate(kernels) for v in kernel.reads}
     alive: dict[int, int] = {}

@@ -309,8 +309,7 @@ _IN_32_BITS, _IN_16_BITS = 0.5, 0.38
 @dataclasses.dataclass(frozen=True)
 class RowKernels:
     """The ops of a program that XLA runs in kernels over rows: of many rows, it makes one kernel of elementwise work and reductions
-    that keep the rows, which runs the ops block by block in cache (JAX 0.12). ``between``: the values that only such ops make and
-    read."""
+    that keep the rows, which runs the ops block by block in cache (JAX 0.12). ``between``: values only made and read there."""
 
     ops: frozenset[int] = frozenset()
     between: frozenset[int] = frozenset()

@@ -116,8 +116,7 @@ class Passes:
         return len(clean) >= least and clean[alike - 1] <= piece.agree * clean[0]
 
     def seconds(self) -> dict[str, float]:
-        """The least clean repetition of each piece that has any. Without a clean one, the least, scaled by the reference's best
-        time."""
+        """The least clean repetition of each piece that has any. Without a clean one, the least by the reference's best time."""
         found = {}
         for key, repetitions in self._found.items():
             clean = self._clean(key)

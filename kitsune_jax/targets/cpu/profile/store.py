@@ -51,8 +51,8 @@ class Disturbed(RuntimeError):
 
 
 def measure(workers: int) -> Profile:
-    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many numbers
-    always differ.
+    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many always
+    differ.
 
     The measurement has a thread of its own, because JAX keeps state of each thread, and this one may be tracing a function."""
     result: list[Profile | BaseException] = []
