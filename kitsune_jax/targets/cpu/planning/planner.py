@@ -164,11 +164,7 @@ _STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "a
 
 
 def plans_in_blocks(
-    graph: Graph,
-    region: Region,
-    machine: CpuMachine,
-    program: CpuProgramContext,
-    arrange: Callable[[CpuCost, TileModel], CpuPlan],
+    graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext, arrange: Callable[[CpuCost, TileModel], CpuPlan]
 ) -> list[CpuPlan]:
     """A plan for each block size in which ``region`` can be worked off; none where it has no long dimension."""
     inner = inner_of(graph, region)
