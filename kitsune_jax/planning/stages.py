@@ -110,7 +110,7 @@ class _Former:
 
 
 def _pull_prologues(cost: RegionCost, former: _Former, home: dict[int, float]) -> None:
-    """Put ops without a stage into their earliest reader's, or in front of it if they outlast its matmul; unread ops share a stage."""
+    """Put ops without a stage into their earliest reader's, or in front of it if they outlast its matmul; unread ops share one."""
     own: float | None = None
     pulled: dict[float, list[int]] = {}
     for i in reversed(cost.region.ops):

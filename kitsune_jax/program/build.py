@@ -68,76 +68,66 @@ def same_for_all(stage: Stage, op: Op) -> bool:
 
 # --- Sums of ``values * e^(scores - largest)`` ------------------------------------------------------------------------------------
 
-New = Callable[[TileType], int]
+
+@dataclasses.dataclass
+class _Appender:
+    """Appends instructions of graph op ``op`` to ``body``. ``types``: of all values. ``new`` makes a value of a type, ``literal`` a
+    constant."""
+
+    body: list[Instr]
+    types: Sequence[TileType]
+    new: Callable[[TileType], int]
+    literal: Callable[[Scalar, str], int]
+    op: int = -1
+
+    def _add(self, kind: str, inputs: Sequence[int], t: TileType, **params: Param) -> int:
+        made = self.new(t)
+        self.body.append(Instr(kind, tuple(inputs), (made,), make_params(**params), self.op))
+        return made
 
 
-class ScaledRows:
+@dataclasses.dataclass
+class ScaledRows(_Appender):
     """Rows of a stage scaled for a sum of ``values * e^(scores - largest)`` that knows the scores of one tile only
     (``scatter_exp_sum``): by the largest score of their run in the tile (``run_max``).
 
     The sink's state is a pair (m, sum); two states add up at max(m1, m2), to which each sum is scaled first (``sink_at`` with a
     third operand). Sums of the same scores by the same index share their factors.
-
-    ``new`` makes a value of a type, ``literal`` a constant; ``ones``: whether every element of a value is the constant 1.
     """
 
-    def __init__(
-        self,
-        body: list[Instr],
-        types: Sequence[TileType],
-        new: New,
-        literal: Callable[[Scalar, str], int],
-        ones: Callable[[int], bool],
-    ):
-        self.body, self.types, self.new, self.literal, self.ones = body, types, new, literal, ones
-        self._factors: dict[tuple[int, int], tuple[int, int]] = {}
+    factors: dict[tuple[int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)  # (index, scores) -> (tops, factor)
 
-    def operands(self, values: int, index: int, scores: int, n: int, op: int) -> list[int]:
-        """(rows, index, tops) of the sink: ``values`` times the factor of their row, and the largest score of their run."""
-        tops, factor = self._factor(index, scores, n, op)
+    def operands(self, values: int, index: int, scores: int, n: int, op: int, ones: bool) -> list[int]:
+        """(rows, index, tops) of the sink: ``values`` times the factor of their row, and the largest score of their run. ``ones``:
+        every element of ``values`` is the constant 1."""
+        self.op = op
+        tops, factor = self._factor(index, scores, n)
         t = self.types[values]
-        if self.ones(values) and self.types[factor].shape == t.shape:
+        if ones and self.types[factor].shape == t.shape:
             return [factor, index, tops]
         if self.types[factor].shape != t.shape:
             dims = tuple(range(1 + len(self.types[factor].shape)))
-            factor = self._add("broadcast_in_dim", (factor,), t, op, shape=t.rows_first, dims=dims)
-        return [self._add("mul", (values, factor), t, op), index, tops]
+            factor = self._add("broadcast_in_dim", (factor,), t, shape=t.rows_first, dims=dims)
+        return [self._add("mul", (values, factor), t), index, tops]
 
-    def _factor(self, index: int, scores: int, n: int, op: int) -> tuple[int, int]:
-        if (index, scores) not in self._factors:
+    def _factor(self, index: int, scores: int, n: int) -> tuple[int, int]:
+        if (index, scores) not in self.factors:
             t = self.types[scores]
-            tops = self._add("run_max", (scores, index), t, op, n=n)
+            tops = self._add("run_max", (scores, index), t, n=n)
             # A run of -inf only adds nothing to other runs: e^(-inf - 0).
-            finite = self._add("is_finite", (tops,), TileType(True, t.shape, "bool"), op)
-            used = self._add("select_n", (finite, self.literal(0.0, t.dtype), tops), t, op)
-            difference = self._add("sub", (scores, used), t, op)
-            self._factors[index, scores] = tops, self._add("exp", (difference,), t, op)
-        return self._factors[index, scores]
-
-    def _add(self, kind: str, inputs: Sequence[int], t: TileType, op: int, **params: Param) -> int:
-        made = self.new(t)
-        self.body.append(Instr(kind, tuple(inputs), (made,), make_params(**params), op))
-        return made
+            finite = self._add("is_finite", (tops,), TileType(True, t.shape, "bool"))
+            used = self._add("select_n", (finite, self.literal(0.0, t.dtype), tops), t)
+            difference = self._add("sub", (scores, used), t)
+            self.factors[index, scores] = tops, self._add("exp", (difference,), t)
+        return self.factors[index, scores]
 
 
 # --- Slices and updates at computed places ----------------------------------------------------------------------------------------
 
 
-class Windows:
+class Windows(_Appender):
     """Writes a ``dynamic_slice`` or a ``dynamic_update_slice`` as elements selected inside rows (``take``) and a choice between
-    two. Starts are clamped, so that windows lie inside the array.
-
-    ``new`` makes a value of a type, ``literal`` a constant; ``op``: the graph op of the instructions."""
-
-    def __init__(
-        self,
-        body: list[Instr],
-        types: Sequence[TileType],
-        new: Callable[[TileType], int],
-        literal: Callable[[Scalar, str], int],
-        op: int,
-    ):
-        self.body, self.types, self.new, self.literal, self.op = body, types, new, literal, op
+    two. Starts are clamped, so that windows lie inside the array."""
 
     def slice(self, x: int, starts: Sequence[int], dims: Sequence[int], sizes: Sequence[int]) -> int:
         """``sizes`` elements of the tile ``x`` along ``dims`` (rows first) from ``starts`` on."""
@@ -188,11 +178,6 @@ class Windows:
         t, (size,) = self.types[x], self.types[index].shape
         made = TileType(True, (*t.shape[: d - 1], size, *t.shape[d:]), t.dtype)
         return self._add("take", (x, index), made, axis=d, mode="promise_in_bounds", fill=0)
-
-    def _add(self, kind: str, inputs: Sequence[int], t: TileType, **params: Param) -> int:
-        made = self.new(t)
-        self.body.append(Instr(kind, tuple(inputs), (made,), make_params(**params), self.op))
-        return made
 
 
 # --- Tile programs ----------------------------------------------------------------------------------------------------------------
@@ -296,7 +281,7 @@ class _Builder:
 
     def _stage(self, s: int) -> list[Instr]:
         stage = self.stage(s)
-        scaled = ScaledRows(stage.body, self.values, self._new, self._literal, lambda v: self._is_one(stage, v))
+        scaled = ScaledRows(stage.body, self.values, self._new, self._literal)
         for i in self.plan.stages[s].ops:
             op = self.graph.ops[i]
             if any(i in sums for sums in self.sums.values()):
@@ -313,7 +298,7 @@ class _Builder:
             local, inputs = self._operands(stage, op, i)
             if op.kind in ONLINE and op.outputs[0] in self.output_number:
                 values, index, scores = inputs
-                inputs = scaled.operands(values, index, scores, op["n"], i)
+                inputs = scaled.operands(values, index, scores, op["n"], i, self._is_one(stage, values))
             if local.kind in SINKS:
                 if local.kind == "sink_at" and self.plan.order is not None:  # the promise was made for another order
                     params = {**dict(local.params), "sorted": op.inputs[1] == self.plan.order}

@@ -36,9 +36,9 @@ def online_sums(
     index = t.load((rows,), "int32", ((0,),))
     t.in_order(t.input((rows,), "int32"))
     ones = t.broadcast(t.literal(1.0, dtype), (heads,), ())
-    scaled = ScaledRows(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal, lambda v: v == ones)
+    scaled = ScaledRows(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal)
     for values in (ones, x):
-        u, at, tops = scaled.operands(values, index, s, n, -1)
+        u, at, tops = scaled.operands(values, index, s, n, -1, values == ones)
         t.sink_at(u, at, "sum", n, "float32", ids_sorted=True)
         last = t.body.pop()
         params = make_params(**dict(last.params), finite=finite)

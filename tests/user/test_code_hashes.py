@@ -43,6 +43,5 @@ def test_another_source_is_named(before: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_another_program_is_named(before: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bytecode, "ACTIVATIONS", ("relu", "none", *bytecode.ACTIVATIONS[2:]))
-    monkeypatch.setattr("kitsune_jax.targets.cpu.products.ACTIVATIONS", bytecode.ACTIVATIONS)
     assert code_hashes.main(["compare", str(before), "--match", "cpu/mlp 3 x 128 relu, 2003 rows, f32"]) == 1
     assert "changed: cpu/mlp 3 x 128 relu, 2003 rows, f32" in capsys.readouterr().out

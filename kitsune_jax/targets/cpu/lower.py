@@ -1,6 +1,6 @@
 """Lowering of tile programs to CPU programs, with one handler for each kind of instruction.
 
-Comes in: a ``TileProgram``, or a ``Program`` of several. Goes out: the ``bytecode.Program`` that computes the same, stage by stage,
+Comes in: a ``TileProgram``, or a ``Program`` of several. Goes out: the ``bc.Program`` that computes the same, stage by stage,
 or the int64 words of a whole call. Groups of pointwise instructions come from ``pointwise``, products and loops from ``products``;
 indices, reductions, scans, concatenations and pads are here. Raises ``CannotLower`` for ops that ``target.supports`` refuses.
 """
@@ -19,37 +19,8 @@ from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
-from kitsune_jax.targets.cpu import bytecode, memory, pointwise
-from kitsune_jax.targets.cpu.bytecode import (
-    CLIP,
-    CUMULATIVE,
-    DTYPE_CODE,
-    DTYPES,
-    FILL,
-    MAX_WEIGHT_INDICES,
-    REDUCTIONS,
-    WEIGHT,
-    Accumulate,
-    AccumulateAt,
-    AccumulateScaled,
-    AccumulateTaken,
-    Array,
-    Call,
-    Gather,
-    Operand,
-    Part,
-    Prep,
-    Products,
-    Put,
-    Reduce,
-    Rows,
-    RunMax,
-    Scan,
-    StridedStore,
-    Sums,
-    Take,
-    encode,
-)
+from kitsune_jax.targets.cpu import bytecode as bc
+from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.call import check
 from kitsune_jax.targets.cpu.facts import TakenDot, TakenSum
 from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
@@ -75,14 +46,14 @@ def emit_gather(stage: Stage, i: int, instr: Instr) -> None:
     if table.shape[0] == 0:
         _fill(stage, out, instr)
         return
-    rows = Operand(table.ref, table.strides[0], table.strides[1:])
+    rows = bc.Operand(table.ref, table.strides[0], table.strides[1:])
     mode, fill = _out_of_range(instr, out.dtype)
-    stage.code.append(Gather(rows, table.shape[0], mode, fill, index.shape, table.shape[1:], index.operand(), out.operand()))
+    stage.code.append(bc.Gather(rows, table.shape[0], mode, fill, index.shape, table.shape[1:], index.operand(), out.operand()))
 
 
 def _out_of_range(instr: Instr, dtype: str) -> tuple[int, tuple[float, ...]]:
     """The ``mode`` and ``fill`` of the CPU instruction: what an index out of range gives."""
-    return (FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (CLIP, (0.0,))
+    return (bc.FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (bc.CLIP, (0.0,))
 
 
 def _fill(stage: Stage, out: View, instr: Instr) -> None:
@@ -117,9 +88,9 @@ def emit_sink_at(stage: Stage, i: int, instr: Instr) -> None:
         heads = math.prod(top.shape)
         sums = (instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, 1, 0)
         flat = dataclasses.replace(top.operand(), strides=(1,))
-        stage.code.append(AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
+        stage.code.append(bc.AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
         return
-    stage.code.append(AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+    stage.code.append(bc.AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
 
 
 def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
@@ -140,7 +111,7 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
         largest = _dense_view(stage, tops[0])
         top, heads = dataclasses.replace(largest.operand(), strides=(1,)), math.prod(largest.shape)
     stage.code.append(
-        AccumulateTaken(
+        bc.AccumulateTaken(
             instr["sink"],
             sink.shape[0],
             (),
@@ -161,35 +132,35 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
     )
 
 
-def _taken(stage: Stage, gather: Instr) -> Rows:
+def _taken(stage: Stage, gather: Instr) -> bc.Rows:
     """The rows that ``gather`` reads, in place."""
     table, index = (stage.view(v) for v in gather.inputs)
     assert _dense(table, 0) and index.shape == ()
     mode, fill = _out_of_range(gather, table.dtype)
-    return Rows(Operand(table.ref, math.prod(table.shape[1:]), (1,)), table.shape[0], mode, fill, index.operand())
+    return bc.Rows(bc.Operand(table.ref, math.prod(table.shape[1:]), (1,)), table.shape[0], mode, fill, index.operand())
 
 
 def emit_taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
     """Emit a sum over the last dimensions of products of rows, at least one of which is read in place from a table."""
 
-    def side(of: Instr | int) -> Rows:
+    def side(of: Instr | int) -> bc.Rows:
         if isinstance(of, Instr):
             return _taken(stage, of)
         x = _dense_view(stage, of).operand()
-        return Rows(dataclasses.replace(x, strides=(1,)), 0, CLIP, (0.0,), x)
+        return bc.Rows(dataclasses.replace(x, strides=(1,)), 0, bc.CLIP, (0.0,), x)
 
     x, y = (side(of) for of in found.sides)
     out = _rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
     heads = math.prod(out.shape)
     inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
-    stage.code.append(bytecode.TakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
+    stage.code.append(bc.TakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
 
 
 def emit_run_max(stage: Stage, i: int, instr: Instr) -> None:
     v, index = instr.inputs
     x, at = _dense_view(stage, v), stage.view(index)
     out = _rows_of(stage, instr, lambda view: _dense(view, 0))
-    stage.code.append(RunMax(instr["n"], x.shape, at.operand(), x.operand(), out.operand()))
+    stage.code.append(bc.RunMax(instr["n"], x.shape, at.operand(), x.operand(), out.operand()))
 
 
 def _rows_of(stage: Stage, instr: Instr, fits: Callable[[View], bool]) -> View:
@@ -198,10 +169,10 @@ def _rows_of(stage: Stage, instr: Instr, fits: Callable[[View], bool]) -> View:
     return stage.place(instr.outputs[0], fits, lambda: stage.scratch(t.shape, t.dtype))
 
 
-def _dense_view(stage: Stage, v: int) -> View:
-    """A view of ``v`` with dense rows; of a copy if its own are not dense."""
+def _dense_view(stage: Stage, v: int, first: int = 0) -> View:
+    """A view of ``v`` whose dimensions from ``first`` on lie dense; of a copy if its own do not."""
     x = stage.view(v)
-    if not _dense(x, 0):
+    if not _dense(x, first):
         x = stage.scratch(x.shape, x.dtype)
         stage.write(v, x)
     return x
@@ -220,27 +191,23 @@ def emit_take(stage: Stage, i: int, instr: Instr) -> None:
     if x.shape[d] == 0:
         _fill(stage, stage.place(instr.outputs[0]), instr)
         return
-    if not _dense(x, d):
-        x = stage.scratch(x.shape, x.dtype)
-        stage.write(v, x)
+    x = _dense_view(stage, v, d)
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
     mode, fill = _out_of_range(instr, out.dtype)
     inner, outer = math.prod(x.shape[d + 1 :]), x.shape[:d]
     operands = _selected(x, d, inner, x.shape[d]), _selected(out, d, inner, at.shape[0])
-    stage.code.append(Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
+    stage.code.append(bc.Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
 
 
 def emit_put(stage: Stage, i: int, instr: Instr) -> None:
     v, index = instr.inputs
     d, n = instr["axis"] - 1, instr["n"]
     x, at = stage.view(v), _index(stage, index)
-    if not _dense(x, d):
-        x = stage.scratch(x.shape, x.dtype)
-        stage.write(v, x)
+    x = _dense_view(stage, v, d)
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
     inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
     operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
-    stage.code.append(Put(n, at.shape[0], inner, outer, at.operand(), *operands))
+    stage.code.append(bc.Put(n, at.shape[0], inner, outer, at.operand(), *operands))
 
 
 def _index(stage: Stage, v: int) -> View:
@@ -255,7 +222,7 @@ def _index(stage: Stage, v: int) -> View:
     return flat
 
 
-def _selected(x: View, d: int, inner: int, extent: int) -> Operand:
+def _selected(x: View, d: int, inner: int, extent: int) -> bc.Operand:
     """``x``, dense from dimension ``d`` on, with one stride for the ``extent`` times ``inner`` elements that are selected from."""
     if extent * inner > _MOST_SELECTED:
         raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
@@ -264,27 +231,27 @@ def _selected(x: View, d: int, inner: int, extent: int) -> Operand:
 
 # --- Programs and stages ----------------------------------------------------------------------------------------------------------
 
-_BEST = Products()
+_BEST = bc.Products()
 _MOST_ELEMENTS = 1 << 48  # kMaxCount in cpu/src/program_check.cc
 
 
-def generate(program: Program, name: str, products: Sequence[Products] = (), rounding: Rounding = EVERYWHERE) -> np.ndarray:
+def generate(program: Program, name: str, products: Sequence[bc.Products] = (), rounding: Rounding = EVERYWHERE) -> np.ndarray:
     """The code of ``program`` as int64 words, the attribute of its custom call. Raises ``CannotLower``, ``InvalidProgram``.
 
     ``products``: for each part how bfloat16 operands are multiplied, by default as the CPU that runs the code chooses.
     ``rounding``: where 16-bit results are rounded.
     """
-    ways = products or (Products(),) * len(program.parts)
+    ways = products or (bc.Products(),) * len(program.parts)
     several = len(program.parts) > 1
-    lowered: dict[tuple[int, Products], bytecode.Program] = {}
+    lowered: dict[tuple[int, bc.Products], bc.Program] = {}
     parts = []
     for part, way in zip(program.parts, ways, strict=True):
         key = id(part.program), way  # equal parts share their program
         if key not in lowered:
             lowered[key] = lower(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
-        parts.append(Part(part.phase, part.reads, part.writes, lowered[key]))
-    arrays = tuple(Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
-    return _valid(encode(Call(name, arrays, program.operands, program.results, tuple(parts))))
+        parts.append(bc.Part(part.phase, part.reads, part.writes, lowered[key]))
+    arrays = tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
+    return _valid(bc.encode(bc.Call(name, arrays, program.operands, program.results, tuple(parts))))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:
@@ -294,31 +261,33 @@ def _valid(words: np.ndarray) -> np.ndarray:
     return words
 
 
-def lower(program: TileProgram, name: str, products: Products = _BEST, rounding: Rounding = EVERYWHERE) -> bytecode.Program:
+def lower(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.Program:
     """The CPU program of ``program``, called ``name``. ``products``: how bfloat16 operands are multiplied. ``rounding``: where
     16-bit results are rounded. Raises ``CannotLower`` where an instruction has no code.
 
     Example::
 
-        words = bytecode.encode(lower(program, "mlp"))
+        words = bc.encode(lower(program, "mlp"))
     """
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     program = with_epilogues(with_biases_first(simplified(with_known_bounds(program))), rounding)
-    preps: list[Prep] = []
+    preps: list[bc.Prep] = []
     stages = tuple(_stage(program, stage, preps, products, rounding) for stage in program.stages)
-    sides = sum(math.prod(e) for p in preps if p.kind == WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
-    if sides > MAX_WEIGHT_INDICES:
-        raise CannotLower(f"matrix products with weights whose sides add up to {sides}; the CPU target takes {MAX_WEIGHT_INDICES}")
-    return bytecode.Program(
+    sides = sum(math.prod(e) for p in preps if p.kind == bc.WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
+    if sides > bc.MAX_WEIGHT_INDICES:
+        raise CannotLower(
+            f"matrix products with weights whose sides add up to {sides}; the CPU target takes {bc.MAX_WEIGHT_INDICES}"
+        )
+    return bc.Program(
         name=name,
         axes=program.axes,
         batch_axes=program.batch_axes,
         tile_rows=program.tile_rows,
         workers=program.workers,
-        inputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
-        outputs=tuple(bytecode.Array(DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
+        inputs=tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
+        outputs=tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(_ring(queue, program.tile_rows) for queue in program.queues),
@@ -327,13 +296,13 @@ def lower(program: TileProgram, name: str, products: Products = _BEST, rounding:
     )
 
 
-def _sink(program: TileProgram, sink: SinkType) -> bytecode.Sink:
+def _sink(program: TileProgram, sink: SinkType) -> bc.Sink:
     strides = program.outputs[sink.array].row_strides[: program.batch_axes]
-    return bytecode.Sink(REDUCTIONS.index(sink.how), DTYPE_CODE[sink.dtype], math.prod(sink.shape), sink.array, strides)
+    return bc.Sink(bc.REDUCTIONS.index(sink.how), bc.DTYPE_CODE[sink.dtype], math.prod(sink.shape), sink.array, strides)
 
 
-def _ring(queue: QueueType, tile_rows: int) -> bytecode.Ring:
-    return bytecode.Ring(queue.producer, queue.consumers, queue.depth, entry_bytes(queue.tile, tile_rows))
+def _ring(queue: QueueType, tile_rows: int) -> bc.Ring:
+    return bc.Ring(queue.producer, queue.consumers, queue.depth, entry_bytes(queue.tile, tile_rows))
 
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
@@ -342,11 +311,11 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
     return -(-size // memory.ALIGNMENT) * memory.ALIGNMENT
 
 
-def _stage(program: TileProgram, body: StageProgram, preps: list[Prep], products: Products, rounding: Rounding) -> bytecode.Stage:
+def _stage(program: TileProgram, body: StageProgram, preps: list[bc.Prep], products: bc.Products, rounding: Rounding) -> bc.Stage:
     stage = Stage(program, body.body, preps, products, rounding)
     _emit(stage)
     code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
-    return bytecode.Stage(body.name, scratch_bytes, code)
+    return bc.Stage(body.name, scratch_bytes, code)
 
 
 def _emit(stage: Stage) -> None:
@@ -380,9 +349,9 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
         return
     tile = stage.view(x)
     if tile.ref.dtype != array.ref.dtype:
-        tile = stage.scratch(array.shape, DTYPES[array.ref.dtype])
+        tile = stage.scratch(array.shape, bc.DTYPES[array.ref.dtype])
         stage.write(x, tile)
-    stage.code.append(StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
+    stage.code.append(bc.StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
 
 
 def _push(stage: Stage, i: int, instr: Instr) -> None:
@@ -439,12 +408,12 @@ def _reduce(stage: Stage, i: int, instr: Instr) -> None:
     reduced_x = [(x.shape[d], x.strides[d], 0) for d in in_order]
     k, r = _loops(kept_x), _loops(reduced_x) or [(1, 0, 0)]
     stage.emit(
-        Reduce(
-            REDUCTIONS.index(how),
+        bc.Reduce(
+            bc.REDUCTIONS.index(how),
             tuple(n for n, _, _ in k),
             tuple(n for n, _, _ in r),
-            Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
-            Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
+            bc.Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
+            bc.Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
         ),
         tile,
     )
@@ -479,12 +448,12 @@ def _scan(stage: Stage, i: int, instr: Instr) -> None:
     k = _loops([(x.shape[d], x.strides[d], out.strides[d]) for d in range(len(x.shape)) if d != axis])
     k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
     stage.emit(
-        Scan(
-            CUMULATIVE.index(OPS[instr.kind].fold),
+        bc.Scan(
+            bc.CUMULATIVE.index(OPS[instr.kind].fold),
             int(instr["reverse"]),
             tuple(n for n, _, _ in k),
-            Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
-            Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
+            bc.Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
+            bc.Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
         ),
         tile,
     )
@@ -505,21 +474,21 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
         kept = [(1, 0, 1)]  # one accumulator of several; no loop would stand for a sink of one
     reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
     stage.code.append(
-        Accumulate(
+        bc.Accumulate(
             instr["sink"],
             tuple(n for n, _, _ in kept),
             tuple(n for n, _, _ in reduced),
-            Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
+            bc.Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
             sums=_sums(stage, instr, dense),
             sum_strides=tuple(t for _, _, t in kept),
         )
     )
 
 
-def _sums(stage: Stage, instr: Instr, strides: Sequence[int]) -> Sums:
+def _sums(stage: Stage, instr: Instr, strides: Sequence[int]) -> bc.Sums:
     """The part of the accumulators that a ``sink`` folds into."""
     dims = instr.get("dims", ())
-    return Sums(*memory.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
+    return bc.Sums(*memory.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
 
 
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}

@@ -13,25 +13,11 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Use, squeezed
-from kitsune_jax.targets.cpu.bytecode import (
-    DTYPE_CODE,
-    DTYPES,
-    QUEUE,
-    SCRATCH,
-    Instruction,
-    Loop,
-    Operand,
-    Pack,
-    Prep,
-    Ref,
-    Rows,
-    Stationary,
-    Vector,
-)
+from kitsune_jax.targets.cpu import bytecode as bc
 
 # --- Views ------------------------------------------------------------------------------------------------------------------------
 
-ITEM_SIZE = dict(zip(DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
+ITEM_SIZE = dict(zip(bc.DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,17 +28,17 @@ class View:
     Broadcast, transpose, slice, rev and most reshapes give a view inside of the same memory, without an instruction.
     """
 
-    ref: Ref
+    ref: bc.Ref
     row_stride: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @property
     def dtype(self) -> str:
-        return DTYPES[self.ref.dtype]
+        return bc.DTYPES[self.ref.dtype]
 
-    def operand(self) -> Operand:
-        return Operand(self.ref, self.row_stride, self.strides)
+    def operand(self) -> bc.Operand:
+        return bc.Operand(self.ref, self.row_stride, self.strides)
 
     def at(self, offset: int) -> View:
         """The same view, ``offset`` elements further on."""
@@ -62,7 +48,7 @@ class View:
 def readable(view: View) -> bool:
     """Whether a stage may read a result back from ``view`` cheaply: it is no queue slot, and its elements have unit stride."""
     strides = [s for n, s in zip(view.shape, view.strides, strict=True) if n != 1]
-    return view.ref.space != QUEUE and (not strides or strides[-1] == 1)
+    return view.ref.space != bc.QUEUE and (not strides or strides[-1] == 1)
 
 
 def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
@@ -165,8 +151,8 @@ def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = 
 
     ``dense``: no space between rows, so that one loop can walk rows and an inner dimension.
     """
-    pitch = math.prod(shape) if dense else row_pitch(shape, DTYPES[dtype_code])
-    return View(Ref(SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
+    pitch = math.prod(shape) if dense else row_pitch(shape, bc.DTYPES[dtype_code])
+    return View(bc.Ref(bc.SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
 
 
 def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
@@ -238,7 +224,7 @@ class Border:
     streamed array has a ``view`` in a stream with an order.
     """
 
-    ref: Ref
+    ref: bc.Ref
     axis_strides: tuple[int, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -246,7 +232,7 @@ class Border:
 
 
 def border(program: TileProgram, array: ArrayType, space: int, number: int) -> Border:
-    ref = Ref(space, number, 0, DTYPE_CODE[array.dtype])
+    ref = bc.Ref(space, number, 0, bc.DTYPE_CODE[array.dtype])
     dense, batch = dim_strides(array.shape), program.batch_axes
     if not array.row_strides:
         return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
@@ -313,7 +299,7 @@ def part(stage: StageMemory, instr: Instr) -> View:
     return View(_moved(whole.ref, offset, moves), whole.row_stride, whole.shape[1:], whole.strides[1:])
 
 
-def _moved(ref: Ref, offset: int, moves: Sequence[int]) -> Ref:
+def _moved(ref: bc.Ref, offset: int, moves: Sequence[int]) -> bc.Ref:
     """``ref``, ``offset`` elements further on and moved by ``moves`` with the numbers of the enclosing loops."""
     strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
     return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())
@@ -326,23 +312,23 @@ ALIGNMENT = 64
 
 def _fields(kind: str) -> dict[type, tuple[str, ...]]:
     """The fields of each instruction whose type is called ``kind``."""
-    all_of = {cls: dataclasses.fields(cls) for cls in typing.get_args(Instruction)}
+    all_of = {cls: dataclasses.fields(cls) for cls in typing.get_args(bc.Instruction)}
     return {cls: tuple(field.name for field in fields if field.type == kind) for cls, fields in all_of.items()}
 
 
 _OPERAND_FIELDS, _ROWS_FIELDS = _fields("Operand"), _fields("Rows")
 
 
-def operands(instruction: Instruction) -> list[Operand]:
+def operands(instruction: bc.Instruction) -> list[bc.Operand]:
     """All operands of an instruction that address tiles, without those of instructions inside a loop."""
-    if isinstance(instruction, Vector):
+    if isinstance(instruction, bc.Vector):
         return [*instruction.loads, *instruction.stores]
     rows = [getattr(instruction, name) for name in _ROWS_FIELDS[type(instruction)]]
     own = [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
     return [*own, *(operand for r in rows for operand in (r.x, r.taken))]
 
 
-def place_buffers(body: Sequence[Instruction], sizes: list[int], preps: list[Prep]) -> tuple[tuple[Instruction, ...], int]:
+def place_buffers(body: Sequence[bc.Instruction], sizes: list[int], preps: list[bc.Prep]) -> tuple[tuple[bc.Instruction, ...], int]:
     """Replace the virtual buffers of ``sizes`` bytes (``Ref.index``, with offsets inside them) by byte offsets in scratch, in
     ``body`` and in the ``preps`` that it packs. Returns the body and the scratch bytes it needs.
 
@@ -357,26 +343,26 @@ def place_buffers(body: Sequence[Instruction], sizes: list[int], preps: list[Pre
     return tuple(_rewrite(instruction, offsets, preps) for instruction in body), total
 
 
-def _lives(body: Sequence[Instruction], preps: Sequence[Prep]) -> dict[int, list[int]]:
+def _lives(body: Sequence[bc.Instruction], preps: Sequence[bc.Prep]) -> dict[int, list[int]]:
     """The first and the last time each buffer is used. A buffer used inside and outside of a loop lives for the whole loop."""
     lives: dict[int, list[int]] = {}
     time = 0
 
-    def run(code: Sequence[Instruction]) -> set[int]:
+    def run(code: Sequence[bc.Instruction]) -> set[int]:
         nonlocal time
         used: set[int] = set()
         for instruction in code:
             start = time
-            if isinstance(instruction, (Loop, Stationary)):
+            if isinstance(instruction, (bc.Loop, bc.Stationary)):
                 inside = run(instruction.body)
-                if isinstance(instruction, Loop):
+                if isinstance(instruction, bc.Loop):
                     looped.append((start, time, inside))
                 used |= inside
             else:
                 refs = [o.ref for o in operands(instruction)]
-                refs += [preps[instruction.prep].source] if isinstance(instruction, Pack) else []
+                refs += [preps[instruction.prep].source] if isinstance(instruction, bc.Pack) else []
                 for ref in refs:
-                    if ref.space == SCRATCH:
+                    if ref.space == bc.SCRATCH:
                         lives.setdefault(ref.index, [time, time])[1] = time
                         used.add(ref.index)
             time += 1
@@ -466,26 +452,26 @@ def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rewrite(instruction: Instruction, offsets: dict[int, int], preps: list[Prep]) -> Instruction:
-    def ref_of(ref: Ref) -> Ref:
-        if ref.space != SCRATCH:
+def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[bc.Prep]) -> bc.Instruction:
+    def ref_of(ref: bc.Ref) -> bc.Ref:
+        if ref.space != bc.SCRATCH:
             return ref
-        base = offsets[ref.index] // ITEM_SIZE[DTYPES[ref.dtype]]
+        base = offsets[ref.index] // ITEM_SIZE[bc.DTYPES[ref.dtype]]
         return dataclasses.replace(ref, index=0, offset=base + ref.offset)
 
-    def moved(operand: Operand) -> Operand:
-        return operand if operand.ref.space != SCRATCH else dataclasses.replace(operand, ref=ref_of(operand.ref))
+    def moved(operand: bc.Operand) -> bc.Operand:
+        return operand if operand.ref.space != bc.SCRATCH else dataclasses.replace(operand, ref=ref_of(operand.ref))
 
-    if isinstance(instruction, Pack):
+    if isinstance(instruction, bc.Pack):
         preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=ref_of(preps[instruction.prep].source))
         return instruction
-    if isinstance(instruction, (Loop, Stationary)):
+    if isinstance(instruction, (bc.Loop, bc.Stationary)):
         return dataclasses.replace(instruction, body=tuple(_rewrite(i, offsets, preps) for i in instruction.body))
-    if isinstance(instruction, Vector):
+    if isinstance(instruction, bc.Vector):
         changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
     else:
         changes = {name: moved(getattr(instruction, name)) for name in _OPERAND_FIELDS[type(instruction)]}
         for name in _ROWS_FIELDS[type(instruction)]:
-            rows: Rows = getattr(instruction, name)
+            rows: bc.Rows = getattr(instruction, name)
             changes[name] = dataclasses.replace(rows, x=moved(rows.x), taken=moved(rows.taken))
     return dataclasses.replace(instruction, **changes)

@@ -13,27 +13,8 @@ from collections.abc import Callable, Sequence
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram, walk
 from kitsune_jax.program.passes import VIEWS
+from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
-from kitsune_jax.targets.cpu.bytecode import (
-    ACTIVATIONS,
-    DENSE,
-    DTYPE_CODE,
-    IN,
-    PRODUCTS,
-    REDUCTIONS,
-    SCRATCH,
-    SUM_GROUP,
-    WEIGHT,
-    AccumulateMatmul,
-    Dot,
-    Loop,
-    Matmul,
-    Operand,
-    Prep,
-    Reduce,
-    Ref,
-    Sums,
-)
 from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.stage import Stage
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
@@ -71,8 +52,7 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
 
     def layout() -> View:
         sequence = [*free, *batch, *dims.out_of_w.values()]
-        own = _matrix(stage, [shape[d] for d in sequence], stage.type(result).dtype, len(free))
-        return memory.transpose(own, [sequence.index(d) for d in range(len(shape))])
+        return _scratch(stage, shape, stage.type(result).dtype, sequence, len(free))
 
     out = stage.place(result, lambda v: panel(v)[1] is not None, layout)
     columns, lines = panel(out)
@@ -82,16 +62,16 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
                    [w_of_out[d] for d in columns])  # fmt: skip
     numbers = sorted(columns)  # the dimensions of a bias, in its order
     stage.code.append(
-        Matmul(
-            x=Operand(lies.ref, rows[0], (rows[1],)),
+        bc.Matmul(
+            x=bc.Operand(lies.ref, rows[0], (rows[1],)),
             row_multiple=math.prod(shape[d] for d in free),
             batch=math.prod(shape[d] for d in batch),
             weight=stage.prep(prep, w),
             bias=stage.prep(_dense(stage.view(bias[0]), [numbers.index(d) for d in columns]), bias[0]) if bias else -1,
-            activation=ACTIVATIONS.index(instr.get("activation", "none")),
+            activation=bc.ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
-            rounds=DTYPE_CODE[instr.get("rounds", "float32")],
-            out=Operand(out.ref, lines[0], (lines[1],)),
+            rounds=bc.DTYPE_CODE[instr.get("rounds", "float32")],
+            out=bc.Operand(out.ref, lines[0], (lines[1],)),
             adds=total is not None and total.second == i,
         )
     )
@@ -170,16 +150,17 @@ def _copy_of(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
     """A copy of x in scratch, in the layout that the kernel reads."""
     order = _Order(list(dims.free), list(dims.w_batch), list(dims.w_contract))
     sequence = [*order.free, *order.batch, *order.contract]
-    t = stage.type(x)
-    own = _matrix(stage, [t.shape[d] for d in sequence], t.dtype, len(order.free))
-    target = memory.transpose(own, [sequence.index(d) for d in range(len(sequence))])
+    target = _scratch(stage, stage.type(x).shape, stage.type(x).dtype, sequence, len(order.free))
     stage.write(x, target)
     return target, order
 
 
-def _matrix(stage: Stage, shape: Sequence[int], dtype: str, multiple: int) -> View:
-    """Scratch of row shape ``shape`` whose first ``multiple`` dimensions are evenly spaced rows to the kernel."""
-    return stage.scratch(tuple(shape), dtype, dense=math.prod(shape[:multiple]) > 1)
+def _scratch(stage: Stage, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
+    """Scratch of row shape ``shape`` with its dimensions in ``order``, the first ``rows`` of them evenly spaced rows to the
+    kernel."""
+    lies = tuple(shape[d] for d in order)
+    own = stage.scratch(lies, dtype, dense=math.prod(lies[:rows]) > 1)
+    return memory.transpose(own, [order.index(d) for d in range(len(order))])
 
 
 def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
@@ -200,8 +181,7 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
         rows = _rows(view, contract, batch, free)
         if rows is None:
             sequence = [*contract, *batch, *free]
-            own = _matrix(stage, [view.shape[d] for d in sequence], stage.type(v).dtype, len(contract))
-            view = memory.transpose(own, [sequence.index(d) for d in range(len(sequence))])
+            view = _scratch(stage, view.shape, stage.type(v).dtype, sequence, len(contract))
             stage.write(v, view)
             rows = _rows(view, contract, batch, free)
             assert rows is not None
@@ -213,14 +193,14 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
     (vx, rx, m), (vy, ry, n) = sides
     sums, matrices = _part(stage, instr, m, n)
     stage.code.append(
-        AccumulateMatmul(
+        bc.AccumulateMatmul(
             sink=instr["sink"],
             row_multiple=math.prod(lies.shape[a] for a, _ in pairs),
             batch=math.prod(lies.shape[d - 1] for d in instr["x_batch"]),
             m=m,
             n=n,
-            x=Operand(vx.ref, rx[0], (rx[1],)),
-            y=Operand(vy.ref, ry[0], (ry[1],)),
+            x=bc.Operand(vx.ref, rx[0], (rx[1],)),
+            y=bc.Operand(vy.ref, ry[0], (ry[1],)),
             product=_product(vx.ref, stage.products.gradients),
             sums=sums,
             matrices=matrices,
@@ -228,10 +208,10 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
     )
 
 
-def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, ...]]:
+def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[bc.Sums, tuple[int, ...]]:
     """The part of the sink's matrices that an m x n product fills, as loop numbers cut it out, and the matrices' shape."""
     if instr.get("dims") is None:
-        return Sums(), ()
+        return bc.Sums(), ()
     k, dims, steps, sizes = instr["sink"], instr["dims"], instr["steps"], instr["sizes"]
     shape, batch = stage.program.sinks[k].shape, len(instr["x_batch"])
     rows = range(batch, len(stage.type(instr.inputs[0]).rows_first) - len(instr["x_contract"]))
@@ -246,17 +226,17 @@ def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[Sums, tuple[int, 
     each = inner * (columns if side is rows else height)
     offset, moves = memory.moves_of(stage, instr.inputs[2:], steps, (each,))
     fits = size in (longest, shape[d] % longest) and not any(e % (longest * each) for e in (offset, *moves))
-    if not fits or (side is not rows and longest * inner % SUM_GROUP):
+    if not fits or (side is not rows and longest * inner % bc.SUM_GROUP):
         raise CannotLower(f"a weight gradient in parts of {size} of {shape[d]} elements, {steps[0]} apart")
-    return Sums(offset, moves), (height, longest * inner if side is rows else height, columns)
+    return bc.Sums(offset, moves), (height, longest * inner if side is rows else height, columns)
 
 
-def _product(ref: Ref, name: str) -> int:
+def _product(ref: bc.Ref, name: str) -> int:
     """The index in ``PRODUCTS`` of ``name`` for operands like ``ref``; dtypes other than bfloat16 have one kind of product."""
-    return PRODUCTS.index(name if ref.dtype == DTYPE_CODE["bfloat16"] else "best")
+    return bc.PRODUCTS.index(name if ref.dtype == bc.DTYPE_CODE["bfloat16"] else "best")
 
 
-def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> Prep:
+def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> bc.Prep:
     def part(dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(w.shape[d] for d in dims), tuple(w.strides[d] for d in dims)
 
@@ -267,19 +247,21 @@ def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int]
         raise CannotLower(f"a weight with a side of {longest} elements: the CPU target packs sides of {_LONGEST_SIDE} at most")
     if math.prod((*b, *k, *n)) > _MOST_PREPARED:
         raise CannotLower(f"a weight of {math.prod((*b, *k, *n))} elements: the CPU target packs {_MOST_PREPARED} at most")
-    return Prep(WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _is_local(w.ref))
+    return bc.Prep(bc.WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _is_local(w.ref))
 
 
-def _is_local(ref: Ref) -> int:
+def _is_local(ref: bc.Ref) -> int:
     """1 for a prep that cannot be made before the stages run, since ``ref`` is no input or moves with a loop or batch; else 0."""
-    return int(ref.space != IN or any(ref.loop_strides) or any(ref.batch_strides))
+    return int(ref.space != bc.IN or any(ref.loop_strides) or any(ref.batch_strides))
 
 
-def _dense(bias: View, columns: Sequence[int]) -> Prep:
+def _dense(bias: View, columns: Sequence[int]) -> bc.Prep:
     """The ``Prep`` of ``bias`` with dimensions in the order of ``columns``, in the dtype of the sums it is added to."""
     wide = "float64" if bias.dtype == "float64" else "float32"
     extents, strides = tuple(bias.shape[d] for d in columns), tuple(bias.strides[d] for d in columns)
-    return Prep(DENSE, bias.ref, DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,), local=_is_local(bias.ref))
+    return bc.Prep(
+        bc.DENSE, bias.ref, bc.DTYPE_CODE[wide], (), (), (), (), extents or (1,), strides or (0,), local=_is_local(bias.ref)
+    )
 
 
 # --- Loops, and products of two tiles ---------------------------------------------------------------------------------------------
@@ -317,7 +299,7 @@ def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None
     _store_carries(inside, block, places)
     if inside.code:
         within = _within(stage.program, instr)
-        stage.code.append(Loop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
+        stage.code.append(bc.Loop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
     stage.views.update(zip(instr.outputs, places, strict=True))
 
 
@@ -365,7 +347,7 @@ def _store_carries(stage: Stage, block: Block, places: Sequence[View]) -> None:
         lies = None if stage.leaf(result) is not None else stage.view(result)
         if lies == place:
             continue
-        if lies is not None and lies.ref.space == SCRATCH and lies.ref.index in homes:
+        if lies is not None and lies.ref.space == bc.SCRATCH and lies.ref.index in homes:
             aside = stage.new(result)
             stage.copy(lies, aside)
             lies = aside
@@ -417,17 +399,15 @@ def emit_dot(stage: Stage, i: int, instr: Instr) -> None:
         return strides is not None and strides[2] == 1
 
     def layout() -> View:
-        order = [d for dims in groups for d in dims]
-        own = stage.scratch(tuple(result.shape[d] for d in order), result.dtype)
-        return memory.transpose(own, [order.index(d) for d in range(len(order))])
+        return _scratch(stage, result.shape, result.dtype, [d for dims in groups for d in dims])
 
     out = stage.place(instr.outputs[0], fits, layout)
     strides = _strides(out, groups)
     assert strides is not None
     b, n = (math.prod(vy.shape[d] for d in dims) for dims in of_y[:2])
-    x_ = Operand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
-    y_ = Operand(vy.ref, vy.row_stride, sy)
-    stage.code.append(Dot(b, m, n, k, x_, y_, Operand(out.ref, out.row_stride, strides[:2])))
+    x_ = bc.Operand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
+    y_ = bc.Operand(vy.ref, vy.row_stride, sy)
+    stage.code.append(bc.Dot(b, m, n, k, x_, y_, bc.Operand(out.ref, out.row_stride, strides[:2])))
 
 
 def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
@@ -460,9 +440,7 @@ def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, 
     view = stage.view(v)
     strides = _strides(view, groups)
     if strides is None or (dense and strides[2] != 1):
-        order = [d for dims in groups for d in dims]
-        own = stage.scratch(tuple(view.shape[d] for d in order), view.dtype)
-        view = memory.transpose(own, [order.index(d) for d in range(len(order))])
+        view = _scratch(stage, view.shape, view.dtype, [d for dims in groups for d in dims])
         stage.write(v, view)
         strides = _strides(view, groups)
         assert strides is not None
@@ -489,5 +467,5 @@ def _multiply_and_sum(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups
     builder.store(products, builder.micro("mul", wide, a, b))
     stage.code.append(builder.finish())
     out = stage.place(instr.outputs[0])
-    over = Operand(products.ref, products.row_stride, products.strides)
-    stage.code.append(Reduce(REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))
+    over = bc.Operand(products.ref, products.row_stride, products.strides)
+    stage.code.append(bc.Reduce(bc.REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

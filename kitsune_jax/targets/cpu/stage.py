@@ -18,20 +18,8 @@ from kitsune_jax.ops.spec import Rounding
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
+from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
-from kitsune_jax.targets.cpu.bytecode import (
-    DTYPE_CODE,
-    IN,
-    OUT,
-    QUEUE,
-    Instruction,
-    Pack,
-    Prep,
-    Products,
-    Ref,
-    Stationary,
-    StridedLoad,
-)
 from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, taken_dots, taken_sums
 from kitsune_jax.targets.cpu.memory import ITEM_SIZE, Border, View, border
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
@@ -57,8 +45,8 @@ class Stage:
         self,
         program: TileProgram,
         body: tuple[Instr, ...],
-        preps: list[Prep],
-        products: Products,
+        preps: list[bc.Prep],
+        products: bc.Products,
         rounding: Rounding,
         around: Stage | None = None,
         block: Block | None = None,
@@ -72,7 +60,7 @@ class Stage:
         self.absorbed = {i for sums in (self.taken, self.dots) for found in sums.values() for i in found.absorbed}
         self.sums = product_sums(self.flow)
         self.added = {s.add for s in self.sums.values()}
-        self.code: list[Instruction] = []
+        self.code: list[bc.Instruction] = []
         self.buffer_bytes: list[int] = around.buffer_bytes if around else []
         self.views: dict[int, View] = dict(around.views) if around else {}
         self.leaves: dict[int, Leaf] = dict(around.leaves) if around else {v: Leaf(const=c) for v, c in program.literals}
@@ -146,22 +134,22 @@ class Stage:
         return memory.by_columns(self.type(v), here, self.uses, self.flow.instruction, is_pointwise)
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:
-        view = memory.scratch(len(self.buffer_bytes), DTYPE_CODE[dtype], shape, dense or not tile)
+        view = memory.scratch(len(self.buffer_bytes), bc.DTYPE_CODE[dtype], shape, dense or not tile)
         self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * (self.program.tile_rows if tile else 1))
         return view if tile else dataclasses.replace(view, row_stride=0)
 
     def input(self, number: int) -> Border:
-        return border(self.program, self.program.inputs[number], IN, number)
+        return border(self.program, self.program.inputs[number], bc.IN, number)
 
     def output(self, number: int) -> Border:
-        return border(self.program, self.program.outputs[number], OUT, number)
+        return border(self.program, self.program.outputs[number], bc.OUT, number)
 
     def queue(self, number: int) -> View:
         t = self.program.queues[number].tile
-        ref = Ref(QUEUE, number, 0, DTYPE_CODE[t.dtype])
+        ref = bc.Ref(bc.QUEUE, number, 0, bc.DTYPE_CODE[t.dtype])
         return View(ref, memory.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
 
-    def prep(self, prep: Prep, v: int) -> int:
+    def prep(self, prep: bc.Prep, v: int) -> int:
         """The number of ``prep``, which prepares ``v`` once for all stages, or, if ``local``, where ``v`` is defined."""
         if not prep.local:
             if prep not in self.preps:
@@ -171,7 +159,7 @@ class Stage:
         while home.around is not None and r not in home.made:
             home = home.around
         self.preps.append(prep)
-        home.code.append(Pack(len(self.preps) - 1))
+        home.code.append(bc.Pack(len(self.preps) - 1))
         return len(self.preps) - 1
 
     # Reading.
@@ -206,7 +194,7 @@ class Stage:
 
     def _gather(self, source: Border, r: int) -> View:
         tile = self.place(r)
-        self.code.append(StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
+        self.code.append(bc.StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
         return tile
 
     def delivered(self, use: Use, v: int) -> bool:
@@ -223,7 +211,7 @@ class Stage:
         if self.program.order is None or r in self.views or instr is None or instr.kind != "load" or len(self.uses.get(r, ())) > 1:
             return None
         program = dataclasses.replace(self.program, order=None)
-        view = border(program, program.inputs[instr["array"]], IN, instr["array"]).view
+        view = border(program, program.inputs[instr["array"]], bc.IN, instr["array"]).view
         return None if view is None or not view.row_stride else memory.reshape(view, self.type(v).shape)
 
     def _structural_view(self, instr: Instr) -> View:
@@ -273,7 +261,7 @@ class Stage:
         if self.program.order is None:
             return builder.index(0, divisor, modulus, kind)
         zeros = (0,) * len(builder.extents)
-        order = View(Ref(IN, self.program.order, 0, DTYPE_CODE["int32"]), 1, builder.extents, zeros)
+        order = View(bc.Ref(bc.IN, self.program.order, 0, bc.DTYPE_CODE["int32"]), 1, builder.extents, zeros)
         x = builder.convert(builder.load(order), "int32", kind)
         if divisor > 1:
             x = builder.micro("div", kind, x, builder.const(divisor, kind))
@@ -317,9 +305,9 @@ class Stage:
         builder.store(target, builder.load(source))
         self.emit(builder.finish(), tile=target.row_stride != 0 or source.row_stride != 0)
 
-    def emit(self, instruction: Instruction, tile: bool) -> None:
+    def emit(self, instruction: bc.Instruction, tile: bool) -> None:
         """Append an instruction, which runs on one row if it is not of a tile."""
-        self.code.append(instruction if tile else Stationary((instruction,)))
+        self.code.append(instruction if tile else bc.Stationary((instruction,)))
 
     def wanted(self, r: int) -> list[tuple[Use, View | None]]:
         """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) that it wants, if any."""
