@@ -1,1 +1,1 @@
-"""Planning, as far as targets share it: what ops cost, stages, load balance, the Plan as data. Each target has its own planner."""
+"""The parts of planning that all targets share: streams, costs of ops, stages and load balance, the Plan as data."""

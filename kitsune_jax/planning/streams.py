@@ -484,7 +484,7 @@ class _Spreader:
         if op.kind == "opaque":
             return op.reason or f"{op.label} is not an op the pipeline knows"
         if i not in self.allowed:
-            return "belongs to another region"
+            return "it belongs to another region"
         return self.supports(i)
 
     def _lost(self, i: int, labels: Labels) -> str | None:
@@ -515,7 +515,7 @@ class _Spreader:
             if role == "reshaped":
                 through = self._through_reshape(i, r, labels)
                 if through is None:
-                    return "the reshape mixes streamed and per-row dimensions", False, []
+                    return "the reshape mixes streamed and per-row dimensions (reshape each row by itself to stream it)", False, []
                 implied += [(axes, ((wired.operands[k], dim),)) for (k, dim), axes in through.items() if axes]
                 continue
             if not agree:
@@ -550,11 +550,11 @@ class _Spreader:
         axes = {v: {a for mine in dims for a in mine} for v, dims in streams.items()}
         together = set().union(*axes.values())
         if together and max(together) < self.space.batch:
-            return "it is the same for all rows of a batch"
+            return "it is the same for all rows of a batch, so it is computed once for each batch"
         spec, batch = OPS[op.kind], set(range(self.space.batch))
         folds = spec.family in _FOLDING and not any(batch <= axes[v] for v in op.inputs)
         slow = spec.flops >= _FUNCTION and not batch <= together
-        return "it is the same for several batches" if folds or slow else None
+        return "it is the same for several batches, so it is computed once for all of them" if folds or slow else None
 
     def _check_operands(self, wired: Wired, op: Op, labels: Labels, implied: Implied, sink: bool) -> str | None:
         for v in wired.operands:

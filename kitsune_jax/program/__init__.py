@@ -1,1 +1,1 @@
-"""The tile program (``ir``), its builder, its checker (``verify``), passes over it (``passes``), and its NumPy interpreter."""
+"""The tile program (``ir``, ``instructions``), its builder (``build``), loops over blocks (``blocks``), and passes (``passes``)."""

@@ -632,7 +632,7 @@ class _Blocked:
         return max(self.level(part.value), self.level(part.top.scores) if part.top else 0)
 
     def _restore_factors(self, loop: _Loop, part: Part, result: int, out: int, level: int) -> None:
-        """Write what follows the last carry of a reduction: the factors that its operand was taken apart from."""
+        """Multiply the last carry of a reduction by the factors that its operand was taken apart from."""
         w = self.writer
         t = w.types[result]
         with w.separate_body() as body:

@@ -1,8 +1,8 @@
 """The iterations of a loop that a tile runs (the parameters ``within`` and ``shifted``), and the masks that they come from.
 
-A causal mask compares two indices; what it hides is -inf, or a number so low that its exponential is 0 beside any visible score.
-``Visible`` finds such comparisons, however they are written, and gives a ``Range``: a stream axis, and how far from a row's index
-on it the elements lie that the row sees. ``met`` and ``mean_iterations`` count the iterations that reach into such a range.
+A causal mask compares two indices and sets hidden elements to -inf, or to a number so low that its exponential is 0 beside any
+visible score. ``Visible`` finds such comparisons, however they are written, and gives a ``Range``: a stream axis, and how far from
+a row's index on it the elements lie that the row sees. ``met`` and ``mean_iterations`` count the iterations that reach into it.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ def _spread(n: int, most: int) -> np.ndarray:
 
 
 def with_known_bounds(program: TileProgram) -> TileProgram:
-    """``program`` without bounds that are shifted at run time, for a target without code for them: it computes and masks hidden
-    elements."""
+    """``program`` without bounds that are shifted at run time, for a target without code for them; it computes what masks hide."""
     stages = tuple(dataclasses.replace(stage, body=_known(stage.body)) for stage in program.stages)
     return dataclasses.replace(program, stages=stages)
 

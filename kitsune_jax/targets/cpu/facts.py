@@ -22,7 +22,7 @@ class TakenSum:
     """A sum over a segment's rows of ``table[ids]`` or ``table[ids] * factor``, by sorted indices, whose rows nothing else reads:
     over the edges of a node, of the nodes at their other ends, with or without a weight for each edge (and head).
 
-    ``factor``: what rows are multiplied by, or None; for each row one number, one for each of the first dimensions, or all.
+    ``factor``: the value that multiplies the rows, or None; for each row one number, one for each of the first dimensions, or all.
     ``absorbed``: the instructions of the body that the sum replaces.
     """
 

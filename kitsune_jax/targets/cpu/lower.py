@@ -52,7 +52,7 @@ def emit_gather(stage: Stage, i: int, instr: Instr) -> None:
 
 
 def _out_of_range(instr: Instr, dtype: str) -> tuple[int, tuple[float, ...]]:
-    """The ``mode`` and ``fill`` of the CPU instruction: what an index out of range gives."""
+    """The ``mode`` and ``fill`` of the CPU instruction, for indices out of range."""
     return (bc.FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (bc.CLIP, (0.0,))
 
 

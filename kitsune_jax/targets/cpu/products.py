@@ -156,8 +156,7 @@ def _copy_of(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
 
 
 def _scratch(stage: Stage, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
-    """Scratch of row shape ``shape`` with its dimensions in ``order``, the first ``rows`` of them evenly spaced rows to the
-    kernel."""
+    """Scratch of row shape ``shape`` with its dimensions in ``order``, the first ``rows`` of them evenly spaced rows."""
     lies = tuple(shape[d] for d in order)
     own = stage.scratch(lies, dtype, dense=math.prod(lies[:rows]) > 1)
     return memory.transpose(own, [order.index(d) for d in range(len(order))])
@@ -315,7 +314,7 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
 
 
 def _written_at_once(stage: Stage, block: Block) -> list[int]:
-    """The carries whose old value nobody reads once the next one is written to their place."""
+    """The carries whose old value is no longer read when the next one is written to their place."""
     items = pointwise.schedule(stage)
     where = {i: k for k, item in enumerate(items) for i in item.ops}
     maker = {stage.root(v): i for i, instr in enumerate(stage.body) for v in instr.outputs if i in where}

@@ -36,11 +36,11 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
     """
     for value in (*in_values, *out_values):
         if value.dtype not in DTYPE_CODE:
-            return f"dtype {value.dtype}"
+            return f"dtype {value.dtype} has no code on the CPU"
         if value.size == 0:
             return "an array without elements"
         if len(value.shape) > MAX_LOOP_DIMS:
-            return f"more than {MAX_LOOP_DIMS} dimensions"
+            return f"more than {MAX_LOOP_DIMS} dimensions (reshape it to fewer)"
     if op.body is not None:
         return _loop(op.body)
     if op.kind == "dot_general":
@@ -49,7 +49,7 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
     if spec is None or spec.family == "pointwise" and spec.cpu is None and op.kind != "copy":
         return f"{op.kind} has no code on the CPU"
     if op.kind == "select_n" and len(in_values) != 3:
-        return "select_n with more than two cases"
+        return "select_n with more than two cases (nest selections between two)"
     values = (in_values[0], *in_values[2:]) if spec.family in ("gather", "scatter") else in_values  # without the index
     for dtype in (v.dtype for v in (*values, *(out_values if spec.gives == "any" else ()))):
         if dtype not in spec.dtypes or spec.family == "cumulative" and dtype == "bool":

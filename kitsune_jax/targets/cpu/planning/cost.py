@@ -1,7 +1,7 @@
 """Seconds of the ops of a region on one CPU core, from the times of kernels in the machine's profile.
 
 Comes in: a ``Graph``, a ``Region`` and a ``CpuMachine``. Goes out: ``CpuCost``. Every rate comes from the machine's profile; the
-constants here are times of what the profile does not measure.
+constants here are times that the profile does not contain.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ class CpuWork:
 
 
 class CpuCost(RegionCost):
-    """The costs of a region on a CPU. ``cpu_work(i)``: what op ``i``'s time depends on; ``seconds(work, rows)``: its time for a
-    tile of ``rows`` on one core."""
+    """The costs of a region on a CPU. ``cpu_work(i)``: the facts that op ``i``'s time depends on; ``seconds(work, rows)``: its time
+    for a tile of ``rows`` on one core."""
 
     machine: CpuMachine
 
@@ -541,8 +541,8 @@ class CpuCost(RegionCost):
         return elements * _STRIDED_SECONDS + pieces_seconds(self, rows)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
-        """The most bytes per row that are alive at once while ``ops`` run in order on a tile. Pointwise ops work in place on an
-        input that no later op reads.
+        """The most bytes per row that are alive at once while ``ops`` run in order on a tile. Pointwise ops overwrite an input that
+        is not read again.
         """
         order = list(ops)
         last = {v: k for k, i in enumerate(order) for v in self.graph.ops[i].inputs}

@@ -34,7 +34,7 @@ _MOST_SHARED = 32 * MIB
 _CPU_CLOCK = 3.5e9
 _SQUARE = 512
 _CPU_SOURCES = (
-    ("profile", "measured: python -m kitsune_jax.profile; of a shipped one, targets.cpu.profile.profile says what it is made of"),
+    ("profile", "measured by python -m kitsune_jax.profile; shipped ones: see kitsune_jax/targets/cpu/profile/profile.py"),
     ("places", "latencies of 4, 14 and 50 cycles (Zen and Ice Lake, vendors' optimisation guides)"),
 )
 
@@ -388,7 +388,7 @@ class CpuTimes:
 
     def xla_near(self, dtypes: Iterable[str]) -> tuple[float, float]:
         """Two factors for a loop in the second level of one thread, over the whole machine's rates for arrays of a megabyte: of its
-        operations, and of what it moves. ``dtypes``: of the arrays that the loop reads and writes."""
+        operations, and of its moved bytes. ``dtypes``: of the arrays that the loop reads and writes."""
         home = next((d for d in dtypes if d in NARROW), "float32")
         move, tanh = (self[f"xla/near/{name}/{home}"] for name in ("move", "tanh"))
         usual, functions = (self.profile.workers * self[f"xla/loop/{name}/{home}"] for name in ("move", "tanh"))

@@ -152,7 +152,9 @@ def tile_rows(model: TileModel) -> int:
     rows = next(n for n in candidates if seconds(n) <= (_WOKEN_FOR if looped and n == whole else _INDIFFERENT) * best)
     scratch = rows * model.live + model.sinks + model.tables
     if scratch > _MAX_SCRATCH:
-        raise Infeasible(f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker")
+        raise Infeasible(
+            f"a tile of {rows} rows needs {size_text(scratch)} of scratch per worker; {size_text(_MAX_SCRATCH)} is the most"
+        )
     return rows
 
 
@@ -166,7 +168,7 @@ _STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "a
 def plans_in_blocks(
     graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext, arrange: Callable[[CpuCost, TileModel], CpuPlan]
 ) -> list[CpuPlan]:
-    """A plan for each block size in which ``region`` can be worked off; none where it has no long dimension."""
+    """A plan for each block size in which ``region`` can be computed; none where it has no long dimension."""
     inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine, program=program)
     if inner is None or cost.matrices:
@@ -192,7 +194,7 @@ def _sketch(region: Region, machine: CpuMachine, blocks: tuple[int, int, int]) -
 
 
 class BlockModel(TileModel):
-    """A tile whose inner dimension is worked off in blocks of ``size``. A block costs as much as a region of that size."""
+    """A tile whose inner dimension is computed in blocks of ``size``. A block costs as much as a region of that size."""
 
     packs = True
 
@@ -221,7 +223,7 @@ class BlockModel(TileModel):
 
     def _inside(self, loop: Instr) -> tuple[dict[CpuWork, int], float]:
         """The works of a loop in one block, and the seconds to pack its operands and to read and write its part of the sinks. Each
-        loop after the first computes again what it needs."""
+        loop after the first computes its operands again."""
         ops = {i.op for i in walk((loop,)) if i.op in self.inner.ops}
         sums = 2 * self.cost.sink_bytes(ops) / self.cost.machine.place("l3").bandwidth
         return self.cost.kinds(ops), sums + sum(self._packed(i) for i in ops if i not in self.cost.sinks)
@@ -333,7 +335,7 @@ def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramC
         raise Infeasible("the stream has no rows")
     orders = [order for order in (None, *orders_of(graph, region)) if not _out_of_order(graph, region, order)]
     if not orders:
-        raise Infeasible("it has the softmaxes of several indices, and its rows can stream in the order of one")
+        raise Infeasible("it has softmaxes over several indices, but rows stream in the order of one index only")
     plans: list[CpuPlan] = []
     wrong: Infeasible | None = None
     for order in orders:

@@ -1,8 +1,8 @@
 """Modelled seconds of XLA:CPU for the ops of a region: the baseline of every plan.
 
 Comes in: a ``CpuCost``, or a whole program for ``program_context``. Goes out: seconds of the whole machine and off-chip bytes. A
-product is a library kernel at the rate measured for its dtype and shape; anything else is a loop that takes what its ops cost for
-each element, and what it reads and writes.
+product is a library kernel at the rate measured for its dtype and shape; anything else is a loop, which takes the time of its ops
+for each element and of its moved bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kitsune_jax.targets.cpu.planning.xla_kernels import (
 
 # --- Sums and maxima that XLA hands to its library, YNNPACK (as the optimized HLO of some 300 programs says, JAX 0.12) ------------
 
-# Dtypes in which the library computes; a loop in front of it converts float16 numbers, and computes what they are made of.
+# Dtypes in which the library computes; a loop in front of it converts float16 numbers, and computes them.
 _COMPUTED = frozenset({"float32", "bfloat16", "float64"})
 # Elementwise operations that the library does not have. Comparisons and readers of masks are left out by their dtype.
 _NOT_FUSED = frozenset({"clamp", "select_n", "is_finite", "cbrt"})
@@ -242,8 +242,8 @@ def _loops_baseline(cost: CpuCost) -> tuple[float, int]:
 
 
 def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
-    """What plans of regions depend on of the program ``graph``. XLA has one block for all arrays between the kernels of a program;
-    where it is fresh at every call, so is any part of it. ``body``: ``graph`` is a loop's body, whose kernels start sooner."""
+    """The facts about the program ``graph`` that plans of its regions depend on. XLA has one block for all arrays between the
+    kernels of a program; where it is fresh at every call, so is any part of it. ``body``: of a loop, whose kernels start sooner."""
     if body:
         found = CpuProgramContext(steps=steps_of(graph, machine.profile))
     else:
@@ -338,7 +338,7 @@ def _is_in_place(cost: CpuCost, kernel: Kernel) -> bool:
 
 
 def _sums_computed_values(cost: CpuCost, ops: Collection[int]) -> bool:
-    """Whether ``ops`` sum what they compute over the rows, or everything, in a sum too short for the library, or of integers."""
+    """Whether ``ops`` sum their own results over the rows, or over everything, too few or integers for the library."""
     over_rows = any(cost.family(i) == "reduce" and 0 in cost.graph.ops[i]["axes"] for i in ops)
     return over_rows and any(cost.family(i) == "pointwise" for i in ops)
 

@@ -1,1 +1,1 @@
-"""How long the pieces take on this machine that CPU plans are made of: measured once, kept on disk."""
+"""A machine's profile, the measured times of the pieces of work that CPU plans consist of: measured once, kept on disk."""

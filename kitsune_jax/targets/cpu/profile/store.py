@@ -51,8 +51,7 @@ class Disturbed(RuntimeError):
 
 
 def measure(workers: int) -> Profile:
-    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many always
-    differ.
+    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many differ.
 
     The measurement has a thread of its own, because JAX keeps state of each thread, and this one may be tracing a function."""
     result: list[Profile | BaseException] = []
@@ -81,7 +80,7 @@ def measure(workers: int) -> Profile:
 
 
 def _passes(workers: int, stop: threading.Event) -> Profile:
-    """The measurement. ``stop``: set when nobody waits for it any more."""
+    """The measurement. ``stop``: set when no thread waits for it any more."""
 
     def go_on() -> None:
         if stop.is_set():
