@@ -11,7 +11,7 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.targets.cpu import bytecode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from reference.graph import evaluate_numpy
 from tests.support.graphs import mlp
 
@@ -69,7 +69,9 @@ def test_mask_is_the_same_for_every_kind_of_number(dtype):
 
 def test_training_step_of_an_mlp_rectifies_in_its_matmuls(monkeypatch):
     programs = []
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower", lambda p, *how: programs.append(lower(p, *how)) or programs[-1])
+    monkeypatch.setattr(
+        "kitsune_jax.targets.cpu.lower.lower_program", lambda p, *how: programs.append(lower_program(p, *how)) or programs[-1]
+    )
     import kitsune_jax as kj
 
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu import bytecode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.checks import enable_x64
 
 STEPS = 5
@@ -78,7 +78,7 @@ def test_every_height_of_the_last_tile(f: Callable[..., Any], rows: int, columns
 def loops_of(f: Callable[..., Any], args: Any) -> tuple[list[bytecode.Loop], list[bytecode.Operand]]:
     """The loops of a function's programs, and what their elementwise work reads and writes in the memory of the program."""
     routed = route(capture(jax.make_jaxpr(f)(*args)).graph, "cpu", RouteOptions(device="zen5-2", force=True))
-    made = [lower(part.program, "loops") for region in routed.regions for part in region.program.parts]
+    made = [lower_program(part.program, "loops") for region in routed.regions for part in region.program.parts]
     loops = [i for program in made for stage in program.stages for i in stage.body if isinstance(i, bytecode.Loop)]
     vectors = [i for loop in loops for i in loop.body if isinstance(i, bytecode.Vector)]
     return loops, [o for i in vectors for o in (*i.loads, *i.stores) if o.ref.space == bytecode.SCRATCH]

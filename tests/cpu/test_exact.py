@@ -11,7 +11,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu.bytecode import encode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.lowered import ROW, array, plain
 from tests.support.tiles import Tiles
 
@@ -24,7 +24,9 @@ def native(t: Tiles, *inputs: np.ndarray, dtype: type) -> np.ndarray:
     program = t.program()
     shape = program.outputs[0].shape
     got = np.empty(shape, dtype)
-    _cpu.run(encode(lower(program, "test")), [plain(a) for a in inputs], [got.view(np.uint16) if dtype != np.float32 else got], 2)
+    _cpu.run(
+        encode(lower_program(program, "test")), [plain(a) for a in inputs], [got.view(np.uint16) if dtype != np.float32 else got], 2
+    )
     return got
 
 

@@ -24,7 +24,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu import lower as cpu_lower
 from kitsune_jax.targets.cpu.bytecode import name_bytes
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import runtime as cuda_runtime
 from tests.support.lowered import ROW
@@ -46,7 +46,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The code generator as it would be with a defect: weights are taken from an array that they do not fit into."""
 
     def wrong(*program: Any) -> bytecode.Program:
-        code = lower(*program)
+        code = lower_program(*program)
         preps = tuple(dataclasses.replace(p, source=dataclasses.replace(p.source, offset=1)) for p in code.preps)
         return dataclasses.replace(code, preps=preps)
 
@@ -54,7 +54,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_a_program_that_the_extension_refuses_is_not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower_program")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15 of input 1, which has 15"):
         cpu_lower.generate(Program.of(small().program()), "small")
 
@@ -63,14 +63,14 @@ def test_nor_are_the_phases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     program = small().program()
     call = assemble([(0, program, (0, 1), (2,)), (0, program, (0, 1), (3,))], (0, 1), (2, 3))
     assert cpu_lower.generate(call, "fine").dtype == np.int64
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower_program")
     with pytest.raises(targets.InvalidProgram, match="prepared operand 0: source reads element 15"):
         cpu_lower.generate(call, "small")
 
 
 @pytest.mark.expects_fallbacks
 def test_a_refused_program_costs_the_pipeline_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower")
+    break_lowering(monkeypatch, "kitsune_jax.targets.cpu.lower.lower_program")
     x, w = (RNG.standard_normal(s).astype(np.float32) for s in ((12, 3), (3, 5)))
     with pytest.warns(RuntimeWarning, match="InvalidProgram: kitsune program: prepared operand 0"):
         got = jax.jit(kj.pipeline(lambda x, w: jnp.tanh(x @ w), force=True))(x, w)
@@ -100,7 +100,7 @@ def test_a_product_with_a_constant_is_refused_with_a_reason(side: int) -> None:
     t = Tiles((12,), 4)
     t.store(t.matmul(t.load((12,), "float32", ((0,),)), t.literal(2.0), dims=(((), ()), ((), ()))), (12,), ((0,),))
     with pytest.raises(targets.CannotLower, match="constant"):
-        lower(t.program(), "outer")
+        lower_program(t.program(), "outer")
 
 
 @pytest.mark.parametrize("name", ["segment_sum", "attention_grouped", "nested", "interaction", "computed_weights"])
@@ -143,7 +143,7 @@ def test_a_weight_whose_sides_are_too_long_for_its_tables_is_refused() -> None:
     x = t.load((12, 2), "float32", ROW)
     t.store(t.matmul(x, t.load((2, 2**24))), (12, 2**24), ROW)
     with pytest.raises(targets.CannotLower, match="sides add up to 16777219"):
-        lower(t.program(), "wide")
+        lower_program(t.program(), "wide")
 
 
 PENALTIES: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.bytecode_sim import simulate
 from tests.support.lowered import BF16, RNG, ROW, array, close, kinds, relu_layer, run
 from tests.support.tiles import Tiles
@@ -31,7 +31,7 @@ def nerf(width: int = 16, inputs: int = 5, rows: int = 37, tile_rows: int = 8) -
 
 def test_nerf_is_one_matmul_per_layer_and_one_copy() -> None:
     t, arrays = nerf()
-    program = lower(t.program(), "nerf")
+    program = lower_program(t.program(), "nerf")
     body = program.stages[0].body
     assert [type(i).__name__ for i in body] == ["Matmul"] * 4 + ["Vector"] + ["Matmul"] * 5
     matmuls = [i for i in body if isinstance(i, bc.Matmul)]
@@ -52,15 +52,15 @@ def test_nerf_is_one_matmul_per_layer_and_one_copy() -> None:
 
 def test_scratch_is_shared_by_values_that_are_not_alive_together() -> None:
     t, _ = nerf(width=256, inputs=63, rows=96, tile_rows=96)
-    assert lower(t.program(), "nerf").stages[0].scratch_bytes <= 96 * (256 + 320) * 4
+    assert lower_program(t.program(), "nerf").stages[0].scratch_bytes <= 96 * (256 + 320) * 4
 
 
 def test_one_row_and_prime_rows() -> None:
     for rows, tile_rows in ((1, 96), (7, 96), (13, 4)):
         t, (x, *weights) = nerf(rows=rows, tile_rows=tile_rows)
-        whole = simulate(lower(t.program(), "a"), [x, *weights], [(rows, 4)])[0]
+        whole = simulate(lower_program(t.program(), "a"), [x, *weights], [(rows, 4)])[0]
         again = nerf(rows=rows, tile_rows=1)[0]
-        close(simulate(lower(again.program(), "b"), [x, *weights], [(rows, 4)])[0], whole)
+        close(simulate(lower_program(again.program(), "b"), [x, *weights], [(rows, 4)])[0], whole)
 
 
 def layer_norm(t: Tiles, x: int, n: int) -> int:
@@ -235,7 +235,7 @@ def test_a_streamed_addend_is_not_a_bias() -> None:
     t.store(t.op("add", t.matmul(x, w), x), (5, 4), ROW)
     a, c = array(5, 4), array(4, 4)
     close(run(t.program(), a, c)[0], a @ c + a)
-    assert lower(t.program(), "t").stages[0].body[0].bias == -1
+    assert lower_program(t.program(), "t").stages[0].body[0].bias == -1
 
 
 def test_bf16_matmul_bias_relu_and_conversion_in_one() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.lowered import ROW, array, close, kinds, relu_layer, run
 from tests.support.tiles import Tiles
 
@@ -142,7 +142,7 @@ def test_the_same_weight_is_prepared_once() -> None:
     t = Tiles((5,), 2)
     x, w = t.load((5, 4), streams=ROW), t.load((4, 4))
     t.store(t.matmul(t.op("tanh", t.matmul(x, w)), w), (5, 4), ROW)
-    assert len(lower(t.program(), "t").preps) == 1
+    assert len(lower_program(t.program(), "t").preps) == 1
 
 
 def test_what_cannot_be_lowered_says_so() -> None:
@@ -150,11 +150,11 @@ def test_what_cannot_be_lowered_says_so() -> None:
     x = t.load((5, 4), streams=ROW)
     t.store(t.op("sort", x), (5, 4), ROW)
     with pytest.raises(CannotLower, match="sort"):
-        lower(t.program(), "t")
+        lower_program(t.program(), "t")
     t = Tiles((5,), 2)
     x, y = t.load((5, 4), streams=ROW), t.load((5, 4, 3), streams=((0,), (), ()))
     t._add("matmul", (x, y), (t._new(True, (3,), "float32"),), x_contract=(1,), x_batch=(), w_contract=(1,), w_batch=(),
            out_perm=(0, 1), accumulate="float32")  # fmt: skip
     t.store(len(t.values) - 1, (5, 3), ROW)
     with pytest.raises(CannotLower, match="two streamed values"):
-        lower(t.program(), "t")
+        lower_program(t.program(), "t")

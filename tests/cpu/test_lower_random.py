@@ -10,7 +10,7 @@ import pytest
 
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu.bytecode import encode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from reference.interpret import interpret
 from tests.support.bytecode_sim import simulate
 from tests.support.lowered import plain
@@ -196,7 +196,7 @@ def test_random_program(seed: int) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if drawn.dtype == "bfloat16" else drawn.dtype)
     arrays = [a.astype(kind) for a in drawn.arrays]
     want = interpret(program, arrays)
-    code = lower(program, "random")
+    code = lower_program(program, "random")
     words = encode(code)
     assert _cpu.validate(words) == ""
     ran = [np.empty_like(w) for w in want]

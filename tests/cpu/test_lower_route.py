@@ -22,7 +22,7 @@ from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import call as cpu_call
 from kitsune_jax.targets.cpu.bytecode import encode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
 from tests.support.bytecode_sim import simulate
@@ -64,7 +64,7 @@ def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[
             values.update(zip(op.outputs, captured.run(node[0], [values[v] for v in op.inputs]), strict=True))
             continue
         tiles = build(graph, chosen.region, chosen.plan)
-        code = lower(tiles, "region")
+        code = lower_program(tiles, "region")
         programs.append(code)
         inputs = [np.ascontiguousarray(values[v]) for v in chosen.region.inputs]
         outs = simulate(code, inputs, [a.shape for a in tiles.outputs])

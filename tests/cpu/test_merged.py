@@ -118,14 +118,14 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 @pytest.mark.filterwarnings("ignore:kitsune_jax could not pipeline")
 def test_a_phase_that_cannot_be_made_costs_its_own_region_only(monkeypatch: pytest.MonkeyPatch) -> None:
     args = data(101, 1009)
-    real = cpu_lower.lower
+    real = cpu_lower.lower_program
 
     def failing(program: Any, *rest: Any) -> Any:
         if program.rows == 101:
             raise ValueError("planted")
         return real(program, *rest)
 
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower", failing)
+    monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower_program", failing)
     lowering._routed.cache_clear()
     before = runtime.calls()
     got = jax.jit(kj.pipeline(steps, force=True))(*args)

@@ -15,7 +15,7 @@ from kitsune_jax import _cpu
 from kitsune_jax.ops.spec import DTYPES, FLOATS, FORMATS
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, OPCODES, Vector, encode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from kitsune_jax.targets.cpu.target import supports
 from reference.interpret import interpret
 from scripts import opcodes
@@ -29,7 +29,7 @@ def run(t: Tiles, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.n
     program = t.program()
     want = interpret(program, arrays)
     got = [np.empty_like(w) for w in want]
-    _cpu.run(encode(lower(program, "test")), [plain(a) for a in arrays], [plain(a) for a in got], 1)
+    _cpu.run(encode(lower_program(program, "test")), [plain(a) for a in arrays], [plain(a) for a in got], 1)
     return got, want
 
 
@@ -58,7 +58,7 @@ def test_bits_of_another_width_or_of_a_bool_are_refused(source: str, to: str) ->
     """By the parser, which has the last word on a program."""
     t = Tiles((4,), 4)
     t.store(t.op("bitcast_convert_type", t.load((4, 3), source, ROW), dtype=to, new_dtype=to), (4, 3), ROW)
-    code = lower(t.program(), "test")
+    code = lower_program(t.program(), "test")
     (vector,) = code.stages[0].body
     assert isinstance(vector, Vector)
     micros = [m if OPCODES[m.op] != "bitcast" else dataclasses.replace(m, type=DTYPE_CODE[to]) for m in vector.code]

@@ -9,7 +9,7 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.lowered import BF16, ROW, array, close, kinds, run
 from tests.support.tiles import Tiles
 
@@ -40,7 +40,7 @@ def test_the_second_product_adds(rows: int, k: int, m: int, n: int, bias: bool) 
     t, inputs = cell(rows, k, m, n, bias), operands(rows, k, m, n, bias)
     (y,) = run(t.program(), *inputs)
     close(y, np.tanh(expected(*inputs)).astype(np.float32), 1e-4)
-    body = lower(t.program(), "test").stages[0].body
+    body = lower_program(t.program(), "test").stages[0].body
     products = [i for i in body if isinstance(i, bc.Matmul)]
     assert [p.adds for p in products] == [False, True] and products[0].out == products[1].out
     assert [p.bias >= 0 for p in products] == [bias, False]
@@ -63,13 +63,13 @@ def test_products_that_are_read_again_are_added_apart() -> None:
     total, square = run(t.program(), u, a, b)
     close(total, u @ a + u @ b)
     close(square, (u @ a) ** 2, 1e-4)
-    assert not any(i.adds for i in lower(t.program(), "test").stages[0].body if isinstance(i, bc.Matmul))
+    assert not any(i.adds for i in lower_program(t.program(), "test").stages[0].body if isinstance(i, bc.Matmul))
 
 
 def test_products_of_bfloat16_are_rounded_before_they_are_added() -> None:
     t, inputs = cell(19, 5, 6, 7, dtype="bfloat16"), operands(19, 5, 6, 7, dtype=BF16)
     run(t.program(), *inputs)
-    assert not any(i.adds for i in lower(t.program(), "test").stages[0].body if isinstance(i, bc.Matmul))
+    assert not any(i.adds for i in lower_program(t.program(), "test").stages[0].body if isinstance(i, bc.Matmul))
 
 
 @pytest.mark.parametrize("batch,width", [(1, 8), (37, 16), (130, 33)])

@@ -83,7 +83,7 @@ def test_widened_products_are_those_of_the_table_without_native_ones():
 
 def test_one_program_may_mix_choices():
     """Two layers with one weight each: the choice is the weight's, and equal weights of different choices are packed twice."""
-    code = cpu_lower.lower(training(), "training")
+    code = cpu_lower.lower_program(training(), "training")
     (weight,) = (i for i, p in enumerate(code.preps) if p.kind == bc.WEIGHT)
     (stage,) = code.stages
     (product,) = (i for i in stage.body if isinstance(i, bc.Matmul))
@@ -110,9 +110,10 @@ def test_only_bfloat16_has_a_choice():
     choice = cpu_bytecode.Products("widened", "widened")
     for dtype in ("float32", "float16"):
         assert (
-            encode(cpu_lower.lower(training(dtype), "t", choice)).tolist() == encode(cpu_lower.lower(training(dtype), "t")).tolist()
+            encode(cpu_lower.lower_program(training(dtype), "t", choice)).tolist()
+            == encode(cpu_lower.lower_program(training(dtype), "t")).tolist()
         )
-    fields = [p.product for p in cpu_lower.lower(training(), "t", choice).preps]
+    fields = [p.product for p in cpu_lower.lower_program(training(), "t", choice).preps]
     assert sorted(fields) == [0, 1]  # the bias is no product
     with pytest.raises(ValueError, match="one of best, widened, dots, tiles, not 'amx'"):
         cpu_bytecode.Products("amx")
@@ -125,7 +126,7 @@ def test_only_bfloat16_has_a_choice():
     ("float16", 3, "product is 3, which only bfloat16 can have, and this is float16"),
 ])  # fmt: skip
 def test_forged_fields_are_refused(dtype, value, message):
-    code = cpu_lower.lower(training(dtype), "t")
+    code = cpu_lower.lower_program(training(dtype), "t")
     weights = tuple(dataclasses.replace(p, product=value) if p.kind == bc.WEIGHT else p for p in code.preps)
     assert message in _cpu.validate(encode(dataclasses.replace(code, preps=weights)))
     (stage,) = code.stages
@@ -134,7 +135,7 @@ def test_forged_fields_are_refused(dtype, value, message):
 
 
 def test_a_dense_operand_is_no_product():
-    code = cpu_lower.lower(training(), "t")
+    code = cpu_lower.lower_program(training(), "t")
     preps = tuple(dataclasses.replace(p, product=1) for p in code.preps if p.kind == bc.DENSE)
     words = encode(dataclasses.replace(code, preps=(*(p for p in code.preps if p.kind == bc.WEIGHT), *preps)))
     assert "a dense operand is no product" in _cpu.validate(words)

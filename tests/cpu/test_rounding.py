@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kitsune_jax as kj
 from kitsune_jax.ops.spec import NARROW, Rounding
 from kitsune_jax.targets.cpu import bytecode as bc
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from kitsune_jax.targets.cpu.profile import xla
 from tests.support.lowered import ROW
 from tests.support.tiles import Tiles
@@ -202,7 +202,11 @@ def rounds_in(rounding: Rounding, name: str, kinds: tuple[str, ...]) -> int:
         y = t.op(kind, y, x)
     t.store(y, (64, 4), ROW)
     code = [
-        m for s in lower(t.program(), "chain", rounding=rounding).stages for i in s.body if isinstance(i, bc.Vector) for m in i.code
+        m
+        for s in lower_program(t.program(), "chain", rounding=rounding).stages
+        for i in s.body
+        if isinstance(i, bc.Vector)
+        for m in i.code
     ]
     return sum(bc.OPCODES[m.op] == f"to_{name}" for m in code)
 

@@ -82,7 +82,7 @@ def test_simulated(name: str) -> None:
     case = {**IRREGULAR, **ONLINE_CASES}[name]()
     operands = case.operands(np.random.default_rng(1))
     program = case.program.parts[0].program
-    code = cpu_lower.lower(program, name)
+    code = cpu_lower.lower_program(program, name)
     got = simulate(code, operands, [a.shape for a in program.outputs])
     assert max(case.errors(got, operands)) < tolerance(case)
 

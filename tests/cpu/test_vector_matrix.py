@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.lowered import array
 
 ROWS, STEPS = 37, 5
@@ -28,7 +28,9 @@ def filtered(how: str) -> Any:
 @pytest.mark.parametrize(("size", "product"), [(2, False), (4, False), (5, True), (6, True), (17, True), (64, True), (70, True)])
 def test_larger_matrices_are_products(monkeypatch: pytest.MonkeyPatch, size: int, product: bool, how: str) -> None:
     programs: list[Any] = []
-    monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower", lambda p, *a: programs.append(lower(p, *a)) or programs[-1])
+    monkeypatch.setattr(
+        "kitsune_jax.targets.cpu.lower.lower_program", lambda p, *a: programs.append(lower_program(p, *a)) or programs[-1]
+    )
     p, e = array(ROWS, size, size) / size, array(STEPS, ROWS, size)
     got = jax.jit(kj.pipeline(filtered(how), force=True))(p, e)
     state = e[0].astype(np.float64)

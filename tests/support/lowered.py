@@ -8,7 +8,7 @@ import numpy as np
 from kitsune_jax import _cpu
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cpu.bytecode import encode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.bytecode_sim import simulate
 from tests.support.tiles import Tiles
 
@@ -23,7 +23,7 @@ def array(*shape: int, dtype: object = np.float32) -> np.ndarray:
 
 def run(program: TileProgram, *inputs: np.ndarray, tolerance: float | None = None) -> list[np.ndarray]:
     """The simulator's outputs, after the executor has agreed with them (to ``tolerance``) on 1 and on 2 threads."""
-    code = lower(program, "test")
+    code = lower_program(program, "test")
     words = encode(code)
     assert _cpu.validate(words) == ""
     want = simulate(code, inputs, [a.shape for a in program.outputs])
@@ -41,7 +41,7 @@ def plain(a: np.ndarray) -> np.ndarray:
 
 
 def kinds(program: TileProgram, stage: int = 0) -> list[str]:
-    return [type(i).__name__ for i in lower(program, "test").stages[stage].body]
+    return [type(i).__name__ for i in lower_program(program, "test").stages[stage].body]
 
 
 def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-5) -> None:

@@ -248,7 +248,7 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     for part, way in zip(program.parts, ways, strict=True):
         key = id(part.program), way  # equal parts share their program
         if key not in lowered:
-            lowered[key] = lower(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
+            lowered[key] = lower_program(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
         parts.append(bc.Part(part.phase, part.reads, part.writes, lowered[key]))
     arrays = tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
     return _valid(bc.encode(bc.Call(name, arrays, program.operands, program.results, tuple(parts))))
@@ -261,13 +261,13 @@ def _valid(words: np.ndarray) -> np.ndarray:
     return words
 
 
-def lower(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.Program:
+def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.Program:
     """The CPU program of ``program``, called ``name``. ``products``: how bfloat16 operands are multiplied. ``rounding``: where
     16-bit results are rounded. Raises ``CannotLower`` where an instruction has no code.
 
     Example::
 
-        words = bc.encode(lower(program, "mlp"))
+        words = bc.encode(lower_program(program, "mlp"))
     """
     largest = max((math.prod(a.shape) for a in (*program.inputs, *program.outputs)), default=0)
     if largest > _MOST_ELEMENTS:

@@ -23,7 +23,7 @@ from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, Til
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS, encode
-from kitsune_jax.targets.cpu.lower import lower
+from kitsune_jax.targets.cpu.lower import lower_program
 
 # --- Timing on a machine that also runs other programs ----------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class _Tiles:
             sinks=tuple(self.sinks),
             workers=workers,
         )
-        words = encode(lower(program, "profile"))
+        words = encode(lower_program(program, "profile"))
         results = [jax.ShapeDtypeStruct(a.shape, np.dtype(a.dtype)) for a in self.outputs]
         return lambda *args: call.call(words, args, results)
 
