@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import round_up
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
@@ -307,8 +308,7 @@ def _ring(queue: QueueType, tile_rows: int) -> bc.Ring:
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
     """Bytes of a queue slot: ``tile_rows`` rows at their pitch, rounded up to a cache line."""
-    size = tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype]
-    return -(-size // memory.ALIGNMENT) * memory.ALIGNMENT
+    return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype], memory.ALIGNMENT)
 
 
 def _stage(program: TileProgram, body: StageProgram, preps: list[bc.Prep], products: bc.Products, rounding: Rounding) -> bc.Stage:

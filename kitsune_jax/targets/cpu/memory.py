@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import round_up
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Use, squeezed
@@ -383,7 +384,7 @@ def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: l
     placed = _Lives(max(last.values(), default=0) + 1)
     total = 0
     for b in order:
-        size = _round_up(sizes[b])
+        size = round_up(sizes[b], ALIGNMENT)
         others = sorted(placed.during(first[b], last[b]))
         at = 0
         for start, length, _ in others:
@@ -446,10 +447,6 @@ class _Lives:
         for node in self._above(nodes):
             found.update(self._here.get(node, ()))
         return found
-
-
-def _round_up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[bc.Prep]) -> bc.Instruction:
