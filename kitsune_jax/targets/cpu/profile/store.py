@@ -238,7 +238,7 @@ def _agree_on_profile(workers: int) -> _Found:
 
 
 _WAIT_MS = 120_000
-_MEASURING = ("kernels", "xla", "calls", "timing", "measure")
+_MEASURING = ("kernels", "xla", "store")
 
 
 def _local_profile(workers: int) -> _Found:
