@@ -216,6 +216,10 @@ def test_other_workers_other_flags_and_other_versions_are_measured_again(
     assert store.identity(2) == before
 
 
+def test_the_key_of_a_kept_profile_knows_the_code_that_measures() -> None:
+    assert len(store._measurement()) == 64, "a file of _MEASURING is not there"
+
+
 def test_two_processes_measure_once(tmp_path: Path) -> None:
     program = """
 import pathlib, sys, time
