@@ -14,7 +14,7 @@ from kitsune_jax.planning.cost import left_region
 from kitsune_jax.planning.plan import MIB, Ahead, Plan
 from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES, Fetch
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
-from kitsune_jax.targets.cuda.planning.planner import fetches_of_calls
+from kitsune_jax.targets.cuda.planning.planner import prefetches_of_calls
 from tests.cuda.test_decoding import token
 from tests.support.graphs import graph_of
 
@@ -33,7 +33,7 @@ X, SQUARE = shape(1, 4096), shape(4096, 4096)
 def asked(f: Callable[..., Any], *shapes: Any, machine: GpuMachine = H200, force: bool = False) -> list[Ahead | None]:
     graph = graph_of(f, *shapes)
     calls = [[(left_region(graph, (i,)), PLAN)] for i, op in enumerate(graph.ops) if op.kind == "tanh"]
-    found = fetches_of_calls(graph, calls, machine, force)
+    found = prefetches_of_calls(graph, calls, machine, force)
     for ahead in filter(None, found):
         assert ahead.value in graph.inputs and 0 < ahead.fetched_bytes <= ahead.weight_bytes and ahead.workers == machine.workers
         assert ahead.first >= 0 and ahead.first + ahead.weight_bytes <= ahead.array_bytes

@@ -44,7 +44,7 @@ from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.lower import generate_kernel, of_call
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
-from kitsune_jax.targets.cuda.planning.planner import candidates, in_batches
+from kitsune_jax.targets.cuda.planning.planner import candidates, plans_in_batches
 
 Array = Any
 
@@ -124,7 +124,7 @@ def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCo
             found += [(cost, plan) for plan in candidates(cost)]
     if region.space.batch:
         with contextlib.suppress(Infeasible):
-            found += [(GpuCost(graph, region, machine), plan) for plan in in_batches(graph, region, machine)]
+            found += [(GpuCost(graph, region, machine), plan) for plan in plans_in_batches(graph, region, machine)]
     return found
 
 

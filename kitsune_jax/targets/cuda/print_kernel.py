@@ -91,10 +91,7 @@ def _setup(at: Spelling, node: Node) -> list[str]:
                     f"static_assert({type_}::kBytes == {start.bytes});",
                 ]
             type_ = f"Segments<{template}>"
-            return [
-                f"{type_} {name(start.ref)}{{{where}, {ends}, {{}}}};",
-                f"static_assert({type_}::kBytes == {start.bytes});",
-            ]
+            return [f"{type_} {name(start.ref)}{{{where}, {ends}, {{}}}};", f"static_assert({type_}::kBytes == {start.bytes});"]
         case TopsStart(ref, columns, offset):
             type_ = f"RunTops<{columns}>"
             return [

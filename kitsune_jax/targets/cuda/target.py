@@ -152,12 +152,12 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         program = make()
         alone = [planner.without_clusters(plan, machine) for plan in plans]
         found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
-        return planner.why_apart(found, apart) or lower.together(program, found)
+        return planner.why_separate_calls(found, apart) or lower.together(program, found)
 
     def ahead(
         self, graph: Graph, calls: Sequence[Sequence[tuple[Region, GpuPlan]]], machine: GpuMachine, force: bool
     ) -> Sequence[Ahead | None]:
-        return planner.fetches_of_calls(graph, calls, machine, force)
+        return planner.prefetches_of_calls(graph, calls, machine, force)
 
     def generate(self, program: Program, plans: Sequence[GpuPlan], title: str, ahead: Ahead | None = None) -> Any:
         return lower.generate(self.name, program, plans, title, ahead)

@@ -1,4 +1,8 @@
-"""The arrangements of a GPU plan: spatial pipelines, groups of stages, and loops whose weights are shared by a cluster."""
+"""The arrangements of a GPU plan: spatial pipelines, groupings of stages, and loops whose weights are split over a cluster.
+
+Comes in: a ``GpuCost``, or the finest stages of its region. Goes out: ``Arranged``, every arrangement that fits with its times,
+which ``GpuRegion.plan`` turns into a ``GpuPlan``.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +44,13 @@ from kitsune_jax.targets.cuda.planning.cost import (
 from kitsune_jax.targets.cuda.planning.xla import baseline
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, FAN_IN, SUM_BYTES, TILE_ROWS, padded
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What all GPU plans of a region share: tiles, traffic, and the time beside the kernel's own work.
-#
-# Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``GpuRegion``, which turns an arrangement's numbers into a ``Plan``.
-# Invariant: a plan's time is launch, packing and start-up, and then the slowest of compute, memory and L2.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- All plans of a region: tiles, traffic, and seconds that the kernel's own work does not account for ---------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arranged:
-    """An arrangement with its numbers. ``busy``: seconds of the slowest stage, the filling of the pipeline and of shared memory
-    with resident weights; ``l2_bytes``: what passes through the L2 beside the off-chip traffic."""
+    """An arrangement with its numbers. ``busy``: seconds of the slowest stage, of filling the pipeline, and of loading resident
+    weights; ``l2_bytes``: bytes that pass through the L2 in addition to the off-chip traffic."""
 
     arrangement: str
     stages: tuple[Stage, ...]
@@ -80,18 +79,19 @@ class GpuRegion:
         return self._steps[ops, split]
 
     def plan(self, a: Arranged) -> GpuPlan:
+        """The plan of ``a``. Its time is launch, packing and start-up, and then the slowest of compute, memory and L2."""
         machine = self.machine
-        gathered, far = self.cost.lookups()
+        gathered, far = self.cost.gathered_bytes()
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
-        near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
+        near = moved <= machine.shared_bytes // 2  # results of the kernel before are still in the L2
         dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
-        l2 = (moved + near_bytes) / machine.shared_bandwidth  # whatever comes from memory comes through the L2
-        l2 = max(l2, self.cost.atomic_seconds())
+        l2 = max((moved + near_bytes) / machine.shared_bandwidth, self.cost.atomic_seconds())  # traffic of memory passes the L2 too
         bound = a.bound
         if max(dram, l2) > a.busy:
             bound = "dram" if dram >= l2 else "l2"
+        beside = machine.call_seconds + self._pack_seconds() + self.cost.order_seconds()
         return GpuPlan(
             machine=machine.name,
             arrangement=a.arrangement,
@@ -100,11 +100,7 @@ class GpuRegion:
             stages=a.stages,
             queues=a.queues,
             replicas=a.replicas,
-            seconds=machine.call_seconds
-            + self._pack_seconds()
-            + self.cost.order_seconds()
-            + max(a.busy, dram, l2)
-            + self._fold_seconds(ctas * a.lanes),
+            seconds=beside + max(a.busy, dram, l2) + self._fold_seconds(ctas * a.lanes),
             baseline_seconds=self.baseline_seconds,
             bytes_moved=self.traffic,
             baseline_bytes=self.baseline_bytes,
@@ -117,19 +113,19 @@ class GpuRegion:
         )
 
     def _pack_seconds(self) -> float:
-        """One more kernel reads the weights and writes them packed."""
+        """Seconds of one more kernel, which reads the weights and writes them packed."""
         weights = packed_bytes(self.cost, self.cost.region.ops, batches=True)
         return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
 
     def _fold_seconds(self, lanes: int) -> float:
-        """The tables of all lanes are folded behind the last tile: those of 16 lanes by one, what they make by another. A thread
-        has four numbers of each 512, and fetches those of four tables at once."""
+        """Seconds to fold the tables of all lanes after the last tile: one lane folds those of 16 lanes, another the results. A
+        thread has four numbers of each 512, and fetches those of four tables at once."""
         waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
         return waits * self.machine.place("l2").latency
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
-        """Every lane writes its partial sums, the lanes of a CTA one part of a weight gradient; of a sink by sorted indices a lane
-        has two rows. They are read again in a fixed order."""
+        """Bytes of partial sums written, and read again in a fixed order: those of every lane, one part of a weight gradient for
+        each CTA, and two rows of a lane for a sink by sorted indices."""
         gradients = [i for i in self.cost.region.sinks if self.cost.work(i).dot is not None]
         segments = [i for i in self.cost.region.sinks if (access := self.cost.access(i)) is not None and access.near]
         others = [i for i in self.cost.region.sinks if i not in gradients and self.cost.access(i) is None]
@@ -139,32 +135,27 @@ class GpuRegion:
         return parts * 2
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Stages cut and joined for spatial pipelines on a GPU.
-#
-# Comes in: stages of the finest pipeline. Goes out: the same ops in other stages. Invariant: stages stay in topological order,
-# makers stand in every stage that reads them, every other op in exactly one.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Stages split and grouped; they stay in topological order, and only makers may be in several stages ---------------------------
 
 _ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
 
 
 def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
-    """``stage`` as up to three stages, the matmul among nothing but elementwise ops, so that it can be split by columns.
+    """``stage`` as up to three stages, so that its matmul is among only elementwise ops and can be split by columns.
 
-    Without a matmul, or where it is splittable as it is, it stays one.
+    A stage without a matmul, or that is splittable already, stays one.
     """
     dot = next((i for i in stage if cost.work(i).dot is not None and i not in cost.sinks), None)
     if dot is None or is_splittable(cost, stage):
         return (stage,)
     ops = [i for i in stage if not cost.is_maker(i)]
     body, rest = _followers(cost, ops, dot)
-    front = _front(cost, [i for i in ops if i not in body and i not in rest], body, rest)
+    front = _ops_before(cost, [i for i in ops if i not in body and i not in rest], body, rest)
     return with_makers(cost, [tuple(sorted(part)) for part in (front, body, rest) if part])
 
 
 def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
-    """(the matmul and what follows it column by column, what else depends on it)."""
+    """(the matmul and the elementwise ops on its columns that follow it, all other ops that depend on it)."""
     columns = cost.row_size(cost.graph.ops[dot].outputs[0])
     body, rest = {dot}, set[int]()
     for i in ops:
@@ -177,8 +168,8 @@ def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int]
     return body, rest
 
 
-def _front(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
-    """The ops that stay in front of the matmul. Elementwise ones join the parts that read them: ``body`` and ``rest`` grow."""
+def _ops_before(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
+    """The ops that stay in front of the matmul. Those that only ``body`` or ``rest`` need are added to these."""
     front: set[int] = set()
     for i in reversed(ops):
         readers = {c for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())}
@@ -193,9 +184,9 @@ def _front(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int])
 
 
 def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: int) -> list[tuple[Ops, ...]]:
-    """For 2 to ``most`` stages the contiguous grouping whose slowest stage is fastest; none for a number where none fits.
+    """For 2 to ``most`` stages, the contiguous grouping whose slowest stage is fastest; none for a number where none fits.
 
-    ``seconds(a, b)``: of stages a to b - 1 as one stage; infinite where they fit no stage.
+    ``seconds(a, b)``: of stages a to b - 1 as one stage; infinite where they do not fit one.
     """
     n = len(stages)
     best = [0.0] + [float("inf")] * n  # of the first j stages in k stages
@@ -226,30 +217,25 @@ def _grouping(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops
     return tuple(joined(stages[a:b]) for a, b in itertools.pairwise(reversed(ends)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Spatial pipelines on a GPU: a CTA per stage, weights resident, tiles handed on through rings.
-#
-# Comes in: a ``GpuRegion`` and its finest stages. Goes out: one ``Arranged`` per number of stages, lanes and place of the rings,
-# each with the grouping whose slowest stage is fastest. Rings lie in the consumer's shared memory, and then all stages are one
-# cluster, or in global memory that stays in the L2, and then a stage may be split over several CTAs by columns of its result
-# ("slabs").
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Spatial pipelines: a CTA for each stage, weights resident, tiles passed through rings ----------------------------------------
 
-# One-way trips of a hand-off that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the barrier. L2:
-# the data, the flag behind a fence, and the reader's loads.
+# One-way latencies of a hand-over that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the
+# barrier. L2: the data, the flag behind a fence, and the reader's loads.
 _TRIPS = {"cluster": 1, "l2": 3}
 _NEVER = float("inf")
-# Entries that a ring has where there is room. Two let a stage write one tile while the next one reads the other, and then both wait
-# for whichever tile takes longest; four take up the differences between tiles and the trips of the flags in both directions.
+# Entries of a ring where there is room. Two let a stage write one tile while the next stage reads the other, and then both wait for
+# the tile that takes longest; four absorb differences between tiles and the latency of the flags in both directions.
 _DEEP = 4
-# The part of the L2 in which rings are made deeper: what streams through the region passes through the L2 too.
-_DEEP_SHARE = 4
-# Every contiguous group of drafts is costed: more than these are first made fewer, so that planning stays a part of compilation.
-_MOST_DRAFTS = 24
+_DEEP_SHARE = 4  # deep rings use at most a fourth of the L2, which the streams of the region pass through too
+_MOST_DRAFTS = 24  # drafts are merged down to so many, because the cost of every contiguous group of them is computed
 
 
 def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
-    """Raises ``Infeasible`` with the reason where no spatial pipeline fits."""
+    """One arrangement for each number of stages, lanes and place of the rings, with the grouping whose slowest stage is fastest.
+
+    Rings are in the shared memory of their reader, where all stages form one cluster, or in the L2, where a stage can be split over
+    several CTAs by columns of its result ("slabs"). Raises ``Infeasible`` with the reason where nothing fits.
+    """
     found: list[Arranged] = []
     builders = [
         _Builder(region, place, lanes)
@@ -261,13 +247,13 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
         found += builder.run(drafts)
     if not found:
         reasons = [b.reason for b in builders if b.reason]
-        raise Infeasible(reasons[-1] if reasons else "one stage is no pipeline")
+        raise Infeasible(reasons[-1] if reasons else "a pipeline needs two stages, and the region is only one")
     return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage of a grouping: its split and the bytes per tile that enter and leave one of its CTAs."""
+    """A stage of a grouping, its split, and the bytes of a tile that enter and leave one of its CTAs."""
 
     ops: Ops
     split: int
@@ -293,7 +279,7 @@ class _Builder:
             groupings = self._groupings(drafts, self.machine.max_cluster)
             made = []
             for g in groupings:
-                # What a stage needs is not overstated here, so deep rings may turn out not to fit: shallow ones come next.
+                # The code may need more than this estimate, so that deep rings do not fit; shallow ones are the next candidate.
                 found = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g)), deep) for deep in (True, False)]
                 made += found if found[0] != found[1] else found[:1]
         else:
@@ -301,8 +287,6 @@ class _Builder:
             groupings = self._groupings(drafts, self.machine.workers)
             made = [self._balanced(g) for g in groupings]
         return [a for a in made if a is not None]
-
-    # -- what fits
 
     def _groupings(self, drafts: Sequence[Ops], most: int) -> list[tuple[Ops, ...]]:
         drafts = self._few(drafts)
@@ -318,13 +302,13 @@ class _Builder:
         return grouped(drafts, seconds, most)
 
     def _few(self, drafts: Sequence[Ops]) -> Sequence[Ops]:
-        """Neighbours made one stage, the least work first and while they fit a CTA, until no more are left than are looked at."""
+        """The drafts merged down to ``_MOST_DRAFTS``: neighbours with the least work first, while they fit one CTA."""
         if len(drafts) <= _MOST_DRAFTS:
             return drafts
         drafts = list(drafts)
 
         def seconds(k: int) -> float | None:
-            """Of draft ``k`` and the next as one stage; None where they do not fit."""
+            """Latency of draft ``k`` and the next as one stage; None where they do not fit."""
             ops = joined(drafts[k : k + 2])
             return self._stage(ops, 1).work.latency() if self._least_split(ops) == 1 else None
 
@@ -341,7 +325,7 @@ class _Builder:
         return drafts
 
     def _find_least_split(self, ops: Ops) -> int | None:
-        """The fewest CTAs whose shared memory holds the weights of ``ops``, two entries of every ring, and the images."""
+        """The fewest CTAs whose shared memory holds the weights of ``ops``, two entries of every ring, and the images; or None."""
         entering, _ = self._crossing(ops)
         rings = DOUBLE_BUFFER * entering if self.place == "cluster" else 0
         most = self._most_split(ops)
@@ -355,13 +339,14 @@ class _Builder:
         return 1 if self.place == "cluster" else most_split(self.cost, ops, self.machine.workers)
 
     def _fits(self, ops: Ops, split: int, rings: int) -> bool:
-        """``rings``: bytes per lane. Weights are looked at first: they settle most cases, and cost nothing to count."""
+        """Does a CTA have room? ``rings``: bytes per lane. Weights are tested first: they decide most cases and are cheap to
+        count."""
         weights, limit = packed_bytes(self.cost, ops, split), self.machine.local_bytes
         need = weights + self.lanes * rings
         if need <= limit:
             storage = self._storage(ops, split)
             if storage is None:
-                self.reason = "the values of 64 rows do not fit the registers of a warpgroup"
+                self.reason = "the values of 64 rows do not fit the registers of a warpgroup: narrower rows or 16-bit values would"
                 return False
             need = shared_bytes(self.cost, ops, storage, self.lanes, weights, rings)
         if need > limit:
@@ -372,7 +357,7 @@ class _Builder:
         return self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
 
     def _make_stage(self, ops: Ops, split: int) -> _Stage:
-        """A stage that ``_fits``."""
+        """The stage of ``ops``, which must fit (``_fits``)."""
         storage = self._storage(ops, split)
         assert storage is not None
         work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
@@ -380,7 +365,7 @@ class _Builder:
         return _Stage(ops, split, work, entering, leaving // split)
 
     def _count_crossing(self, ops: Ops) -> tuple[int, int]:
-        """Bytes of a tile that reach ``ops`` from other stages and that they hand on."""
+        """(bytes of a tile that enter ``ops`` from other stages, bytes that leave them)."""
         inside = frozenset(ops)
         cost = self.cost
         reads = dict.fromkeys(v for i in ops for v in cost.graph.ops[i].inputs if cost.streamed(v) and v in cost.producer)
@@ -389,10 +374,8 @@ class _Builder:
         leaving = [v for v in made if not inside.issuperset(cost.readers.get(v, ()))]
         return sum(entry_bytes(cost, v) for v in entering), sum(entry_bytes(cost, v) for v in leaving)
 
-    # -- how long it takes
-
     def _link_seconds(self, stage: _Stage, ctas: int) -> float:
-        """A tile's rings at one CTA: both directions at once."""
+        """Seconds of a tile's transfers through the rings of one CTA, both directions at once."""
         machine = self.machine
         if self.place == "l2":
             bandwidth = machine.place("l2").bandwidth
@@ -404,7 +387,7 @@ class _Builder:
         return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
 
     def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
-        """Slabs for the number of instances that the linear model likes best. More CTAs per instance, or more instances."""
+        """The pipeline with the number of instances, and the split of each stage, whose modelled throughput is best."""
         least = [self._least_split(d) for d in drafts]
         if any(s is None for s in least):
             return None
@@ -420,7 +403,8 @@ class _Builder:
             )
             return None
         best: tuple[float, int, tuple[int, ...]] | None = None
-        for instances in sorted({self.machine.workers // ctas, *_powers_of_two(self.machine.workers // ctas)}):
+        most = self.machine.workers // ctas
+        for instances in sorted({most, *(1 << k for k in range(most.bit_length()))}):
             result = balance(loads, self.machine.workers // instances)
             rate = min(instances, self.region.tiles) * result.throughput
             if best is None or rate > best[0]:
@@ -430,9 +414,9 @@ class _Builder:
         return self._arranged(drafts, splits, self.machine.workers // sum(splits))
 
     def _arranged(self, drafts: Sequence[Ops], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
-        """The pipeline with its rings at least as deep as skips need; None where that does not fit."""
+        """The pipeline with rings at least as deep as skip connections need; None where it does not fit."""
         region, cost, machine = self.region, self.cost, self.machine
-        # An entry in the L2 is written once, whoever reads it; one in shared memory lies with its reader.
+        # The L2 has one entry for all readers; in shared memory each reader has its own.
         queued = (links if self.place == "l2" else links_to_each)(cost, drafts)
         instances = max(1, min(instances, region.tiles))
         stages: list[_Stage] = []
@@ -456,7 +440,9 @@ class _Builder:
         return Arranged(
             "spatial",
             tuple(self._planned(stage, names[k], ctas) for k, stage in enumerate(stages)),
-            tuple(map(self._queue, queued, depths)),
+            tuple(
+                Queue(q.value, q.producer, q.consumers, d, entry_bytes(cost, q.value), self.place) for q, d in zip(queued, depths)
+            ),
             instances,
             ctas if self.place == "cluster" else 1,
             self.lanes,
@@ -468,9 +454,8 @@ class _Builder:
     def _depths(
         self, queued: Sequence[Link], drafts: Sequence[Ops], splits: Sequence[int], instances: int, wanted: int
     ) -> list[int] | None:
-        """The depth of each ring: ``wanted`` where there is room beside everything else, what its skips need where there is not.
-
-        None where not even that fits the L2. Rings in shared memory have fitted their readers before.
+        """The depth of each ring: ``wanted`` if there is room, else what skip connections need. None if that exceeds the L2; rings
+        in shared memory are known to fit.
         """
         least, deep = [link.min_depth for link in queued], [max(link.min_depth, wanted) for link in queued]
         entries = [entry_bytes(self.cost, link.value) for link in queued]
@@ -490,7 +475,7 @@ class _Builder:
         return least if needed(least) <= self.machine.shared_bytes // 2 else None
 
     def _busy(self, stages: Sequence[_Stage], ctas: int, instances: int) -> tuple[float, int]:
-        """(seconds from the first tile's entry to the last one's exit, the slowest stage)."""
+        """(seconds from the first tile's entry to the last tile's exit, the slowest stage)."""
         tiles = -(-self.region.tiles // instances)
         times = [max(s.work.busy(tiles, self.lanes, self.wait), tiles * self._link_seconds(s, ctas)) for s in stages]
         slowest = max(range(len(stages)), key=lambda k: times[k])
@@ -498,51 +483,38 @@ class _Builder:
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
     def _planned(self, s: _Stage, name: str, ctas: int) -> Stage:
-        resource = resource_of(self.cost, s.ops)
-        return Stage(name, s.ops, resource, s.split, self._period(s, ctas), split=s.split)
-
-    def _queue(self, link: Link, depth: int) -> Queue:
-        return Queue(link.value, link.producer, link.consumers, depth, entry_bytes(self.cost, link.value), self.place)
+        return Stage(name, s.ops, resource_of(self.cost, s.ops), s.split, self._period(s, ctas), split=s.split)
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
-    n = 1
-    while n <= most:
-        yield n
-        n *= 2
-
-
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops whose weights no CTA holds alone: the columns of all weights shared out over the CTAs of a cluster.
-#
-# Comes in: a ``GpuRegion`` with loops. Goes out: one ``Arranged`` for each size of a cluster and number of lanes that fits. All
-# CTAs of a cluster take the same tiles through the same steps. Each holds its columns of every weight still, makes its columns of
-# all that a step makes, and hands those that the next product contracts to the others through their shared memory
-# (``stage/products.py``); or the sums of a product that contracts more than it makes (``stage/facts.py``), as that of a gradient
-# through time does.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Loops whose weights are split over a cluster ---------------------------------------------------------------------------------
 
 _SIZES = (2, 4, 8, 16)
-# Instructions for a sum that CTAs hand each other: a fourth of a store to another CTA, with its address, and the addition there.
+# Instructions for a sum passed to another CTA: a fourth of a store, with its address, and the addition there.
 _SUM_SLOTS = 2.0
 
 
 def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
-    """Raises ``Infeasible`` with the reason where no cluster holds the weights."""
+    """One arrangement for each size of a cluster and number of lanes that fits a loop whose weights no CTA can hold alone.
+
+    All CTAs of a cluster run the same tiles through the same steps. Each keeps its columns of every weight, computes its columns of
+    every value, and passes those that the next product contracts to the others through their shared memory (``stage/products.py``).
+    A product that contracts more than it makes, as in a gradient through time, passes partial sums instead (``stage/facts.py``).
+    Raises ``Infeasible`` with the reason where no cluster holds the weights.
+    """
     cost, machine = region.cost, region.machine
     if cost.sinks:
-        raise Infeasible("sums over the steps of a loop leave no room to share its weights out over a cluster")
+        raise Infeasible("a loop that adds up sums over its steps has no code that splits its weights over a cluster")
     if machine.max_cluster == 1:
         raise Infeasible("this device has no clusters")
     if not packed_bytes(cost, ops):
-        raise Infeasible("it multiplies with no weights")
+        raise Infeasible("the loop has no weights to split")
     found, least = list[Arranged](), None
     for size in _SIZES:
         if size > machine.max_cluster or not _has_slabs(cost, ops, size):
             continue
         weights = packed_bytes(cost, ops, size)
         rings = sum(x.ring_bytes for x in _exchanged(cost, ops))
-        busy = -(-region.tiles // machine.clusters(size))  # lanes beyond these would have no tile
+        busy = -(-region.tiles // machine.clusters(size))  # more lanes would have no tile
         for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
             placed = [Steps(body, body.region.ops, size, True).storage(registers, lanes) for _, body in loops_of(cost, ops)]
             storages = [s for s in placed if s is not None]
@@ -558,48 +530,48 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
                 found.append(_arranged(region, ops, work, size, lanes))
     if not found and least is not None:
         raise Infeasible(
-            f"weights shared out over the CTAs of a cluster need {size_text(least)} of shared memory in each; "
+            f"weights split over the CTAs of a cluster need {size_text(least)} of shared memory in each; "
             f"a CTA has {size_text(machine.local_bytes)}"
         )
     if not found:
-        raise Infeasible("its columns are not shared out over the CTAs of a cluster in whole blocks of 32")
+        raise Infeasible("its columns cannot be split over the CTAs of a cluster: use widths that are multiples of 64")
     return found
 
 
 def _has_slabs(cost: GpuCost, ops: Ops, size: int) -> bool:
-    """Does every CTA have whole blocks of the columns of each product? The code generator knows about the parts of a product."""
+    """Does every CTA have whole blocks of the columns of each product? (The code generator checks the pieces of a product.)"""
     dots = [body.work(i).dot for _, body in loops_of(cost, ops) for i in body.region.ops if i not in body.sinks]
     return all(dot is None or dot.n % (size * BLOCK_COLUMNS) == 0 for dot in dots)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exchanged:
-    """What the CTAs of a cluster hand each other in each of ``steps``: ``values``, operands of products that a step makes or
-    carries, and the sums of partial ``products``, operand by operand. ``come_in``: from arrays."""
+    """Transfers between the CTAs of a cluster in each of ``steps``. ``values``: operands of products that a step makes or carries;
+    ``products``: products that pass partial sums, grouped by operand; ``loaded``: values that a step loads from arrays."""
 
     steps: int
     body: GpuCost
     values: tuple[int, ...]
     products: tuple[tuple[DotWork, ...], ...]
-    come_in: frozenset[int]
+    loaded: frozenset[int]
 
     @property
     def ring_bytes(self) -> int:
-        """Of shared memory, for each lane."""
+        """Shared memory of a lane for the transfers."""
         entries = sum((EXCHANGE_DEPTH if v in self.body.region.inputs else 1) * entry_bytes(self.body, v) for v in self.values)
         return entries + sum(_sum_bytes(dot) for group in self.products for dot in group)
 
     def work(self, size: int) -> TileWork:
-        """Of a tile in a step: what a CTA gets of the others, and barriers' round trips. What a step finds carried is on its way
-        while the lane multiplies with what has come in; else it has nothing to do meanwhile."""
+        """The work of a tile in a step: transfers, and round trips of barriers. Carried values are transferred while the lane
+        multiplies the loaded ones; otherwise the lane waits."""
         body, machine = self.body, self.body.machine
         bandwidth = machine.rate(machine.cluster_bandwidth, str(size)) / machine.workers * size / (size - 1)
         moved = {v: entry_bytes(body, v) / bandwidth for v in self.values}
         carried = [v for v in self.values if v in body.region.inputs]
         alone = sum(moved[v] + machine.tile_seconds for v in self.values if v not in carried)
         if carried:
-            alone += max(0.0, sum(moved[v] for v in carried) + machine.tile_seconds - _meanwhile(body, self.come_in, size))
-        for group in self.products:  # the sums of one are on their way while the next ones multiply
+            alone += max(0.0, sum(moved[v] for v in carried) + machine.tile_seconds - _loaded_seconds(body, self.loaded, size))
+        for group in self.products:  # the sums of one product are transferred while the next ones multiply
             later = sum(_tensor_seconds(body, dot, size) for dot in group[1:])
             alone += max(sum(map(_sum_bytes, group)) / bandwidth - later, _sum_bytes(group[-1]) / bandwidth) + machine.tile_seconds
         sums = sum(_sum_bytes(dot) for group in self.products for dot in group)
@@ -608,39 +580,39 @@ class _Exchanged:
 
 
 def _sum_bytes(dot: DotWork) -> int:
-    """Of a tile of sums."""
+    """Bytes of the sums of a product on a tile."""
     return TILE_ROWS * padded(dot.n) * SUM_BYTES
 
 
 def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[_Exchanged]:
-    """Of each loop."""
+    """The transfers of each loop among ``ops``."""
     for i in ops:
         if cost.graph.ops[i].body is None:
             continue
-        body, come_in = cost.body(i), frozenset(parts(cost.graph.ops[i]).in_xs)
+        body, loaded = cost.body(i), frozenset(parts(cost.graph.ops[i]).in_xs)
         values, products = dict[int, None](), dict[int, list[DotWork]]()
         for k in body.region.ops:
             if (dot := body.work(k).dot) is None:
                 continue
             for v in body.graph.ops[k].inputs:
                 pieces = _pieces(body, v) if body.streamed(v) else []
-                made = [p for p in pieces if p not in come_in]
+                made = [p for p in pieces if p not in loaded]
                 if made == pieces != [] and _is_partial(body, v, dot, len(pieces)):
                     products.setdefault(v, []).append(dot)
                 else:
                     values.update(dict.fromkeys(made))
-        yield _Exchanged(cost.graph.ops[i]["length"], body, tuple(values), tuple(map(tuple, products.values())), come_in)
+        yield _Exchanged(cost.graph.ops[i]["length"], body, tuple(values), tuple(map(tuple, products.values())), loaded)
 
 
 def _is_partial(body: GpuCost, v: int, dot: DotWork, pieces: int) -> bool:
-    """As the code generator decides it (``stage/facts.py``), as far as the graph says: a concatenation that only products read is
-    multiplied piece by piece."""
+    """Does the product pass partial sums? Decided as by the code generator (``stage/facts.py``), as far as the graph tells: a
+    concatenation that only products read is multiplied piece by piece."""
     whole = pieces > 1 and (v in body.outputs or any(body.work(i).dot is None for i in body.readers.get(v, ())))
     return whole or dot.k * itemsize(dot.dtype) > SUM_BYTES * dot.n
 
 
 def _pieces(body: GpuCost, v: int) -> list[int]:
-    """The values of which ``v`` is put together, or another name."""
+    """The values that are concatenated into ``v``, reshapes followed; or ``v`` itself."""
     todo, found = [v], list[int]()
     while todo:
         source = _source(body, todo.pop())
@@ -653,24 +625,24 @@ def _pieces(body: GpuCost, v: int) -> list[int]:
 
 
 def _source(body: GpuCost, v: int) -> int:
-    """The value of which ``v`` is another name."""
+    """The value that ``v`` is a reshape of, or ``v`` itself."""
     while v in body.producer and body.family(body.producer[v]) == "reshape":
         v = body.graph.ops[body.producer[v]].inputs[0]
     return v
 
 
-def _meanwhile(body: GpuCost, come_in: frozenset[int], size: int) -> float:
-    """Seconds of a tile's products with what has come in."""
+def _loaded_seconds(body: GpuCost, loaded: frozenset[int], size: int) -> float:
+    """Seconds of a tile's products with loaded values."""
     seconds = 0.0
     for i in body.region.ops:
         dot = body.work(i).dot
-        if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in come_in:
+        if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in loaded:
             seconds += _tensor_seconds(body, dot, size)
     return seconds
 
 
 def _tensor_seconds(body: GpuCost, dot: DotWork, size: int) -> float:
-    """Of a CTA's part of a product on a tile."""
+    """Seconds of a CTA's share of a product on a tile."""
     machine = body.machine
     flops = 2.0 * TILE_ROWS * dot.k * dot.n / size
     return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True)

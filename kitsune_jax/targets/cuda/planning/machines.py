@@ -1,7 +1,7 @@
-"""Machine models of GPUs: some devices as data, each number with its source; others are fitted to what the driver says.
+"""Machine models of GPUs: known devices as data, each number with its source, and other devices fitted to the driver's answers.
 
-Comes in: a model and ``Sizes``, the driver's answers. Goes out: the name of the fitted model, from which ``fitted`` makes it again
-in any process.
+Comes in: a known model and ``Sizes``, the driver's answers. Goes out: the name of the fitted model, from which ``fitted`` makes the
+same model in any process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMachine(Machine):
-    """``simt_rates``: instructions of all lanes of one SM per second, by dtype. ``vertical_efficiency``: the part of the tensor
-    rate that one CTA reaches with the whole chain, by "resident" and "streamed" weights; ``spatial_efficiency``: that stages on
-    different CTAs reach. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader.
-    ``max_cluster``: CTAs of the largest cluster; ``cluster_counts``: how many clusters of a size fit where the division of
-    ``workers`` would say more; ``cluster_bandwidth``: DSMEM of all workers together, by cluster size. ``tile_seconds``: picking the
-    next tile, or a barrier round trip. ``barrier_seconds``: from the last CTA of a grid that ends a phase to the first that begins
-    the next one.
+    """``simt_rates``: instructions of all lanes of one SM per second, by dtype. ``vertical_efficiency``: fraction of the tensor
+    rate that a CTA with the whole chain reaches, with "resident" or "streamed" weights; ``spatial_efficiency``: that a CTA per
+    stage reaches. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader. ``max_cluster``:
+    CTAs of the largest cluster; ``cluster_counts``: (size, number of resident clusters) where this is less than ``workers`` //
+    size; ``cluster_bandwidth``: total DSMEM bandwidth of all workers, by cluster size. ``tile_seconds``: to pick the next tile, or
+    of a barrier's round trip. ``barrier_seconds``: from the last CTA that ends a phase to the first that begins the next.
     """
 
     clock: float
@@ -58,9 +57,7 @@ def _gpu(
     sources: tuple[tuple[str, str], ...],
 ) -> GpuMachine:
     half, single = bf16_dense / sms, tf32_dense / sms
-    lanes = 128 * clock  # FP32 lanes per SM: Ampere (GA100: 64) and Hopper whitepapers
-    if cluster == 1:
-        lanes = 64 * clock
+    lanes = (64 if cluster == 1 else 128) * clock  # FP32 lanes per SM: GA100 64, GH100 128 (whitepapers)
     places = [Place("smem", 29 / clock, 128 * clock), Place("l2", 263 / clock, l2_bandwidth / sms)]
     if cluster > 1:
         places.insert(1, Place("cluster", 180 / clock, 3.3e12 / sms))
@@ -114,8 +111,8 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
-# Of a consumer's thread, by lanes: what `pipeline.h` asks setmaxnreg for. With one lane nothing is handed over, and a thread has
-# the 255 of its launch; 240 leaves it the same room for addresses.
+# Registers of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of
+# the launch, and 240 leave them the same room for addresses.
 _HOPPER_REGISTERS = (240, 240, 160)
 _HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
 _HOPPER_VERTICAL = (("resident", 0.85), ("other", 0.88))
@@ -148,14 +145,14 @@ A100 = _gpu(
     ),
 )  # fmt: skip
 
-_MOST_GPCS = 8  # of GA100 and GH100 (their whitepapers): a cluster lies in one, and how SMs are shared out among them differs
-_MOST_SHARED = 227 * KIB  # of a CTA, on any device (CUDA programming guide, compute capability 9.0)
+_MOST_GPCS = 8  # of GA100 and GH100 (whitepapers): a cluster lies in one GPC, and GPCs differ in their number of SMs
+_MOST_SHARED = 227 * KIB  # bytes of a CTA on any device (CUDA programming guide, compute capability 9.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Sizes:
-    """What the driver says of a GPU. ``clock``: the highest, in Hz. ``bandwidth``: of its memory, memory clock times bus width, in
-    bytes per second. The last three are 0 where the driver does not say them, or not of the part of a GPU that is at hand."""
+    """The driver's answers about a GPU. ``clock``: the highest, in Hz. ``bandwidth``: memory clock times bus width, in bytes per
+    second. The last three are 0 where the driver does not know them, as for a part of a GPU."""
 
     multiprocessors: int
     shared_bytes: int
@@ -169,15 +166,16 @@ def _scaled(rates: Rates, by: float) -> Rates:
 
 
 def _clusters(sms: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Two SMs of a TPC are always in one GPC. Of larger clusters, as many as fit however the SMs are shared out."""
+    """(size, clusters that fit for certain): pairs always, as the two SMs of a TPC are in one GPC; larger clusters as many as fit
+    under any distribution of the SMs over the GPCs."""
     counts = [(2, sms // 2), *((n, (sms - _MOST_GPCS * (n - 1)) // n) for n in range(3, most + 1))]
     return tuple(itertools.takewhile(lambda entry: entry[1] > 0, counts)) if most > 1 else ()
 
 
 def _fit(machine: GpuMachine, driver: Sizes, sizes: Sizes, name: str) -> GpuMachine:
-    """``machine``, of which the driver says ``driver``, with other ``sizes``.
+    """``machine``, whose driver answers ``driver``, scaled to ``sizes``.
 
-    Rates of an SM go with the clock. What all SMs share goes with their number, where the driver does not say it.
+    Rates of an SM are scaled by the clock. Resources that all SMs share are scaled by their number, unless the driver states them.
     """
     sms = sizes.multiprocessors
     speed = sizes.clock / driver.clock if sizes.clock else 1.0
@@ -203,13 +201,13 @@ def _fit(machine: GpuMachine, driver: Sizes, sizes: Sizes, name: str) -> GpuMach
         cluster_bandwidth=_scaled(machine.cluster_bandwidth, share),
         sources=(
             ("workers", "the driver's answer, as are shared memory, L2, clock and memory bandwidth where the name has them"),
-            ("rates", "of an SM as the model that the name begins with, by the clock; what is not said by the number of SMs"),
+            ("rates", "those of the model that the name begins with: of an SM by the clock, shared ones by the number of SMs"),
             *machine.sources,
         ),
     )
 
 
-# What the driver says of the device that a model is of: multiprocessors, shared memory, L2, clock in Hz, memory clock x 2 x bus.
+# The driver's answers for the device of each model: multiprocessors, shared memory, L2, clock in Hz, memory clock x 2 x bus width.
 _DRIVER = {
     "h200": Sizes(132, 227 * KIB, 60 * MIB, 1.980e9, 2 * 3.201e9 * 6144 / 8),
     "h100": Sizes(132, 227 * KIB, 50 * MIB, 1.980e9, 2 * 2.619e9 * 5120 / 8),
@@ -220,7 +218,7 @@ _DRIVER = {
 
 
 def _h20() -> GpuMachine:
-    """An H200 with 78 SMs, whose tensor cores are held back: the driver does not say that."""
+    """An H200 with 78 SMs and slower tensor cores, which the driver does not report."""
     fitted = _fit(H200, _DRIVER["h200"], _DRIVER["h20"], "h20")
     rates = {"bfloat16": 133e12 / 78, "float16": 133e12 / 78, "float32": 66e12 / 78}
     return dataclasses.replace(
@@ -251,7 +249,7 @@ GPUS = {m.name: m for m in (H200, H100, A100, _h20(), _l4())}
 
 
 def fitted_gpu(base: str, sizes: Sizes) -> str:
-    """The name of the model ``base`` with the driver's ``sizes``: SMs, KiB of shared memory; MiB of L2, MHz, GB/s of memory.
+    """The name of model ``base`` with the driver's ``sizes``: SMs, KiB of shared memory; MiB of L2, MHz, GB/s of memory.
 
     >>> h100_pcie = Sizes(114, 232448, 50 * MIB, 1.755e9, 2.039e12)
     >>> fitted_gpu("h200", Sizes(132, 232448)), fitted_gpu("h200", Sizes(16, 232448)), fitted_gpu("h100", h100_pcie)
@@ -264,7 +262,7 @@ def fitted_gpu(base: str, sizes: Sizes) -> str:
 
     same = (sizes.multiprocessors, sizes.shared_bytes // KIB) == (own.multiprocessors, own.shared_bytes // KIB)
     rates = near(sizes.clock, own.clock, 0.05) and near(sizes.bandwidth, own.bandwidth, 0.05)
-    if same and rates and near(sizes.l2_bytes, own.l2_bytes, 0.2):  # drivers and data sheets differ on the H200's
+    if same and rates and near(sizes.l2_bytes, own.l2_bytes, 0.2):  # drivers and data sheets differ for the H200
         return base
     name = f"{base}-{sizes.multiprocessors}-{min(sizes.shared_bytes, _MOST_SHARED) // KIB}"
     if not (sizes.l2_bytes or sizes.clock or sizes.bandwidth):
@@ -273,10 +271,10 @@ def fitted_gpu(base: str, sizes: Sizes) -> str:
 
 
 def gpu(device: str | None = None) -> GpuMachine:
-    """The model of a GPU by its name; None is the H200.
+    """The model of a GPU by its name; None is the H200. Raises ``ValueError`` for an unknown device.
 
-    "h200-114-227" is the H200's with 114 multiprocessors and 227 KiB of shared memory for a CTA, "h200-114-227-50-1755-2039" that
-    with 50 MiB of L2, 1755 MHz and 2039 GB/s of memory besides. Raises ``ValueError`` for an unknown device.
+    "h200-114-227" is the H200 with 114 multiprocessors and 227 KiB of shared memory for a CTA; "h200-114-227-50-1755-2039" also
+    has 50 MiB of L2, 1755 MHz and 2039 GB/s of memory.
 
     >>> gpu("h200").workers
     132
@@ -290,7 +288,7 @@ def gpu(device: str | None = None) -> GpuMachine:
 
 @functools.cache
 def fitted(name: str) -> GpuMachine | None:
-    """The model that ``fitted_gpu`` has named; None for another name.
+    """The model of a name by ``fitted_gpu``; None for another name.
 
     >>> machine = fitted("h100-114-227-50-1755-2039")
     >>> machine.workers, round(machine.dram_bandwidth / 1e9)

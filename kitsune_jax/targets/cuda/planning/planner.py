@@ -1,8 +1,14 @@
-"""Plans for a GPU: every arrangement that fits, fastest first; blocks for attention; and weights that are fetched ahead."""
+"""Plans for a GPU: every arrangement that fits, fastest first; plans in blocks for attention; and prefetches of weights.
+
+Comes in: a Graph, a Region and the model of a GPU. Goes out: ``plan``, the fastest ``GpuPlan`` that the code generator accepts, and
+``prefetches_of_calls``. Invariants: no plan needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the
+same arguments give the same plans in every process.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -51,18 +57,17 @@ from kitsune_jax.targets.cuda.stage import facts
 from kitsune_jax.targets.cuda.stage.simplify import rounded_results
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The work of a tile program on a tile, where the program's loops, and not the ops of the graph, say how often what is done.
-#
-# Comes in: a tile program of one stage. Goes out: ``TileWork`` of instructions, with ``times`` for how often a tile runs the body
-# of a loop. Invariant: the same assumptions as ``times``, which counts the ops of a graph.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Work of a tile program -------------------------------------------------------------------------------------------------------
 
-_MOVED_SLOTS = 4.0  # of an element that changes place in a row: to shared memory and back, with their addresses
+_MOVED_SLOTS = 4.0  # instructions for an element that changes its place in a row: to shared memory and back, with the addresses
 
 
 class ProgramWork:
-    """``coarse``: exponentials that the special function unit makes alone (``stage/facts.py``)."""
+    """The work of a tile of a program of one stage. Where the program has loops, ``times`` says how often a tile runs each body.
+
+    Unlike ``tile_work``, which counts the ops of a graph under the same assumptions, this counts instructions, so that blocks that
+    a loop skips cost nothing. ``coarse``: exponentials that only the special function unit computes (``stage/facts.py``).
+    """
 
     def __init__(self, program: TileProgram, machine: GpuMachine, efficiency: float, coarse: frozenset[int]):
         self.program, self.machine, self.efficiency, self.coarse = program, machine, efficiency, coarse
@@ -105,14 +110,14 @@ class ProgramWork:
         return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
 
     def _slots(self, instr: Instr) -> tuple[float, float, bool]:
-        """(instructions, special function results) of a tile, and whether they are of one number of each row."""
+        """(instructions, special function results, is it one number for each row?) of an instruction on a tile."""
         spec = OPS.get(instr.kind)
         if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
             return 0.0, 0.0, False
         read = [self.program.values[v] for v in instr.inputs]
         n = math.prod(self.program.values[instr.outputs[0]].shape)
         numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
-        elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # the threads that share a row have the same numbers of it
+        elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # each thread of a row computes the numbers of the row
         if spec.family == "reduce" and not numbers:
             return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0, False
         if spec.family == "convert":
@@ -125,26 +130,23 @@ class ProgramWork:
         return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Plans whose tiles keep within a batch, and plans that work off a long dimension of the rows in blocks: attention.
-#
-# Comes in: a Graph, a Region and a machine. Goes out: a plan for each extent of a block and number of lanes, fastest first by the
-# model. What changes with the batch or the block, the keys and values of a head, passes through the ring of streamed weights,
-# from which all lanes of a CTA multiply. The lanes work on neighbouring tiles of a batch, and look at the blocks that one of them
-# sees.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Streams with batch axes, and rows processed in blocks: attention -------------------------------------------------------------
 
 _BLOCKS = (128, 64, 32)
-_WIDEST = 512  # columns of a row that is not worked off in blocks: they would lie in shared memory
-# Times that count as equal where several products are added up in the loop: their accumulators take most of the registers.
+_WIDEST = 512  # columns of a row that is not processed in blocks, as it lies in shared memory
+# Times within this factor count as equal where a loop sums several products, whose accumulators take most of the registers.
 _AS_GOOD = 1.04
-_SAMPLE = 16  # rounds that are looked at
+_SAMPLE = 16  # rounds of tiles whose work is modelled
 
 
-def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[GpuPlan]:
-    """Plans of a stream with batch axes, or with a dimension that is folded in blocks; none of another one. ``layers``: also where
-    only products fold it, as those of a layer fold its width: its weights need not pass by where it has a plan otherwise. Raises
-    ``Infeasible``."""
+def plans_in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[GpuPlan]:
+    """Plans for a stream with batch axes, or with a dimension of its rows that is folded in blocks, fastest first; else [].
+
+    One plan for each extent of a block and number of lanes. Weights that change with the batch or the block, as keys and values
+    do, pass through the ring of streamed weights, from which all lanes of a CTA multiply. The lanes work on neighbouring tiles of a
+    batch, and run the blocks that any of them needs. ``layers``: also take dimensions that only products fold, as the width of a
+    layer; for when there is no other plan, which would not stream such weights. Raises ``Infeasible``.
+    """
     cost = GpuCost(graph, region, machine)
     inner = inner_of(graph, region)
     if inner is not None and not any(cost.family(i) == "dot" for i in region.ops):
@@ -164,19 +166,19 @@ def in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool =
     plans, reasons = list[GpuPlan](), dict[str, None]()
     for blocks in tried:
         try:
-            plans += _planned(cost, _cut(graph, inner, blocks), blocks)
+            plans += _plans_of_blocks(cost, _with_blocks(graph, inner, blocks), blocks)
         except (NotBlocked, Infeasible) as no:
             reasons[str(no)] = None
     if not plans and region.space.batch:
         raise Infeasible("; ".join(reasons))
-    # Of plans that are as good a smaller block leaves the compiler more registers.
+    # Among equally good plans, a smaller block leaves the compiler more registers.
     several = inner is not None and sum(cost.family(i) == "dot" for i in inner.folds) > 1
     best = min((p.seconds for p in plans), default=0.0) * (_AS_GOOD if several else 1.0)
     return sorted(plans, key=lambda p: (max(p.seconds, best), -p.lanes, p.blocks[2] if p.blocks else 0))
 
 
-def _cut(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None) -> Graph:
-    """``graph`` with a block of the inner dimension where all of it was."""
+def _with_blocks(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None) -> Graph:
+    """``graph`` whose inner dimension is cut down to one block."""
     if inner is None or blocks is None:
         return graph
     values = list(graph.values)
@@ -186,31 +188,29 @@ def _cut(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None)
     return dataclasses.replace(graph, values=tuple(values))
 
 
-def _planned(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[GpuPlan]:
+def _plans_of_blocks(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[GpuPlan]:
     region, machine = cost.region, cost.machine
     of_block = GpuCost(cut, region, machine)
     widest = max((of_block.row_size(v) for v in of_block.labels), default=0)
     if widest > _WIDEST:
-        raise Infeasible(f"a row has {widest} columns beside a block; a lane has room for {_WIDEST}")
+        raise Infeasible(f"outside of its block a row has {widest} columns; a lane has room for {_WIDEST}")
     ops = tuple(sorted(region.ops))
     name = stage_name(cost, 0, ops)
     stage = Stage(name, ops, resource_of(cost, ops), 1, 0.0, resident=False)
     sketch = GpuPlan(machine.name, "vertical", TILE_ROWS, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
     program = build(cost.graph, region, sketch)
     gpu = GpuRegion(cost)
-    return [_arranged_in_blocks(gpu, program, stage, blocks, lanes) for lanes in range(1, len(machine.lane_registers) + 1)]
+    return [_plan_of_lanes(gpu, program, stage, blocks, lanes) for lanes in range(1, len(machine.lane_registers) + 1)]
 
 
-def _arranged_in_blocks(
-    gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int
-) -> GpuPlan:
-    """The plan of CTAs with so many lanes: in a round they take ``lanes`` tiles of one batch."""
+def _plan_of_lanes(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int) -> GpuPlan:
+    """The plan of CTAs with ``lanes`` lanes, which take ``lanes`` tiles of one batch in a round."""
     machine, body = gpu.machine, program.stages[0].body
     coarse = facts.coarse(program, body)
     work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
     wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
-    looked_at, rounds, seconds, fetched = _looked_at(wide), wide.tiles, list[float](), 0.0
-    for round_rows in looked_at:
+    sample, rounds, seconds, fetched = _sample_rounds(wide), wide.tiles, list[float](), 0.0
+    for round_rows in sample:
         rows = np.asarray(round_rows)
 
         def times(loop: Instr, rows: np.ndarray = rows) -> float:
@@ -218,19 +218,19 @@ def _arranged_in_blocks(
 
         tile = work.of(body, times)
         seconds.append(lanes * tile.period(lanes, machine.tile_seconds))
-        fetched += work.weight_bytes(body, times) / len(looked_at)
+        fetched += work.weight_bytes(body, times) / len(sample)
     ctas = max(1, min(machine.workers, rounds))
     mean, longest = sum(seconds) / len(seconds), max(seconds)
-    # Where rounds differ, those with most work go first, so that all CTAs have about as much in the end.
+    # Where rounds differ, those with most work start first, so that all CTAs end at about the same time.
     busy = max(longest, mean * rounds / ctas) if longest > min(seconds) else longest * -(-rounds // ctas)
     stage = dataclasses.replace(stage, tile_seconds=mean / lanes)
     plan = gpu.plan(Arranged("vertical", (stage,), (), ctas, 1, lanes, busy, rounds * fetched, stage.name))
     return dataclasses.replace(plan, tiles=_tiles(program, lanes), blocks=blocks)
 
 
-def _looked_at(program: TileProgram) -> list[range]:
-    """The rows of rounds that stand for all of them, where loops are bounded by the index on an axis; the last round of a batch,
-    which has most work under a causal mask, is among them."""
+def _sample_rounds(program: TileProgram) -> list[range]:
+    """The rows of a sample of rounds. Where loops are bounded by the index on an axis it covers that axis, and includes the last
+    round of a batch, which has most work under a causal mask."""
     batch, rows = program.batch_axes, math.prod(program.axes[program.batch_axes :])
     axis = min((i["within"][0] for i in walk(program.stages[0].body) if i.get("within") is not None), default=batch)
     last = (program.tiles // program.batches - 1) * program.tile_rows
@@ -239,44 +239,33 @@ def _looked_at(program: TileProgram) -> list[range]:
 
 
 def _tiles(program: TileProgram, lanes: int) -> int:
-    """Those that a batch has more so that all lanes have one count as well."""
+    """Tiles of all batches, each rounded up so that all lanes have equally many."""
     batches = max(1, program.batches)
     return batches * -(-(program.tiles // batches) // lanes) * lanes
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Plans for a GPU: every arrangement that fits, fastest first.
-#
-# Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``candidates``, Plans sorted by modelled time. Invariants: no plan
-# needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the same list in
-# every process.
-#
-# A stream with batch axes, or with a dimension that is folded in blocks (attention), has plans of its own (``blocks``).
-# *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
-# cluster of two fetches each streamed weight once. *Spatial* (``spatial``): a CTA per stage.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- All plans of a region --------------------------------------------------------------------------------------------------------
 
-_INDIFFERENT = 1.03  # the model is not better than this
-# The fewest chunks of weights under way: at 24 bytes a cycle of L2 bandwidth per SM, less than one hides 263 cycles of latency; two
-# more keep both ends of the ring at work. The kernel takes what shared memory is left.
+_INDIFFERENT = 1.03  # plans within this factor of the fastest count as equally fast: the model is no more exact
+# The fewest chunks of weights in flight: at 24 bytes a cycle of L2 bandwidth per SM, less than one hides 263 cycles of latency; two
+# more keep both ends of the ring at work. The kernel uses all shared memory that is left.
 _RING_CHUNKS = 3
 _CHUNK_BYTES = tiles.ROW_BYTES * tiles.CHUNK_COLUMNS
-# Kernels count tiles in 32 bits, and rows and addresses in 64.
-_MOST_TILES = 1 << 31
+_MOST_TILES = 1 << 31  # kernels count tiles in 32 bits, rows and addresses in 64
 _MATMUL_DTYPES = frozenset({"bfloat16", "float16", "float32"})
-_SHARE = 2  # tiles so many times fewer than SMs may be shared out over clusters though each CTA has room for all weights
+_SHARE = 2  # with so many times fewer tiles than SMs, also split weights over a cluster that fit a single CTA
 _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 
 
-# What the code generator says to a plan: None, or why it has no code for it.
+# The code generator's answer to a plan: None, or the reason why it has no code for it.
 Accept = Callable[[GpuPlan], str | None]
 
 
 def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | None = None) -> GpuPlan:
     """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
 
-    ``accept``: the code generator's exact check; candidates are shown to it from the fastest on, and where it refuses all of them
-    its reasons are the message.
+    ``accept``: the code generator's exact check, called on the candidates from the fastest on; where it refuses all of them, the
+    message holds its reasons.
     """
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
@@ -294,11 +283,11 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
             except Infeasible as no:
                 reasons[str(no)] = None
     try:
-        blocked = in_batches(graph, region, machine, layers=not found)
+        blocked = plans_in_batches(graph, region, machine, layers=not found)
     except Infeasible as no:
         reasons[str(no)] = None
     mixed = bool(blocked) or len({(p.order, p.unordered) for p in found}) > 1
-    # Those in blocks keep their order, in which a faster one may come later.
+    # Plans in blocks keep their order, in which a faster one may come later.
     ranked = [*((p.seconds, p) for p in found), *zip(itertools.accumulate((p.seconds for p in blocked), max), blocked, strict=True)]
     for candidate in [p for _, p in sorted(ranked, key=lambda pair: pair[0])] if mixed else found:
         why = accept(candidate) if accept else None
@@ -309,7 +298,8 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
 
 
 def with_barriers(plans: Sequence[GpuPlan], phases: Sequence[int], machine: GpuMachine) -> tuple[GpuPlan, ...]:
-    """``plans`` of parts that run in ``phases``: the first part of each later phase waits for the grid's barrier."""
+    """``plans`` of parts that run in ``phases``, with the time of the grid's barrier added to the first part of each later
+    phase."""
     found = [plans[0]]
     for k, plan in enumerate(plans[1:], 1):
         barrier = machine.barrier_seconds if phases[k] > phases[k - 1] else 0.0
@@ -318,9 +308,8 @@ def with_barriers(plans: Sequence[GpuPlan], phases: Sequence[int], machine: GpuM
 
 
 def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
-    """``plan`` with each CTA on its own: CTAs that meet as a grid have no clusters. Weights that two of them shared come twice, and
-    rings lie in the L2 where they lay in a reader's shared memory; so its time is not less than that of what then passes there.
-    """
+    """``plan`` without clusters, which CTAs that wait for each other as a grid cannot have. A pair then fetches its weights twice,
+    and rings in a reader's shared memory move to the L2; the plan takes at least as long as these transfers."""
     if plan.cluster == 1:
         return plan
     near = [q for q in plan.queues if q.place == "cluster"]
@@ -341,20 +330,23 @@ def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
     )
 
 
-def why_apart(together: Sequence[GpuPlan], apart: float) -> str | None:
-    """Why parts are no phases of one call with the plans ``together``; None where they take no more than ``apart`` seconds.
+def why_separate_calls(joined: Sequence[GpuPlan], separate: float) -> str | None:
+    """Why the plans ``joined`` should not be phases of one call; None where they take no longer than ``separate`` seconds.
 
-    What one phase hands to the next stays in the L2 where it fits: a plan takes what the kernel before has written for near.
+    Results of one phase that fit the L2 stay there: a plan already assumes that what the kernel before wrote is in the L2.
     """
-    seconds = sum(p.seconds for p in together)
-    if seconds <= apart:
+    seconds = sum(p.seconds for p in joined)
+    if seconds <= separate:
         return None
-    return f"with the barriers between them they would take {seconds * 1e6:.1f} us, apart {apart * 1e6:.1f}"
+    return f"with the barriers between them they would take {seconds * 1e6:.1f} us, as separate calls {separate * 1e6:.1f}"
 
 
 def candidates(cost: GpuCost) -> list[GpuPlan]:
-    """Every plan that fits the machine, by modelled time; among those as good as the fastest, by what they move through the L2,
-    which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
+    """Every plan that fits the machine, fastest first by the model. Plans about as fast as the fastest are ordered by the bytes
+    they move through the L2, which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
+
+    *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
+    cluster of two fetches each streamed weight once. *Spatial* (``spatial``): each stage has CTAs of its own.
     """
     _check_ops(cost)
     region = GpuRegion(cost)
@@ -364,11 +356,11 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
     ops = tuple(sorted(cost.region.ops))
     others: tuple[str, Callable[[], list[Arranged]]] = ("spatial", lambda: spatial(region, drafts))
     has_loops = bool(loops_of(cost, ops))
-    if has_loops:  # all steps of a loop are those of one tile
+    if has_loops:  # a tile runs all steps of a loop
         others = ("over a cluster", lambda: over_clusters(region, ops))
     for name, make in (("fused", lambda: _vertical(region, ops)), others):
         if arranged and has_loops and _SHARE * region.tiles > region.machine.workers:
-            continue  # CTAs that have weights of their own wait for no others
+            continue  # CTAs with all weights in their own shared memory need not wait for others
         try:
             arranged += make()
         except Infeasible as no:
@@ -383,7 +375,7 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """``weights``: bytes of shared memory that they take at least; ``free``: what is left of a CTA's beside."""
+    """``weights``: least bytes of shared memory for the weights; ``free``: bytes of a CTA's shared memory that stay unused."""
 
     lanes: int
     cluster: int
@@ -403,17 +395,17 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     found: list[Arranged] = []
     least: int | None = None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        found_storage = [steps.storage(registers, lanes) for steps in _steps(region, ops)]
-        if any(s is None for s in found_storage):
+        storages = [steps.storage(registers, lanes) for steps in _steps(region, ops)]
+        fitting = [s for s in storages if s is not None]
+        if len(fitting) < len(storages):
             continue
-        storage = max((s for s in found_storage if s is not None), key=lambda s: s.image_bytes)
+        storage = max(fitting, key=lambda s: s.image_bytes)
         for choice in choices:
             need = shared_bytes(cost, ops, storage, lanes, choice.weights, 0)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
-                found.append(
-                    _arranged(region, ops, dataclasses.replace(choice, lanes=lanes, free=machine.local_bytes - need), storage)
-                )
+                choice = dataclasses.replace(choice, lanes=lanes, free=machine.local_bytes - need)
+                found.append(_arranged(region, ops, choice, storage))
     if found:
         return found
     if least is None:
@@ -432,16 +424,11 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) ->
     rounds = -(-tiles // choice.lanes)
     independent = choice.lanes if choice.resident or _can_drift(cost, ops, choice) else 1
     packed = packed_bytes(cost, ops)
-    # Resident weights are there before the first tile; streamed ones pass once per round of lanes, and a pair shares each fetch.
+    # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed * (1.0 if choice.resident else rounds / choice.cluster)
     name = stage_name(cost, 0, ops)
     stage = Stage(
-        name,
-        ops,
-        resource_of(cost, ops),
-        choice.cluster,
-        work.period(independent, machine.tile_seconds),
-        resident=choice.resident,
+        name, ops, resource_of(cost, ops), choice.cluster, work.period(independent, machine.tile_seconds), resident=choice.resident
     )
     return Arranged(
         "vertical",
@@ -457,22 +444,22 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) ->
 
 
 def _steps(region: GpuRegion, ops: Ops) -> list[Steps]:
-    """What a tile keeps between its products, of the bodies of loops where there are any; carries are counted by the code."""
+    """The steps of the bodies of loops, or of the stage where it has no loops. The code itself accounts for what loops carry."""
     loops = loops_of(region.cost, ops)
     return [Steps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
 
 
 def _can_drift(cost: GpuCost, ops: Ops, choice: _Choice) -> bool:
-    """Whether one lane can be in an epilogue while another multiplies, although both take their weights from one ring.
+    """Can one lane be in an epilogue while another multiplies, although both take their weights from one ring?
 
-    A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring holds the chunks of two.
+    A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring must hold the chunks of two.
     """
     depth = max(tiles.WeightShape((dot.k,), dot.n, dot.dtype).k_chunks for dot in dots_of(cost, ops))
     return (choice.weights + choice.free) // _CHUNK_BYTES >= 2 * depth
 
 
 def _check_ops(cost: GpuCost) -> None:
-    """Raise ``Infeasible`` for what no GPU kernel is generated for."""
+    """Raise ``Infeasible`` if an op of the region has no code on a GPU."""
     rows, most = cost.region.space.rows, tiles.TILE_ROWS * _MOST_TILES
     if rows > most:
         raise Infeasible(f"the stream has {rows} rows; the CUDA target counts {most} at most")
@@ -485,13 +472,13 @@ def _check_ops(cost: GpuCost) -> None:
     for i in cost.region.ops:
         dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
         if op.kind in ONLINE and (access is None or not access.near):
-            raise Infeasible(f"{op.label} of a softmax by indices in another order than that of the stream has no code on the GPU")
+            raise Infeasible(f"{op.label} of a softmax needs indices in the stream's order on the GPU: sort them by segment")
         if access is not None and access.folds and not access.near and i not in cost.unordered:
             own = tiles.table_bytes(op["n"], tiles.padded(cost.elements(i)))
             if own > tiles.MOST_TABLE_BYTES:
                 raise Infeasible(
-                    f"{op.kind} by indices in another order than that of the stream, into {op['n']} rows: a lane's own table would "
-                    f"take {size_text(own)} of shared memory; the CUDA target has {size_text(tiles.MOST_TABLE_BYTES)} for it"
+                    f"{op.kind} into {op['n']} rows by indices in another order than the stream's: a lane's own table would take "
+                    f"{size_text(own)} of shared memory, of {size_text(tiles.MOST_TABLE_BYTES)}; sort the indices or use fewer rows"
                 )
         if access is not None and access.folds and access.count > 1:
             raise Infeasible(f"{op.kind} by {access.count} indices for a row of the stream has no code on the GPU")
@@ -508,35 +495,19 @@ def _check_ops(cost: GpuCost) -> None:
         if dot.dtype not in _MATMUL_DTYPES:
             raise Infeasible(f"the CUDA target has no code for a matmul of {dot.dtype}")
         if dot.dtype == "float32" and dict(op.params).get("precision") == "HIGHEST":
-            raise Infeasible("the CUDA target multiplies float32 as tf32; the function asks for precision HIGHEST")
+            raise Infeasible("the CUDA target multiplies float32 as tf32; ask for a lower precision than HIGHEST")
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which weight a call asks the L2 for, because a product that XLA runs behind it will read that weight.
-#
-# Comes in: a Graph, and the calls that were chosen with their plans. Goes out: for each call an ``Ahead``, or None. A product of
-# few rows takes as long as its weight takes to come from memory. While a kernel ends and the next ones are launched, memory has
-# nothing to do, so the pieces that are asked for then come for nothing; the product reads them at the speed of the L2 and the
-# others at that of memory, both at once.
-#
-# Invariants: the weight is an argument of the graph, so it is there when the call starts and nothing is copied for it. Its
-# product depends on the call, so nobody overwrites the weight before the call has run who would not have to wait for it anyway:
-# an argument that is updated in place stays so.
-#
-# The model, on a machine with bandwidths M of memory and C of the L2: of a weight of W bytes at most W (1 - M / C) are worth
-# asking for, because then the L2 is what limits the product; not more than memory brings in the gaps between the kernels from the
-# call to the product (``kernel_seconds`` each; the last sums of the call itself and its own start are not counted); and not more
-# than what is left of half of the L2 when all that may run in between has passed through it. The product gains what memory need
-# not bring again.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Prefetches: weights that a call brings into the L2 for a product that XLA runs after it --------------------------------------
 
-_LEAST_SECONDS, _LEAST_SHARE = 1e-6, 0.02  # what must be gained: so much, or this part of what the call and the product take
+_LEAST_SECONDS, _LEAST_SHARE = 1e-6, 0.02  # a prefetch must gain so much, or this fraction of the call and the product
 Call = Sequence[tuple[Region, GpuPlan]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Product:
-    """``op`` takes as long as its weight takes to come, which is ``size`` bytes of argument ``value`` from byte ``first`` on."""
+    """Product ``op``, which takes as long as its weight takes to load: ``size`` bytes of argument ``value``, from byte
+    ``first``."""
 
     op: int
     value: int
@@ -544,20 +515,33 @@ class _Product:
     size: int
 
 
-def fetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine, force: bool = False) -> list[Ahead | None]:
-    """What each of the ``calls`` asks for. A weight is asked for once, and a call asks for one weight: the one that gains most.
-    ``force``: however little is gained."""
+def prefetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine, force: bool = False) -> list[Ahead | None]:
+    """For each call, the weight that it asks the L2 for, or None. ``force``: however little is gained. A weight is asked for once,
+    and a call asks for one weight, the one that gains most.
+
+    A product of few rows takes as long as loading its weight from memory. Memory is idle while a kernel ends and the next ones
+    start, so pieces of the weight that are fetched then come for free; the product reads these from the L2 and the others from
+    memory, at the same time.
+
+    The weight is an argument of the graph, so it is there when the call starts, and nothing is copied. Its product depends on the
+    call, so an op that overwrites the weight in place has to wait for the call anyway.
+
+    The model, with bandwidths M of memory and C of the L2: at most W (1 - M / C) bytes of a weight of W bytes are worth fetching,
+    as the L2 then limits the product; at most what memory delivers in the gaps between the kernels from the call to the product
+    (``kernel_seconds`` each; the end and start of the call itself are not counted); and at most what is left of half of the L2 when
+    all that may run in between has passed through it. The product gains the time of the bytes that memory need not deliver again.
+    """
     found: list[Ahead | None] = [None] * len(calls)
     inside = {i for call in calls for region, _ in call for i in region.ops}
     if not force and sum(map(_bytes_of(graph), graph.inputs)) <= machine.shared_bytes // 2:
-        return found  # the L2 has held all of it since the program ran last
+        return found  # all arguments stay in the L2 from one run of the program to the next
     products = [p for i in range(len(graph.ops)) if i not in inside and (p := _product(graph, i, machine)) is not None]
     if not products or not calls:
         return found
     flow = _Flow(graph, calls)
-    offers = [(k, _ahead(flow, k, product, machine, force)) for k in range(len(calls)) for product in products]
+    offers = [(k, _prefetch(flow, k, product, machine, force)) for k in range(len(calls)) for product in products]
     taken: set[tuple[int, int]] = set()
-    # Of calls as good as each other the last one: less runs between it and the product.
+    # Among equally good calls, take the last: less runs between it and the product.
     for k, offer in sorted(offers, key=lambda pair: (-pair[1].seconds, -pair[0]) if pair[1] else (0.0, 0)):
         if offer is not None and found[k] is None and (offer.value, offer.first) not in taken:
             found[k] = offer
@@ -565,14 +549,13 @@ def fetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine, f
     return found
 
 
-def _ahead(flow: _Flow, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
-    """What call ``k`` can do for ``product``."""
-    behind = flow.behind(k)
-    if product.op not in behind.ops:
+def _prefetch(flow: _Flow, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
+    """The prefetch of the weight of ``product`` by call ``k``, if it gains enough."""
+    later = flow.after_call(k)
+    if product.op not in later.ops:
         return None
-    after = flow.behind_op(product.op)
-    may = behind.without(after, product.op)
-    must = flow.leading_to(product.op, behind)
+    may = later.minus(flow.after_op(product.op), product.op)
+    must = flow.needed_by(product.op, later)
     seconds, moved = flow.seconds_and_bytes(must, machine)
     gaps = machine.kernel_seconds * (1 + len(must.calls)) + max(0.0, seconds - moved / machine.dram_bandwidth)
     room = machine.shared_bytes // 2 - flow.seconds_and_bytes(may, machine)[1]
@@ -586,11 +569,8 @@ def _ahead(flow: _Flow, k: int, product: _Product, machine: GpuMachine, force: b
     return Ahead(product.value, size, product.first, product.size, fetched, product.op, machine.workers, gained)
 
 
-# -- products
-
-
 def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
-    """Op ``i``, where it is a product that reads mostly one weight and takes as long as that takes."""
+    """Op ``i``, if it is a product that reads mostly one weight and takes as long as loading it."""
     op, size = graph.ops[i], _bytes_of(graph)
     if op.kind != "dot_general":
         return None
@@ -603,12 +583,12 @@ def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
     rate = machine.rate(machine.tensor_rates, values[0].dtype) * machine.workers
     if others > size(weight) // 4 or flops / rate > size(weight) / machine.dram_bandwidth:
         return None
-    place = _place(graph, graph.producers(), weight)
-    return None if place is None else _Product(i, *place, size(weight))
+    location = _location(graph, graph.producers(), weight)
+    return None if location is None else _Product(i, *location, size(weight))
 
 
-def _place(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] | None:
-    """(argument, byte) where the elements of ``v`` lie in one piece, in whatever order; None where they are made of something."""
+def _location(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] | None:
+    """(argument, byte) where the elements of ``v`` lie in one piece, in any order; None if ``v`` is computed or scattered."""
     first, cut = 0, False
     while (i := producers.get(v)) is not None:
         op = graph.ops[i]
@@ -618,13 +598,14 @@ def _place(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] |
                 return None
             first, cut = first + start * itemsize(graph.values[v].dtype), True
         elif op.kind == "transpose" and cut or op.kind not in ("reshape", "transpose"):
-            return None  # a part of what is transposed does not lie in one piece
+            return None  # a slice of a transposed array does not lie in one piece
         v = op.inputs[0]
     return (v, first) if v in graph.inputs else None
 
 
 def _start(op: Op, shape: tuple[int, ...]) -> int | None:
-    """The first element of a slice that lies in one piece: all of each dimension behind the first one that has several."""
+    """The first element of a slice that lies in one piece, which has all of each dimension after the first one with several
+    elements; None for another slice."""
     start, limit, strides = op["start"], op["limit"], op["strides"] or (1,) * len(shape)
     sizes = [b - a for a, b in zip(start, limit, strict=True)]
     outer = next((d for d, n in enumerate(sizes) if n != 1), len(sizes))
@@ -634,7 +615,7 @@ def _start(op: Op, shape: tuple[int, ...]) -> int | None:
 
 
 def _bytes_of(graph: Graph) -> Callable[[int], int]:
-    """The bytes of a value; none of what is no array."""
+    """A function that gives the bytes of a value; 0 for a value that is no array."""
 
     def size(v: int) -> int:
         value = graph.values[v]
@@ -643,22 +624,19 @@ def _bytes_of(graph: Graph) -> Callable[[int], int]:
     return size
 
 
-# -- what runs behind what
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Nodes:
-    """Ops that XLA runs, and calls, by number."""
+    """Numbers of ops that XLA runs, and of calls."""
 
     ops: frozenset[int]
     calls: frozenset[int]
 
-    def without(self, others: _Nodes, op: int) -> _Nodes:
+    def minus(self, others: _Nodes, op: int) -> _Nodes:
         return _Nodes(self.ops - others.ops - {op}, self.calls - others.calls)
 
 
 class _Flow:
-    """Which ops and calls need which. What is behind a call, or an op, is found once."""
+    """The order of ops and calls: which depend on which."""
 
     def __init__(self, graph: Graph, calls: Sequence[Call]):
         self.graph, self.calls = graph, calls
@@ -666,21 +644,11 @@ class _Flow:
         self.owner = {i: k for k, call in enumerate(calls) for region, _ in call for i in region.ops}
         self.results = [tuple(v for region, _ in call for v in region.outputs) for call in calls]
         self.giver = {v: k for k, values in enumerate(self.results) for v in values}
-        self._behind: dict[tuple[bool, int], _Nodes] = {}
+        self.after_call = functools.cache(lambda k: self._dependents(self.results[k], k))
+        self.after_op = functools.cache(lambda i: self._dependents(graph.ops[i].outputs, -1))
 
-    def behind(self, k: int) -> _Nodes:
-        return self._known((True, k), self.results[k], k)
-
-    def behind_op(self, i: int) -> _Nodes:
-        return self._known((False, i), self.graph.ops[i].outputs, -1)
-
-    def _known(self, key: tuple[bool, int], values: Iterable[int], own: int) -> _Nodes:
-        if key not in self._behind:
-            self._behind[key] = self._search(values, own)
-        return self._behind[key]
-
-    def _search(self, values: Iterable[int], own: int) -> _Nodes:
-        """What reads ``values`` or anything made of them; ``own``: the call that they are of."""
+    def _dependents(self, values: Iterable[int], own: int) -> _Nodes:
+        """Everything that depends on ``values``, which are of call ``own``."""
         ops, calls, work = set[int](), set[int](), list(values)
         while work:
             for i in self.consumers.get(work.pop(), ()):
@@ -694,8 +662,8 @@ class _Flow:
                     work += self.results[k]
         return _Nodes(frozenset(ops), frozenset(calls))
 
-    def leading_to(self, op: int, among: _Nodes) -> _Nodes:
-        """What of ``among`` the op needs."""
+    def needed_by(self, op: int, among: _Nodes) -> _Nodes:
+        """The nodes among ``among`` that ``op`` depends on."""
         ops, calls, work = set[int](), set[int](), list(self.graph.ops[op].inputs)
         while work:
             v = work.pop()
@@ -713,7 +681,7 @@ class _Flow:
         return sum(plan.seconds for _, plan in self.calls[k])
 
     def seconds_and_bytes(self, nodes: _Nodes, machine: GpuMachine) -> tuple[float, int]:
-        """Modelled, of XLA's kernels of the ops; and the bytes that calls move besides."""
+        """(modelled seconds of XLA's kernels of the ops, bytes that these and the calls move)."""
         size = _bytes_of(self.graph)
         known = [i for i in sorted(nodes.ops) if self.graph.ops[i].kind not in ("opaque", "reshape")]
         seconds, moved = baseline(GpuCost(self.graph, left_region(self.graph, known), machine)) if known else (0.0, 0)

@@ -1,7 +1,4 @@
-"""What XLA:GPU takes for the ops of a region: the bulk-synchronous baseline.
-
-Comes in: a ``GpuCost`` whose machine is a GPU. Goes out: ``baseline``, modelled seconds and off-chip bytes.
-"""
+"""Model of XLA:GPU, the bulk-synchronous baseline: modelled seconds and off-chip bytes of the ops of a ``GpuCost``."""
 
 from __future__ import annotations
 
@@ -14,25 +11,24 @@ from kitsune_jax.planning.cost import ROOTS, SCATTER, Kernel, left_region
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes, loops_of
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
-# Operations per element that XLA:GPU still hands to the GEMM library as an epilogue: a bias and a ReLU.
-_EPILOGUE = 2
+_EPILOGUE = 2  # operations per element that XLA:GPU still passes to the GEMM library as an epilogue: a bias and a ReLU
 
 
 def baseline(cost: GpuCost) -> tuple[float, int]:
-    """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
+    """(seconds, off-chip bytes) of the region's ops as XLA runs them, one kernel after the other on the whole machine."""
     machine = cost.machine
     seconds = 0.0
     total = 0
     for steps, body in loops_of(cost, cost.region.ops):
-        # A step's kernels, one of them for the loop's own counter and slices (``lax.scan`` on a GPU takes about 8 us a step).
+        # The kernels of a step, and one for the counter and slices of the loop (``lax.scan`` on a GPU takes about 8 us a step).
         each, bytes_each = baseline(body)
         seconds, total = seconds + steps * (each + machine.kernel_seconds), total + steps * bytes_each
     for kernel in kernels_of(cost):
         if not kernel.ops.isdisjoint(cost.step_sums):
-            continue  # JAX's loop carries these sums, and a step adds to them
+            continue  # JAX's loop carries these sums; its steps add to them
         moved = kernel.moved(cost)
         total += moved
-        near = moved <= machine.shared_bytes // 2  # what the last kernel wrote is still in the L2
+        near = moved <= machine.shared_bytes // 2  # results of the kernel before are still in the L2
         traffic = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
         traffic = max(traffic, folded / machine.shared_bandwidth)
@@ -48,13 +44,13 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
-    """Seconds of ``ops`` of ``graph``, in an order in which they can run, one kernel after the other on the whole machine."""
+    """Seconds of ``ops`` of ``graph``, in topological order, one kernel after the other on the whole machine."""
     return baseline(GpuCost(graph, left_region(graph, ops), machine))[0]
 
 
 def _scaling(cost: GpuCost, i: int) -> tuple[int, int, int]:
-    """(kernels, bytes moved, bytes of atomic operations) with which XLA scales the rows of a softmax's sum. The largest scores, and
-    the exponentials, which read them, are two kernels for all sums by the same scores. What makes the rows multiplies them."""
+    """(kernels, bytes moved, bytes of atomic operations) to scale the rows of a softmax sum ``i``. All sums by the same scores
+    share two kernels: the largest scores, and the exponentials. The kernel that makes the rows multiplies them."""
     op = cost.graph.ops[i]
     if op.kind not in ONLINE:
         return 0, 0, 0
@@ -66,8 +62,8 @@ def _scaling(cost: GpuCost, i: int) -> tuple[int, int, int]:
 
 
 def _folded_bytes(cost: GpuCost, i: int) -> int:
-    """Bytes that an op that folds rows into a table moves through the L2: XLA fills the table, and uses an atomic operation of 32
-    bits for every element, which reads and writes there."""
+    """Bytes that op ``i`` moves through the L2 if it folds rows into a table: XLA fills the table, and then reads and writes it
+    with a 32-bit atomic operation for every element."""
     if cost.family(i) != SCATTER:
         return 0
     op = cost.graph.ops[i]
@@ -76,12 +72,8 @@ def _folded_bytes(cost: GpuCost, i: int) -> int:
 
 
 def kernels_of(cost: GpuCost) -> list[Kernel]:
-    """XLA's kernels, those of light pointwise work folded into the matmul whose result only they read."""
-    return _with_epilogues(cost, xla_kernels.kernels_of(cost))
-
-
-def _with_epilogues(cost: GpuCost, kernels: list[Kernel]) -> list[Kernel]:
-    """Light pointwise kernels folded into the matmul whose result only they read."""
+    """XLA's kernels. Light pointwise kernels are fused, as epilogues, into the matmul whose result only they read."""
+    kernels = xla_kernels.kernels_of(cost)
     of_root = {k.root: k for k in kernels}
     dropped: set[int] = set()
     for kernel in kernels:
@@ -104,10 +96,10 @@ def _with_epilogues(cost: GpuCost, kernels: list[Kernel]) -> list[Kernel]:
 
 
 def _library_seconds(cost: GpuCost, i: int) -> float:
-    """Worker-seconds of op ``i`` over its whole output in XLA's code."""
+    """Seconds of one worker for all of op ``i`` in XLA's code."""
     work, machine, op = cost.work(i), cost.machine, cost.graph.ops[i]
     if work.dot is None:
-        # The whole value, not rows x row size: bulk-synchronously an op that misses some stream axes is not repeated along them.
+        # The size of the value, not rows x row size: XLA does not repeat an op along stream axes that its value lacks.
         share = max(1, cost.row_size(op.outputs[0])) * cost.region.space.rows
         whole = work.simt * cost.region.space.rows * min(1.0, cost.graph.values[op.outputs[0]].size / share or 1.0)
         if i in cost.sinks:
