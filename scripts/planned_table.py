@@ -113,7 +113,9 @@ def rows() -> Iterator[tuple[str, ...]]:
             alone = len(arranged) == 1
             only = region.program.parts[0].program
             made = (
-                lower.generate_kernel(only, arranged[0], "region") if alone else lower.of_call(region.program, arranged, "region")
+                lower.generate_kernel(only, arranged[0], "region")
+                if alone
+                else lower.generate_call_kernel(region.program, arranged, "region")
             )
             compiled = nvrtc.compile(made.source, "sm_90a")
             code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)

@@ -85,7 +85,7 @@ def test_launch_words_are_checked_where_a_kernel_is_generated(monkeypatch: pytes
         launch = (4, 900, 0, 384, 1, 1024, 0, 0, 2, 3, 64, 0)
         source = "never compiled"
 
-    monkeypatch.setattr("kitsune_jax.targets.cuda.lower._kernel", lambda *_: Broken())
+    monkeypatch.setattr("kitsune_jax.targets.cuda.lower._cached_kernel", lambda *_: Broken())
     for target in ("cuda", "emulator"):
         with pytest.raises(targets.InvalidProgram, match="the grid is 0"):
             cuda_lower.generate(target, Program.of(small().program()), [], "small")

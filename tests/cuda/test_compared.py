@@ -112,7 +112,7 @@ def test_a_maximum_that_leaves_is_of_rounded_values(dtype: str) -> None:
 
 def machine_code(t: Tiles, sm: int) -> list[str]:
     call = tiled(Program.of(t.program()))
-    source = lower.of_call(call, (by_hand(call.parts[0].program, sm, 1, 1),), "program").source
+    source = lower.generate_call_kernel(call, (by_hand(call.parts[0].program, sm, 1, 1),), "program").source
     found = sass.disassemble(nvrtc.compile(source, "sm_90a" if sm == 900 else "sm_80").cubin)
     return [str(i) for i in found.instructions]
 

@@ -216,7 +216,7 @@ def planned(device: str | None, force: bool = True) -> list[tuple[Any, Any]]:
     found = []
     for graph in graphs:
         for region in route(graph, "cuda", RouteOptions(force=force, device=device, code=False)).regions:
-            kernel = lower._kernel(Program.of(build(graph, region.region, region.plan)), (region.plan,), "region")
+            kernel = lower._cached_kernel(Program.of(build(graph, region.region, region.plan)), (region.plan,), "region")
             found.append((region.plan, kernel.launch))
     return found
 
@@ -291,7 +291,7 @@ def every_arrangement() -> list[tuple[str, Any, tuple[int, ...]]]:
         program = build(graph, region.region, plan)
         kind = f"{plan.arrangement} lanes {plan.lanes} cluster {plan.cluster} {[q.place for q in plan.queues][:1]}"
         if kind not in found and lower.check(program, plan, "region") is None:
-            found[kind] = plan, lower._kernel(Program.of(program), (plan,), "region").launch
+            found[kind] = plan, lower._cached_kernel(Program.of(program), (plan,), "region").launch
     return [(kind, *entry) for kind, entry in found.items()]
 
 

@@ -17,7 +17,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import nvrtc
 from kitsune_jax.targets.cuda.lower import Kernel
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import by_hand, kernel_cache, of_call, tiled
+from tests.support.cuda_run import by_hand, generate_call_kernel, kernel_cache, tiled
 from tests.support.phases import clipped, message_passing
 from tests.support.programs import Case
 
@@ -38,7 +38,7 @@ CASES = {
 def kernel_of(name: str, sm: int, lanes: int) -> Kernel:
     case: Case = CASES[name]()
     call = tiled(case.program)
-    return of_call(call, tuple(by_hand(part.program, sm, lanes, 132) for part in call.parts), "region")
+    return generate_call_kernel(call, tuple(by_hand(part.program, sm, lanes, 132) for part in call.parts), "region")
 
 
 FAST = {("a graph network's step", 2), ("clipping by a norm", 3)}

@@ -21,7 +21,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import call_layout, sources
 from reference.check import verify
 from tests.support.checks import in_float64
-from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, of_call, run_call, tiled
+from tests.support.cuda_run import by_hand, called, code_of, generate_call_kernel, kernel_cache, run_call, tiled
 from tests.support.phases import clipped, message_passing
 from tests.support.programs import Case, segments
 from tests.support.tiles import Tiles
@@ -82,7 +82,7 @@ def test_a_table_that_an_earlier_phase_makes(how: str, mode: str) -> None:
 def test_equal_parts_are_compiled_once() -> None:
     call = tiled(clipped(copies=5).program)
     arrangements = tuple(by_hand(part.program, 900, 2, 2) for part in call.parts)
-    source = of_call(call, arrangements, "clipped").source
+    source = generate_call_kernel(call, arrangements, "clipped").source
     assert source.count("namespace part") == 2 * 4  # opened and closed: one for each phase
     assert "for (u32 m = 0; m < 5; ++m) {" in source
 
@@ -91,7 +91,7 @@ def test_small_parts_run_beside_each_other() -> None:
     """Parts of one phase begin on the CTA behind those of the part before."""
     call = tiled(clipped(rows=64, width=8, copies=3).program)
     arrangements = tuple(by_hand(part.program, 900, 1, 8) for part in call.parts)
-    made = of_call(call, arrangements, "clipped")
+    made = generate_call_kernel(call, arrangements, "clipped")
     assert made.launch[2] == 3 and made.launch[6] == 1  # three CTAs, which are launched together
 
 
@@ -115,9 +115,9 @@ def test_what_is_refused_has_a_reason() -> None:
     call = tiled(message_passing().program)
     arrangements = tuple(by_hand(part.program, 900, 2, 2) for part in call.parts)
     with pytest.raises(CannotLower, match="without clusters"):
-        of_call(call, tuple(dataclasses.replace(a, cluster=2) for a in arrangements), "program")
+        generate_call_kernel(call, tuple(dataclasses.replace(a, cluster=2) for a in arrangements), "program")
     with pytest.raises(CannotLower, match="equally many lanes"):
-        of_call(call, (arrangements[0], dataclasses.replace(arrangements[1], lanes=1)), "program")
+        generate_call_kernel(call, (arrangements[0], dataclasses.replace(arrangements[1], lanes=1)), "program")
 
 
 # -- planted bugs: the emulator is where a race would be seen

@@ -218,7 +218,7 @@ def check_same_bits(what: str, rows: int, arrangement: str, monkeypatch: pytest.
         assert call.only is not None
         return lower.generate_kernel(call.only, lower.arrangement(plans[0], call.only), name, share=False)
 
-    monkeypatch.setattr(lower, "_kernel", unshared)
+    monkeypatch.setattr(lower, "_cached_kernel", unshared)
     apart = Kernel(of, plan)
     assert functions(shared.code.kernel.source) < functions(apart.code.kernel.source)
     want = apart(seed=1)

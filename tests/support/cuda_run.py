@@ -41,7 +41,7 @@ from kitsune_jax.targets.cuda import compile, lower, runtime, tiles
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import target as cuda_target
 from kitsune_jax.targets.cuda.arrangement import Arrangement
-from kitsune_jax.targets.cuda.lower import generate_kernel, of_call
+from kitsune_jax.targets.cuda.lower import generate_call_kernel, generate_kernel
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
 from kitsune_jax.targets.cuda.planning.planner import candidates, plans_in_batches
@@ -215,7 +215,7 @@ def run_call(call: Program, *arrays: Array, sm: int = 900, lanes: int = 2, repli
 
 def code_of(call: Program, *, sm: int = 900, lanes: int = 2, replicas: int = 2, change: Callable[[str], str] = str) -> lower.Code:
     """The kernel of such a call, with ``change`` made to its source."""
-    made = of_call(tiled(call), tuple(by_hand(part.program, sm, lanes, replicas) for part in call.parts), "program")
+    made = generate_call_kernel(tiled(call), tuple(by_hand(part.program, sm, lanes, replicas) for part in call.parts), "program")
     made = dataclasses.replace(made, source=change(made.source))
     return lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
 

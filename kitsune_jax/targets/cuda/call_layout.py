@@ -216,7 +216,7 @@ class CallLayout:
         return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.fetch is None else 1, *self.sizes
 
 
-def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> CallLayout:
+def layout_of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> CallLayout:
     """Raises ``CannotLower`` where the kernel does not fit, or where the parts cannot be parts of one."""
     first = arrangements[0]
     if any(a.cluster > 1 or "cluster" in a.places for a in arrangements):

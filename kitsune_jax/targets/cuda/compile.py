@@ -1,7 +1,7 @@
-"""Generated source in, compiled kernel out, each compiled once: the compilers behind the cache.
+"""The compilers behind the cache: each generated source is compiled once.
 
-Comes in: generated CUDA C++ and what to compile it for. Goes out: a cubin, or for the emulator the bytes of a shared library.
-Invariant: the cache key holds everything that the result depends on, and nothing that differs between equal machines.
+Comes in: generated CUDA C++ and an architecture. Goes out: a cubin, or for the emulator the bytes of a shared library. Invariant:
+the cache key holds everything that the result depends on, and nothing that differs between equal machines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from kitsune_jax.targets.cuda.nvrtc import Compiled
 
 
 def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
-    """The cubin of ``source`` for ``arch`` ("sm_90a", "sm_80", ...) and ptxas's log; or PTX, for "compute_80".
+    """The cubin of ``source`` for ``arch`` ("sm_90a", "sm_80", ...), or PTX for "compute_80", with ptxas's log.
 
-    ``folder`` has the NVRTC to compile with (see ``nvrtc``).
-
-    Raises ``CompileError``, ``OSError`` where there is no NVRTC (``nvrtc.why_not()``), ``ValueError`` for an unknown ``arch``.
+    ``folder`` has the NVRTC to use (see ``nvrtc``). Raises ``CompileError``, ``OSError`` where there is no NVRTC
+    (``nvrtc.why_not()``), ``ValueError`` for an unknown ``arch``.
     """
     key = cache.key(
         kind="cubin",
@@ -35,10 +34,8 @@ def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
 
 
 def emulated(source: str, sm: int) -> bytes:
-    """``source`` as a shared library for the emulator, which exports the kernel; ``sm`` is 900 or 800.
-
-    Raises ``CompileError``, ``OSError`` where there is no C++ compiler (``hostcc.why_not()``).
-    """
+    """``source`` as a shared library for the emulator, which exports the kernel; ``sm`` is 900 or 800. Raises ``CompileError``,
+    ``OSError`` where there is no C++ compiler (``hostcc.why_not()``)."""
     options = hostcc.kernel_options(sm)
     key = _host_key("emulated", options, source)
     _show(key, ".cc", source, f"the emulator, sm_{sm // 10}")
@@ -46,7 +43,7 @@ def emulated(source: str, sm: int) -> bytes:
 
 
 def emulator_library() -> Path:
-    """The emulator's shared library, built when it is first asked for: a file to be loaded soon, before the cache is full.
+    """The path of the emulator's shared library, built on first use. Load it soon: a full cache may delete it.
 
     Raises ``OSError`` where there is no C++ compiler or no folder to write to, ``RuntimeError`` if it does not compile.
     """
@@ -55,7 +52,7 @@ def emulator_library() -> Path:
 
 
 def _show(key: str, suffix: str, source: str, what_for: str) -> None:
-    """Where the log is wanted in detail, keep the source beside its image and say where."""
+    """If debug logging is on, keep the source beside its image and log its path."""
     if config.logger.isEnabledFor(logging.DEBUG):
         config.logger.debug("kernel for %s: %s", what_for, cache.default().keep(key + suffix, source))
 

@@ -109,7 +109,7 @@ class AwaitWeights(Node):
 
 
 class ExchangeRing(Node):
-    """Of ``st.Exchange``, with the lane's entries from byte ``offset`` of its memory on. ``ctas``: of the cluster."""
+    """Of ``ir.Exchange``, with the lane's entries from byte ``offset`` of its memory on. ``ctas``: of the cluster."""
 
     ring: Ref
     vectors: int

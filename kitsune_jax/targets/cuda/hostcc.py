@@ -1,8 +1,8 @@
-"""The host's C++ compiler, for the emulator: generated kernels and the emulator's own library.
+"""The host's C++ compiler, which builds generated kernels for the emulator, and the emulator's own library.
 
 Comes in: generated CUDA C++, which includes the host implementation of ``arch/``. Goes out: the bytes of shared libraries.
-Invariants: the same source is compiled as for a device, only ``KITSUNE_EMULATE`` differs; no option depends on the CPU at hand,
-so a cache may be shared between machines.
+Invariants: the source is the same as for a device, only ``KITSUNE_EMULATE`` differs; no option depends on the CPU at hand, so
+machines can share a cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ EMULATOR_OPTIONS = (*_SHARED, "-O3")
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++17 compiler: its path, and what it says of itself (name, version, machine), for cache keys."""
+    """A C++17 compiler: its path, and its name, version and machine for cache keys."""
 
     path: str
     version: str
 
 
 def available() -> bool:
-    """Whether there is a host compiler."""
+    """Is there a host compiler?"""
     return why_not() is None
 
 
 def why_not() -> str | None:
-    """``None`` if there is a host compiler, else the reason and what to install, in a sentence."""
+    """``None`` if there is a host compiler, else a sentence with the reason and what to install."""
     try:
         find()
     except OSError as error:
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 def find() -> Compiler:
     """The first of g++, c++ and clang++ on PATH. Raises ``OSError`` with advice where there is none."""
     for path in filter(None, map(shutil.which, _NAMES)):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a wrapper around nothing is no compiler
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a wrapper whose compiler is missing
             return _describe(path)
     raise OSError(f"the emulator needs a C++17 compiler, and none of {', '.join(_NAMES)} is on PATH (Debian: apt install g++)")
 
@@ -67,14 +67,14 @@ def _describe(path: str) -> Compiler:
 
 
 def kernel_options(sm: int) -> tuple[str, ...]:
-    """The options that decide what code a kernel gets; ``sm`` is 900 or 800, as ``KITSUNE_SM``."""
+    """The options that determine a kernel's code; ``sm`` is 900 or 800, as ``KITSUNE_SM``."""
     if sm not in (800, 900):
         raise ValueError(f"sm is {sm}, not 800 or 900")
     # -O0: a kernel of four matmul layers compiles in 0.23 s with it and in 0.32 with -O1, attention in 0.21 and 0.41; they run
     # about as long, since the work is in the emulator's library (g++ 12, Zen 4).
-    # -w: the device's compiler is the one whose warnings count. -ffp-contract=off: the same bits on machines with and without FMA.
-    # -Bsymbolic-functions: inline functions of arch/ also stand in the emulator's library, perhaps for the other value of
-    # KITSUNE_SM; the kernel must call its own.
+    # -w: the warnings of the device's compiler count. -ffp-contract=off: the same bits on machines with and without FMA.
+    # -Bsymbolic-functions: inline functions of arch/ are also in the emulator's library, perhaps for the other KITSUNE_SM; the
+    # kernel must call its own.
     return (*_SHARED, "-O0", "-w", "-ffp-contract=off", "-Wl,-Bsymbolic-functions", "-DKITSUNE_EMULATE", f"-DKITSUNE_SM={sm}")
 
 
@@ -86,8 +86,10 @@ _precompiling = threading.Lock()
 
 
 def precompiled_header(compiler: Compiler, options: tuple[str, ...], source: str) -> Path | None:
-    """A file that includes the device library, precompiled beside it by GCC, for a process that compiles many kernels; None before
-    the fourth one, for other compilers, and for a ``source`` that defines a macro in front of its include."""
+    """A header that includes the device library, with GCC's precompiled form beside it, for a process that compiles many kernels.
+
+    None before the fourth kernel, for other compilers, and for a ``source`` that defines a macro before its include.
+    """
     before, found, _ = source.partition(f'#include "{_HEADER}"')
     if not found or "#define" in before or "clang" in compiler.version:
         return None
@@ -110,8 +112,8 @@ def precompiled_header(compiler: Compiler, options: tuple[str, ...], source: str
 def compile(source: str, sm: int) -> bytes:
     """Compile a generated kernel to a shared library that exports it, without any cache.
 
-    Its calls into the emulator stay undefined: whoever loads it has loaded the emulator's library globally before. Raises
-    ``CompileError`` with the compiler's messages, ``OSError`` where there is no compiler.
+    Its calls into the emulator stay undefined, so load the emulator's library globally before it. Raises ``CompileError`` with the
+    compiler's messages, ``OSError`` where there is no compiler.
     """
     compiler = find()
     with tempfile.TemporaryDirectory(prefix="kitsune_jax-") as folder:
@@ -139,7 +141,7 @@ def build_emulator() -> bytes:
 
 
 class _Failed(Exception):
-    """What a compiler that failed has said."""
+    """The messages of a compiler that failed."""
 
 
 def _run(compiler: Compiler, options: Sequence[str], files: Sequence[str], folder: str, libraries: Sequence[str] = ()) -> bytes:

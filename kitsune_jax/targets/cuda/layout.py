@@ -11,9 +11,8 @@ from typing import Any
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
-from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
 from kitsune_jax.targets.cuda import frame_ir as frame
-from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, RowMemory, TopsStart, address_bytes, number, parameter, rebuild
@@ -112,7 +111,7 @@ class Layout:
     def together(self) -> int:
         """Batches whose tiles the CTAs take together, where those at the end of a batch have more work (``batches.h``); else 0.
         Their weights stay in the L2 meanwhile."""
-        seen = [node for stage in self.stages for node in stage.lowered.prologue if isinstance(node, st.SeenBlocks)]
+        seen = [node for stage in self.stages for node in stage.lowered.prologue if isinstance(node, ir.SeenBlocks)]
         if not any(node.high is not None and node.low is None for node in seen):
             return 0
         each = sum(self.weight_bytes) // max(1, self.program.batches)
@@ -141,7 +140,7 @@ class Layout:
         return tuple((self.program.sinks[k].array, self.program.sinks[k].how) for k in sinks)
 
     @property
-    def exchanges(self) -> list[st.Exchange]:
+    def exchanges(self) -> list[ir.Exchange]:
         """Rings between the CTAs of a cluster."""
         return [node for stage in self.stages for node in fitting.exchanges_of(stage.lowered)]
 
@@ -166,13 +165,13 @@ class Layout:
         operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
         hints = 0 if self.fetch is None else 1
         counts = operands + hints, len(p.outputs) + 1, self.workspace.zero_bytes, hints
-        sizes = [frame_ir.array_bytes(p.inputs[k]) for k in o.inputs]
+        sizes = [frame.array_bytes(p.inputs[k]) for k in o.inputs]
         sizes += self.weight_bytes
         sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
         sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
-        sizes += [frame_ir.array_bytes(p.outputs[k]) for k, _ in self.filled]
+        sizes += [frame.array_bytes(p.outputs[k]) for k, _ in self.filled]
         sizes += [] if self.fetch is None else [self.fetch.array_bytes]
-        sizes += [*(frame_ir.array_bytes(x) for x in p.outputs), self.workspace.bytes]
+        sizes += [*(frame.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         return LAUNCH_VERSION, *geometry, *counts, *sizes
 
@@ -182,20 +181,20 @@ def is_added(instr: Instr) -> bool:
     return instr.kind == "sink_at" and bool(instr.get("unordered"))
 
 
-def gradients_of(stage: Fitted) -> list[st.GradientStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, st.GradientStart)]
+def gradients_of(stage: Fitted) -> list[ir.GradientStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, ir.GradientStart)]
 
 
-def sinks_of(stage: Fitted) -> list[st.SinkStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, st.SinkStart)]
+def sinks_of(stage: Fitted) -> list[ir.SinkStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, ir.SinkStart)]
 
 
-def segments_of(stage: Fitted) -> list[st.SegmentStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, st.SegmentStart)]
+def segments_of(stage: Fitted) -> list[ir.SegmentStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, ir.SegmentStart)]
 
 
-def sums_of(stage: Fitted, gradient: st.GradientStart) -> list[st.PanelSumStart]:
-    return [n for n in stage.lowered.setup if isinstance(n, st.PanelSumStart) and n.gradient == gradient.gradient]
+def sums_of(stage: Fitted, gradient: ir.GradientStart) -> list[ir.PanelSumStart]:
+    return [n for n in stage.lowered.setup if isinstance(n, ir.PanelSumStart) and n.gradient == gradient.gradient]
 
 
 def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
@@ -358,9 +357,9 @@ def place_stage(at: Layout, s: int) -> StageCode:
     staged = tuple(_staged(at, s))
     setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
     for node in _placed(at, s, stage.lowered.setup):
-        if isinstance(node, st.SegmentStart):
+        if isinstance(node, ir.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
-        elif isinstance(node, st.Exchange):
+        elif isinstance(node, ir.Exchange):
             offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
             node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
         elif isinstance(node, TopsStart):
@@ -371,13 +370,13 @@ def place_stage(at: Layout, s: int) -> StageCode:
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
     body = _placed(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
-    vectors, batches, own = bool(at.operands.vectors), bool(at.batch_tiles), facts.computes_only_numbers(at.program)
+    vectors, batches, own = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
     prefetched = () if own else _prefetched(at, s)
     loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, prefetched, vectors, batches, own, body)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
-    cut = any(r.cut is not None for r in stage.lowered.weights)
-    loader = _resident(at, s) if stage.resident else _blocks(at, s, ring) if cut else _streamed(at, s, ring, ctas)
+    sliced = any(r.slices is not None for r in stage.lowered.weights)
+    loader = _resident(at, s) if stage.resident else _blocks(at, s, ring) if sliced else _streamed(at, s, ring, ctas)
     return StageCode(consumer, loader, at.a.split[s])
 
 
@@ -390,12 +389,12 @@ def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
             case ir.Vector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
-            case st.Resident(weight, offset, _, _):
+            case ir.Resident(weight, offset, _, _):
                 byte = _resident_offset(at, s, weight) + offset
                 return dataclasses.replace(x, at=number("resident", byte, byte))
-            case st.Image(ref):
-                return st.Image(ref, stage.memory.images[ref.of])
-            case st.TableRows(table=Ref(of=v)):
+            case ir.Image(ref):
+                return ir.Image(ref, stage.memory.images[ref.of])
+            case ir.TableRows(table=Ref(of=v)):
                 return dataclasses.replace(x, table=parameter("table", at.operands.tables.index(v)))
         return x
 
@@ -433,9 +432,9 @@ def _staged(at: Layout, s: int) -> list[frame.StagedArray]:
     offset = stage.memory.staged
     for n, k in enumerate(sorted(stage.shape.staged)):
         array = at.program.inputs[k]
-        columns = frame_ir.columns_of(array).n
+        columns = frame.columns_of(array).n
         found.append(frame.StagedArray(Ref("staged", k), array.dtype, columns, parameter("in", k), _lanes(at, s), offset, n))
-        offset += frame_ir.staged_bytes(array)
+        offset += frame.staged_bytes(array)
     return found
 
 
@@ -448,7 +447,7 @@ def _prefetched(at: Layout, s: int) -> tuple[tuple[Constant, int], ...]:
     its own, that of the order."""
     loads = {i["array"] for i in at.program.stages[s].body if i.kind == "load"} - at.stages[s].shape.staged
     inputs, order = at.program.inputs, at.program.order
-    together = [(k, frame_ir.row_bytes(inputs[k])) for k in sorted(loads) if frame_ir.lies_together(at.program, inputs[k])]
+    together = [(k, frame.row_bytes(inputs[k])) for k in sorted(loads) if frame.lies_together(at.program, inputs[k])]
     return tuple((parameter("in", k), size) for k, size in ([(order, 4)] if order is not None else together))
 
 
@@ -474,8 +473,8 @@ def _queues(at: Layout, s: int) -> list[Node]:
 def _finish(at: Layout, s: int) -> list[Node]:
     """Partial sums, each added up by whoever comes last of those that have one."""
     stage, found = at.stages[s], list[Node]()
-    if st.Turn("first") in stage.lowered.setup:
-        found.append(st.Turn("last"))
+    if ir.Turn("first") in stage.lowered.setup:
+        found.append(ir.Turn("last"))
     if s in at.workspace.sinks_arrived:
         arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
         shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
@@ -518,11 +517,11 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
     """The weights of a batch, in the order in which a tile takes them."""
     stage, program = at.stages[s], at.program
     recipes = stage.lowered.weights
-    cuts = [r.cut for r in recipes if r.cut is not None]
-    if len(cuts) < len(recipes) or len({cut.axes for cut in cuts}) > 1:
+    slices = [r.slices for r in recipes if r.slices is not None]
+    if len(slices) < len(recipes) or len({s.axes for s in slices}) > 1:
         raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
     inner = {a: math.prod(program.axes[a + 1 : program.batch_axes]) for a in range(program.batch_axes)}
-    axes = tuple((inner[a], n) for a, n in cuts[0].axes)
+    axes = tuple((inner[a], n) for a, n in slices[0].axes)
     parts, sizes, known = list[frame.Blocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
     for loop, fetches in stage.loops:
         chunks = []
@@ -542,7 +541,7 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
         parts.append(frame.Blocks(count, places, tuple(runs), *seen))
-    found = tuple(node for node in _placed(at, s, stage.lowered.prologue) if isinstance(node, st.SeenBlocks))
+    found = tuple(node for node in _placed(at, s, stage.lowered.prologue) if isinstance(node, ir.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 
 

@@ -1,4 +1,9 @@
-"""From a plan and a tile program to a compiled kernel and its custom call."""
+"""From a plan and a tile program to a compiled kernel and its custom call.
+
+Comes in: a tile program, or a call of several, and the ``GpuPlan`` of each. Goes out: ``Kernel`` (source, launch words, recipes of
+operands), ``Code`` (the compiled kernel), and the results of the custom call. Invariant: a plan that ``check`` accepts has a kernel
+that fits the device, because ``check`` runs the generator.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +30,14 @@ from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.planning.machines import gpu
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The kernel of a call: the route from its stages to source, launch words and the recipes of its operands.
-#
-# Comes in: a tile program, or a call of several, and ``Arrangement``s (what the plans ask for). Goes out: ``Kernel``. The route:
-# each stage is lowered to nodes of the device IR and fitted into registers and shared memory (``fitting``), all of them are laid
-# out (``layout``) and completed (``frames``), equal ones found (``sharing``), and printed (``print_kernel``). The parts of a call
-# of several phases go this way one by one, and are put together by ``call_layout`` and ``print_phases``. Raises ``CannotLower``
-# where the arrangement does not fit.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The kernel of a call ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """What XLA makes of a part's stationary operands. ``weights``: recipes of each image, and ``order``, how ``pack.weights`` lines
-    them up; then the vectors; ``tables``: stationary values that are read as they lie. ``program``: the part as it was laid out,
-    whose values these are."""
+    """Operands that XLA makes for a part of a call. ``weights``: recipes of each image, whose parts ``order`` lists as
+    ``pack.weights`` expects it; ``vectors``; ``tables``: stationary values in their own layout. ``program``: the part as it was
+    laid out, whose values these are."""
 
     program: TileProgram
     weights: tuple[tuple[WeightRecipe, ...], ...]
@@ -51,9 +48,12 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """Its operands are ``inputs`` of the call, what is ``packed`` for each part, for each result of ``filled`` an array of the
-    identity of the fold, whose memory becomes that result, and the array that it asks the L2 for, where there is one. Its results
-    are those of the call, ``kept`` and the workspace; those of ``widened`` are float32 where the call's are narrower."""
+    """A generated kernel and the arguments of its custom call.
+
+    Operands: ``inputs`` of the call; those ``packed`` for each part; for each result of ``filled`` an array of the fold's identity,
+    whose memory becomes the result; the array to prefetch, if any. Results: those of the call, of which ``widened`` are float32
+    instead of 16 bits; ``kept``; the workspace.
+    """
 
     source: str
     launch: tuple[int, ...]
@@ -62,7 +62,7 @@ class Kernel:
     filled: tuple[tuple[int, str], ...]
     kept: tuple[Array, ...]
     workspace_bytes: int
-    registers: int  # estimate of what values need, at most
+    registers: int  # estimate of the most that values need
     widened: tuple[int, ...] = ()
 
     @property
@@ -71,16 +71,20 @@ class Kernel:
 
     @property
     def hints(self) -> int:
-        """Operands, the last ones, that the kernel asks the L2 for and does not read."""
+        """The number of last operands that the kernel only prefetches into the L2."""
         return self.launch[11]
 
 
 def generate_kernel(
     program: TileProgram, arrangement: Arrangement, name: str, share: bool = True, fetch: Fetch | None = None
 ) -> Kernel:
-    """The kernel of ``program`` as ``arrangement`` asks. ``share``: equal stages run the same code. Raises ``CannotLower``."""
+    """The kernel of ``program`` under ``arrangement``. ``share``: equal stages run the same code. Raises ``CannotLower``.
+
+    Each stage is lowered to nodes of the device IR and fitted into registers and shared memory (``stage``); then all stages are
+    laid out (``layout``) and printed (``print_kernel``).
+    """
     _check(program)
-    program, widened = _widened(program)
+    program, widened = _with_float32_sums(program)
     found = dataclasses.replace(layout.of_kernel(program, arrangement, name), fetch=fetch)
     source = print_kernel.source(found, _kinds(found, share))
     packed = (_packed_operands(found, found.operands.tables),)
@@ -88,13 +92,13 @@ def generate_kernel(
     return Kernel(source, found.launch, operands, packed, found.filled, (), size, most, widened)
 
 
-def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> Kernel:
-    """The kernel of a call of several parts, arranged as each of ``arrangements`` asks. Raises ``CannotLower``."""
+def generate_call_kernel(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> Kernel:
+    """The kernel of a call of several parts, each laid out under its arrangement. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
-        if len(call.parts) > 1 and pack.cuts_by_groups(part.program):
-            raise CannotLower("tiles of a batch, and weights that a loop cuts, have no code in a call of several phases on the GPU")
-    found = call_layout.of_call(call, arrangements, name, fetch)
+        if len(call.parts) > 1 and pack.lanes_share_batch(part.program):
+            raise CannotLower("weights that change with the batch or a loop have no code in a call of several phases on the GPU")
+    found = call_layout.layout_of_call(call, arrangements, name, fetch)
     layouts = [part.layout for part in found.parts]
     if any(at.exchanges for at in layouts):
         raise CannotLower("a loop whose weights are split over a cluster has no code in a call of several phases on the GPU")
@@ -108,18 +112,18 @@ def of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fet
 
 def _check(program: TileProgram) -> None:
     if program.batch_axes and len(program.stages) > 1:
-        raise CannotLower("tiles that keep within a batch have no spatial pipeline")
+        raise CannotLower("a stream whose tiles keep within a batch cannot be split into several stages on the GPU")
     if any(program.outputs[sink.array].row_strides for sink in program.sinks):
         raise CannotLower("sums of each batch, as the gradients of an attention's keys and values, have no code on the GPU")
     if any(i.kind in SINKS and i.get("dims") is not None for stage in program.stages for i in walk(stage.body)):
         raise CannotLower("sums into a part of a sink have no code on the GPU")
     if program.tile_rows != tiles.TILE_ROWS:
-        raise CannotLower(f"tiles of {program.tile_rows} rows; the GPU's have {tiles.TILE_ROWS}")
+        raise CannotLower(f"tiles of {program.tile_rows} rows have no code on the GPU: a tile has {tiles.TILE_ROWS}")
 
 
-def _widened(program: TileProgram) -> tuple[TileProgram, tuple[int, ...]]:
-    """``program`` with float32 results where rows are added to them atomically (a bfloat16 would be rounded at every addition), and
-    which these are."""
+def _with_float32_sums(program: TileProgram) -> tuple[TileProgram, tuple[int, ...]]:
+    """``program`` and the numbers of its results that are now float32: 16-bit results of atomic additions, which would be rounded
+    at every addition."""
     found = {program.sinks[i["sink"]].array for s in program.stages for i in s.body if layout.is_added(i)}
     wide = tuple(k for k in sorted(found) if program.outputs[k].dtype in ("bfloat16", "float16"))
     outputs = [dataclasses.replace(a, dtype="float32") if k in wide else a for k, a in enumerate(program.outputs)]
@@ -139,19 +143,14 @@ def _registers(at: Layout) -> int:
     return max(stage.lowered.liveness.peak for stage in at.stages)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# GpuPlan and tile program in, compiled kernel out.
-#
-# Comes in: a tile program and the plan that arranged it. Goes out: ``Code``, or the reason why there is none. Invariant: a plan
-# that ``check`` lets through has a kernel that fits the device; it is generated by the same function.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- From a plan to a compiled kernel ---------------------------------------------------------------------------------------------
 
-_NAME = "region"
+_NAME = "region"  # of every compiled kernel: the line of the user's source would make the cache miss when it moves
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A region's kernel. ``image``: a cubin or PTX for ``arch``, or a shared library for the emulator."""
+    """A compiled kernel. ``image``: a cubin or PTX for ``arch``, or a shared library for the emulator."""
 
     kernel: Kernel
     image: bytes
@@ -160,7 +159,7 @@ class Code:
 
 
 def arrangement(plan: GpuPlan, program: TileProgram) -> Arrangement:
-    """What ``plan`` asks of the kernel."""
+    """The arrangement of the kernel that ``plan`` describes."""
     machine = gpu(plan.machine)
     return Arrangement(
         spatial=plan.arrangement == "spatial",
@@ -176,14 +175,14 @@ def arrangement(plan: GpuPlan, program: TileProgram) -> Arrangement:
 
 
 def kind(plan: GpuPlan, gradients: bool) -> str:
-    """What kernels with the same roles, rings and barriers have in common, as a name: ``KITSUNE_CUDA_AVOID`` takes it.
+    """The name of the kernel's kind, for ``KITSUNE_CUDA_AVOID``: kernels of a kind have the same roles, rings and barriers.
 
-    ``gradients``: it has weight gradients. The names are ``sm90-vertical-resident-lanes2``, ``sm80-spatial-l2-lanes1-split``,
-    ``sm90-spatial-cluster-lanes1-gradients`` and the like.
+    Names are ``sm90-vertical-resident-lanes2``, ``sm80-spatial-l2-lanes1-split``, ``sm90-spatial-cluster-lanes1-gradients`` and the
+    like. ``gradients``: the kernel has weight gradients.
     """
     sm = "sm90" if gpu(plan.machine).max_cluster > 1 else "sm80"
     if plan.arrangement == "spatial":
-        # Stages without rings only share what they load, or are a loop over a cluster.
+        # Stages without rings: they share only what they load, or are a loop whose weights are split over a cluster.
         how = plan.queues[0].place if plan.queues else "cluster" if plan.cluster > 1 else "apart"
     else:
         how = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
@@ -192,47 +191,46 @@ def kind(plan: GpuPlan, gradients: bool) -> str:
 
 
 def check(program: TileProgram, plan: GpuPlan, name: str) -> str | None:
-    """None if there is a kernel for ``program`` arranged as ``plan`` says, else the reason. Compiles nothing."""
+    """None if there is a kernel for ``program`` under ``plan``, else the reason. Compiles nothing."""
     return check_call(Program.of(program), (plan,), name)
 
 
 def check_call(program: Program, plans: Sequence[GpuPlan], name: str) -> str | None:
-    """None if there is a kernel for ``program``, whose parts are arranged as ``plans`` say, else the reason. Compiles nothing."""
+    """None if there is a kernel for ``program``, whose parts have ``plans``, else the reason. Compiles nothing."""
     for part, plan in zip(program.parts, plans, strict=True):
         this = kind(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in walk(stage.body)))
         if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
-            return "KITSUNE_CUDA_AVOID rules its kind of kernel out"
+            return "KITSUNE_CUDA_AVOID excludes its kind of kernel"
     try:
-        _kernel(program, tuple(plans), name)
+        _cached_kernel(program, tuple(plans), name)
     except CannotLower as no:
         return no.reason
     return None
 
 
 def source(program: Program, plans: Sequence[GpuPlan], name: str) -> str:
-    """The C++ source of the kernel for ``program``, whose parts are arranged as ``plans`` say. Compiles nothing; raises
-    ``CannotLower``."""
-    return _kernel(program, tuple(plans), name).source
+    """The C++ source of the kernel for ``program``, whose parts have ``plans``. Compiles nothing; raises ``CannotLower``."""
+    return _cached_kernel(program, tuple(plans), name).source
 
 
-def together(program: Program, plans: Sequence[GpuPlan]) -> tuple[GpuPlan, ...] | str:
-    """``plans`` of the parts of ``program`` as parts of one kernel, with as many lanes as all can have; or why there is none."""
-    first, reason = plans[0].lanes, ""
-    for lanes in range(first, 0, -1):
-        tried = tuple(dataclasses.replace(plan, lanes=lanes) for plan in plans)
-        why = check_call(program, tried, _NAME)
+def fit_in_one_kernel(program: Program, plans: Sequence[GpuPlan]) -> tuple[GpuPlan, ...] | str:
+    """``plans`` with the largest number of lanes, the same for all parts, with which one kernel can run ``program``; or the reason
+    why none can."""
+    reason = ""
+    for lanes in range(plans[0].lanes, 0, -1):
+        equal = tuple(dataclasses.replace(plan, lanes=lanes) for plan in plans)
+        why = check_call(program, equal, _NAME)
         if why is None:
-            return tried
+            return equal
         reason = reason or why
     return reason
 
 
 def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str, ahead: Ahead | None = None) -> Code:
-    """The compiled kernel of ``program``, which asks for ``ahead``. Raises ``CannotLower``; ``InvalidProgram``; ``CompileError``
-    with the compiler's log."""
+    """The compiled kernel of ``program``, which prefetches ``ahead``. Raises ``CannotLower``, ``InvalidProgram``, and
+    ``CompileError`` with the compiler's log."""
     fetch = None if ahead is None else Fetch.of(ahead)
-    # Not the user's line: it would be in the cache key, and a moved line a new compilation.
-    made = _kernel(program, tuple(plans), _NAME, fetch)
+    made = _cached_kernel(program, tuple(plans), _NAME, fetch)
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":
@@ -245,7 +243,7 @@ def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str,
 
 
 def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
-    """Raises ``InvalidProgram`` where ``setmaxnreg`` would wait for ever for registers that the launch does not have."""
+    """Raise ``InvalidProgram`` where ``setmaxnreg`` would wait forever for registers that the launch does not have."""
     _, sm, _, threads, *_ = made.launch
     if sm == 900 and threads > 2 * tiles.GROUP_THREADS:  # several lanes
         has, needs = nvrtc.resources(compiled.log, compiled.cubin).registers, 65536 // threads // 8 * 8
@@ -254,19 +252,14 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, fetch: Fetch | None = None) -> Kernel:
+def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, fetch: Fetch | None = None) -> Kernel:
     if program.only is not None:
         return generate_kernel(program.only, arrangement(plans[0], program.only), name, fetch=fetch)
     asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
-    return of_call(program, tuple(asked), name, fetch)
+    return generate_call_kernel(program, tuple(asked), name, fetch)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The custom call of a kernel, as JAX sees it, and the operands that XLA packs for it.
-#
-# Comes in: ``Code``, the region's operands, and a way to evaluate what does not depend on the stream. Goes out: the region's
-# results.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The custom call --------------------------------------------------------------------------------------------------------------
 
 
 def call(
@@ -288,23 +281,22 @@ def call(
     kernel = code.kernel
     operands = [args[k] for k in kernel.inputs]
     for part, packed in zip(program.parts, kernel.packed, strict=True):
-        given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes it
-        operands += _packed(packed, _Stationary(packed.program, given, evaluate))
+        given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes the array
+        operands += _packed_args(packed, _Stationary(packed.program, given, evaluate))
     own = [_compat.aval_like(a, a.shape, np.float32) if k in kernel.widened else a for k, a in enumerate(out_avals)]
     results = [*own, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
     aliases = {len(operands) + k: result for k, (result, _) in enumerate(kernel.filled)}
     for result, how in kernel.filled:
         aval = results[result]
         operands.append(jnp.full(aval.shape, identity(how, np.dtype(aval.dtype)), aval.dtype))
-    operands += args[program.operands :]  # what the kernel asks the L2 for
-    # The workspace is never empty, so that the call has a result that nobody reads: see `targets.cpu.emit.call` for what XLA makes
-    # of a loop's body that is nothing but a call all of whose results are carries.
+    operands += args[program.operands :]  # the array to prefetch
+    # The workspace is never empty, so that the call has a result that nobody reads; see `call` in `targets/cpu/call.py`.
     workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)
     outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*results, workspace], input_output_aliases=aliases)(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),
-        name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may hold other bytes
+        name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may have bytes that are no UTF-8
     )
     found = list(outs)[: len(out_avals)]
     for k in kernel.widened:
@@ -312,8 +304,8 @@ def call(
     return found
 
 
-def _packed(packed: Packed, stationary: _Stationary) -> list[Any]:
-    """The operands that XLA makes for a part."""
+def _packed_args(packed: Packed, stationary: _Stationary) -> list[Any]:
+    """The packed operands of a part."""
     found: list[Any] = []
     for group, order in zip(packed.weights, packed.order, strict=True):
         found.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
@@ -324,7 +316,7 @@ def _packed(packed: Packed, stationary: _Stationary) -> list[Any]:
 
 
 class _Stationary:
-    """Values of a tile program that do not stream, each computed once, in front of the call."""
+    """Values of a tile program that do not stream, each computed once, before the call."""
 
     def __init__(self, program: TileProgram, args: Sequence[Any], evaluate: Callable[[int, Sequence[Any]], Any]):
         self.program, self.args, self.evaluate = program, args, evaluate
@@ -332,10 +324,10 @@ class _Stationary:
         self.makers: dict[int, Instr] = {
             v: i for s in program.stages for i in walk(s.body) for v in i.outputs if not program.values[v].tile
         }
-        # What stands in a loop of the graph, or hands it a carry, says the loop's number.
+        # Instructions in a loop of the graph, and those that make its carries, have the loop's op number.
         self.loops = {i.op for s in program.stages for i in walk(s.body) if i.kind == "loop"}
         self.known: dict[int, Any] = {}
-        self.by_op: dict[int, Any] = {}  # makers stand in every stage that needs them
+        self.by_op: dict[int, Any] = {}  # makers are repeated in every stage that needs them
 
     def value(self, v: int) -> Any:
         if v not in self.known:
@@ -346,12 +338,12 @@ class _Stationary:
         if v in self.literals:
             return np.asarray(self.literals[v], dtype=jnp.dtype(self.program.values[v].dtype))
         instr = self.makers[v]
-        if instr.kind in ("load", "load_slice"):  # the recipe of a slice says how to cut it
+        if instr.kind in ("load", "load_slice"):  # the recipe of a slice cuts it out of the array
             return self.args[instr["array"]]
         operands = [self.value(x) for x in instr.inputs]
         if instr.kind == "reshape":
             return jnp.reshape(operands[0], instr["new_sizes"])
-        if instr.op < 0 or instr.op in self.loops:  # of a pass over the tile program, or of a loop's body, not of the graph
+        if instr.op < 0 or instr.op in self.loops:  # made by a pass over the tile program, or in a loop's body: no op of the graph
             t = self.program.values[v]
             return OPS[instr.kind].evaluate(dict(instr.params), *operands, out=Value(t.shape, t.dtype))
         if instr.op not in self.by_op:

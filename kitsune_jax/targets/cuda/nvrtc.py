@@ -1,11 +1,11 @@
 """NVRTC, the CUDA compiler as a library, through ctypes. It needs no GPU and no toolkit.
 
-Comes in: generated CUDA C++ and an architecture. Goes out: a cubin with ptxas's log, and what the log says of registers and
+Comes in: generated CUDA C++ and an architecture. Goes out: a cubin and ptxas's log, from which ``resources`` reads registers and
 memory; or PTX, for an architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is
-missing, ``why_not()`` says what to install; the only headers a kernel can include are those whose fingerprint is in the cache key.
+missing, ``why_not()`` says what to install; a kernel can include only headers whose fingerprint is in the cache key.
 
-Without a ``folder`` the functions take the NVRTC of ``KITSUNE_NVRTC_DIR``, or the best one that this machine has. With one they
-take the NVRTC in it: where libnvrtc lies, or where pip unpacked its wheel (``pip install --target``). A process may use several.
+Without a ``folder`` the functions use the NVRTC of ``KITSUNE_NVRTC_DIR``, or the best one on this machine. A ``folder`` holds
+libnvrtc itself, or a wheel of it that pip unpacked (``pip install --target``). A process may use several.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from kitsune_jax import cache, config
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
-# fence.{acquire,release}.sync_restrict is of PTX ISA 8.6; 12.8 is the oldest NVRTC this binding was tried with.
-_OLDEST = (12, 8)
+_OLDEST = (12, 8)  # fence.{acquire,release}.sync_restrict needs PTX ISA 8.6; older versions than 12.8 are untested
 _MAJORS = (13, 12)
-_BUILTIN_OPERATION_FAILURE = 7  # nvrtc.h: the library that the builtins are in was not found
+_BUILTIN_OPERATION_FAILURE = 7  # nvrtc.h: the library of builtins was not found
 _ADVICE = "to compile kernels for NVIDIA GPUs: pip install kitsune_jax[cuda13]"
-# 177, "variable was declared but never referenced": generated code names what a stage may need. Every other warning is kept.
+# 177, "variable was declared but never referenced": generated code declares all that a stage may need. Other warnings are kept.
 _QUIET = ("--diag-suppress=177",)
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _ARCH = re.compile(r"sm_(\d+)[af]?|compute_(\d+)")
@@ -39,9 +38,9 @@ _ARCH = re.compile(r"sm_(\d+)[af]?|compute_(\d+)")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin (or PTX, which ends with a zero), and what the compiler and ptxas said on the way (warnings, registers, spills).
+    """A cubin (or PTX, which ends with a zero), and the log of the compiler and ptxas (warnings, registers, spills).
 
-    Packed, the cubin stands first: its tools read a packed file as they read a cubin.
+    Packed, the cubin comes first, so that tools for cubins can read a packed file.
     """
 
     cubin: bytes
@@ -58,10 +57,10 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes of an SM, as ptxas states it. Registers are per thread, memory in bytes.
+    """The resources of a kernel as ptxas states them: registers per thread, memory in bytes.
 
-    ``spill_bytes`` are the stores and loads of spills in the code, ``stack_bytes`` the frame per thread: both 0 in a good kernel.
-    ``registers`` of a kernel with ``setmaxnreg`` is what it is launched with. ``shared_static`` is without dynamic shared memory.
+    ``spill_bytes``: stores and loads of spills in the code, ``stack_bytes``: the frame per thread; both are 0 in a good kernel.
+    ``registers`` of a kernel with ``setmaxnreg`` are those of its launch. ``shared_static`` excludes dynamic shared memory.
     """
 
     registers: int
@@ -78,16 +77,16 @@ class _Library:
 
 
 _lock = threading.Lock()
-_libraries: dict[Path | None, _Library] = {}  # by folder; None: the best that was found
+_libraries: dict[Path | None, _Library] = {}  # by folder; None: the best on this machine
 
 
 def available(folder: Path | None = None) -> bool:
-    """Whether kernels can be compiled here."""
+    """Can kernels be compiled here?"""
     return why_not(folder) is None
 
 
 def why_not(folder: Path | None = None) -> str | None:
-    """``None`` if kernels can be compiled here, else the reason and what to install, in a sentence."""
+    """``None`` if kernels can be compiled here, else a sentence with the reason and what to install."""
     try:
         _load(folder)
     except OSError as error:
@@ -96,35 +95,31 @@ def why_not(folder: Path | None = None) -> str | None:
 
 
 def version(folder: Path | None = None) -> tuple[int, int]:
-    """NVRTC's version, such as (13, 0). Raises ``OSError`` with the words of ``why_not`` if there is none."""
+    """NVRTC's version, such as (13, 0). Raises ``OSError`` with the message of ``why_not`` if there is none."""
     return _load(folder).version
 
 
 def sm_of(arch: str) -> int:
-    """The value of ``KITSUNE_SM`` for ``arch``: 900 for Hopper's own features ("sm_90a"), else 800, the portable path.
-
-    Raises ``ValueError`` for what is no architecture, or one older than sm_80.
-    """
+    """The value of ``KITSUNE_SM`` for ``arch``: 900 for "sm_90a", Hopper with its own features; else 800, the portable path. Raises
+    ``ValueError`` for an unknown architecture, or one older than sm_80."""
     match = _ARCH.fullmatch(arch)
     if match is None or int(match[1] or match[2]) < 80:
-        raise ValueError(f"{arch!r} is not an architecture to compile for: use sm_90a, or one from sm_80 on, or compute_80 for PTX")
+        raise ValueError(f"{arch!r} is not an architecture to compile for: use sm_90a, sm_80 or a later one, or compute_80 for PTX")
     return 900 if arch == "sm_90a" else 800
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """The options that decide what code ``arch`` gets. NVRTC optimises fully by default."""
+    """The options that determine the code for ``arch``. NVRTC optimises fully by default."""
     ptxas = () if arch.startswith("compute_") else ("--ptxas-options=-v",)
     return ("--std=c++17", f"--gpu-architecture={arch}", f"-DKITSUNE_SM={sm_of(arch)}", *ptxas, *_QUIET)
 
 
 def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | None = None) -> Compiled:
-    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache.
-
-    Thread-safe; other Python threads run meanwhile.
-    Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown architecture.
-    """
+    """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache. Thread-safe; other Python threads
+    run meanwhile. Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown
+    architecture."""
     library = _load(folder).handle
-    # By default NVRTC searches the current folder as well, which no cache key could know of.
+    # By default NVRTC also searches the current folder, which the cache key does not cover.
     search = ["--no-source-include", *(f"--include-path={folder}" for folder in sources.include_dirs("include"))]
     arguments = [option.encode() for option in (*options_for(arch), *search, *options)]
     with _program(library, source) as program:
@@ -139,19 +134,19 @@ def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | 
 
 
 def resources(log: str, cubin: bytes) -> Resources:
-    """What ptxas said about the only kernel of ``cubin``. Raises ``ValueError`` if ``log`` does not tell, or tells of another."""
+    """The resources of the only kernel of ``cubin``, read from ``log``. Raises ``ValueError`` if the log does not fit the cubin."""
     entries = re.findall(r"Compiling entry function '(\w+)' for", log)
     if len(entries) != 1:
-        raise ValueError(f"the log tells of {len(entries)} kernels ({', '.join(entries) or 'none'}), not of one")
+        raise ValueError(f"the log is of {len(entries)} kernels ({', '.join(entries) or 'none'}), not of one")
     if f".text.{entries[0]}\0".encode() not in cubin:
-        raise ValueError(f"the log tells of {entries[0]!r}, which is not in the cubin")
+        raise ValueError(f"the log is of {entries[0]!r}, which is not in the cubin")
     used = re.search(r"Used (\d+) registers.*", log)
     frames = [tuple(map(int, frame)) for frame in _FRAME.findall(log)]
     if used is None or not frames:
-        raise ValueError(f"ptxas did not say what {entries[0]!r} uses:\n{log}")
+        raise ValueError(f"the log does not state the resources of {entries[0]!r}:\n{log}")
     return Resources(
         registers=int(used[1]),
-        spill_bytes=sum(stores + loads for _, stores, loads in frames),  # functions that were not inlined have their own line
+        spill_bytes=sum(stores + loads for _, stores, loads in frames),  # each function that is not inlined has its own line
         stack_bytes=max(_number(r"(\d+) bytes cumulative stack", used[0]), *(frame for frame, _, _ in frames)),
         shared_static=_number(r"(\d+) bytes smem", used[0]),
         barriers=_number(r"used (\d+) barriers", used[0]),
@@ -163,9 +158,7 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1]) if found else 0
 
 
-# --- the library
-
-
+# --- The library ------------------------------------------------------------------------------------------------------------------
 def _load(folder: Path | None = None) -> _Library:
     folder = folder or config.nvrtc_dir()
     if folder not in _libraries:
@@ -181,7 +174,7 @@ def _open(folder: Path | None) -> _Library:
     for path in _candidates() if folder is None else _inside(_lib_folders(folder)):
         try:
             _preload_builtins(Path(path).parent)
-            handle = ctypes.CDLL(path)  # releases the GIL during calls; loaded by its path, it is apart from others of its name
+            handle = ctypes.CDLL(path)  # releases the GIL during calls; a library loaded by path is separate from its namesakes
         except OSError as error:
             if Path(path).is_absolute():
                 refused.append(str(error))
@@ -195,7 +188,7 @@ def _open(folder: Path | None) -> _Library:
 
 
 def _candidates() -> Iterator[str]:
-    """Paths of libnvrtc, the best first: NVIDIA's wheels, the toolkit, the loader's own search."""
+    """Paths of libnvrtc, best first: NVIDIA's wheels, CUDA toolkits, the loader's own search."""
     folders: list[Path] = []
     wheels = importlib.util.find_spec("nvidia")
     for place in (wheels.submodule_search_locations or ()) if wheels else ():
@@ -209,7 +202,8 @@ def _candidates() -> Iterator[str]:
 
 
 def _lib_folders(folder: Path) -> list[Path]:
-    """Where a library can be in ``folder``: there, or where wheels put it: one layout for each major version (cu13, cuda_nvrtc)."""
+    """Where libraries can be in ``folder``: in itself, or where wheels unpack, which differs by major version (cu13,
+    cuda_nvrtc)."""
     return [folder.absolute(), *sorted(folder.absolute().glob("nvidia/*/lib"))]
 
 
@@ -219,7 +213,7 @@ def _inside(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _preload_builtins(folder: Path) -> None:
-    """Load the second library, which NVRTC opens by its bare name: without an rpath (13.0's wheel) the loader does not find it."""
+    """Load the second library, which NVRTC opens by its bare name: without an rpath (as in 13.0's wheel) the loader misses it."""
     for path in sorted(folder.glob("libnvrtc-builtins.so.*")) if folder.is_absolute() else ():
         ctypes.CDLL(str(path))
 
@@ -231,7 +225,7 @@ def _version_of(handle: ctypes.CDLL) -> tuple[int, int]:
 
 
 def _declare(handle: ctypes.CDLL) -> ctypes.CDLL:
-    """Argument types, without which ctypes would cut pointers to 32 bits."""
+    """``handle`` with argument types, without which ctypes truncates pointers to 32 bits."""
     text, texts, size = ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_size_t)
     program, programs = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
     handle.nvrtcCreateProgram.argtypes = [programs, text, text, ctypes.c_int, texts, texts]

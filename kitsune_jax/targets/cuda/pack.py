@@ -1,4 +1,13 @@
-"""Stationary operands as the kernels want them, made by XLA in front of the custom call."""
+"""Stationary operands in the layout that kernels read, packed by XLA before the custom call.
+
+Comes in: a tile program; arrays in the user's layout and the recipes that code generation made. Goes out: one-dimensional arrays:
+images of weights (chunks of 128 bytes of K by N columns, both permuted to the fragment layout, with the 128-byte swizzle:
+``cuda/include/kitsune/layout.h``), and vectors of 32-bit words padded to their tile's width.
+
+float32 weights are rounded to the nearest tf32: the tensor core truncates, which would make all products of a layer too small by up
+to a unit in the tenth place of the mantissa. Packing uses only this, reshapes, transposes, pads and selects, which XLA fuses into
+one pass over the weights.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +27,21 @@ from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_half, padded
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Weights that change from tile to tile: what a loop cuts out of an array, and what depends on the batch of the tile.
-#
-# Comes in: a tile program. Goes out: which values these are, and ``Cut``s: how XLA lines up the blocks of an array in the order
-# in which a tile multiplies with them. The keys and values of an attention head are such weights: a block of them for each
-# iteration of the loop over keys. They pass through shared memory, and all lanes of a CTA share them, so the lanes work on tiles
-# of one batch. Raises ``CannotLower``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sliced weights: weights that change with the iteration of a loop or with the batch of a tile ---------------------------------
 
-STRAIGHT = -1  # ``Cut.loop`` of a block that no loop cuts
+NO_LOOP = -1  # ``WeightSlice.loop`` of a block that is not sliced by a loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
-    """Blocks of input ``array``: the elements [first + i step, first + i step + size) of dimension ``dim`` for i < ``count`` (-1:
-    all of the array), for each index of the dimensions ``batch_dims``, ``batches`` together. ``axes``: (stream axis, extent),
-    outermost first, whose mixed-radix index says which batch a row has. ``loop``: the number of the loop in which the block is
-    used; loops that use the same blocks share them."""
+class WeightSlice:
+    """Weights that are blocks of input ``array``: elements [first + i step, first + i step + size) of dimension ``dim`` for
+    i < ``count`` (-1: all of the array), for each of ``batches`` indices of the dimensions ``batch_dims``.
+
+    ``axes``: (stream axis, extent), outermost first, whose mixed-radix index is the batch of a row. ``loop``: the number of the
+    loop that uses the blocks, one in each iteration. The keys and values of an attention head are such weights, a block for each
+    iteration over the keys. They pass through shared memory, where all lanes of a CTA read them, so the lanes work on tiles of one
+    batch.
+    """
 
     loop: int
     array: int
@@ -53,14 +59,14 @@ class Cut:
         return math.prod(n for _, n in self.axes)
 
     def blocks(self, array: Any) -> Any:
-        """[batches, count, *block]"""
+        """The blocks of ``array`` in the order in which a tile multiplies with them: [batches, count, *block]."""
         array = jnp.moveaxis(jnp.asarray(array), self.batch_dims, range(len(self.batch_dims)))
         rest = array.shape[len(self.batch_dims) :]
         array = array.reshape(self.batches, *rest)
         if self.dim < 0:
             return array[:, None]
         d = 1 + self.dim - sum(b < self.dim for b in self.batch_dims)
-        if self.step == self.size:  # they follow each other
+        if self.step == self.size:  # the blocks are adjacent
             end = self.first + self.count * self.size
             array = jnp.moveaxis(array, d, 1)[:, self.first : end]
             array = array.reshape(self.batches, self.count, self.size, *rest[: d - 1], *rest[d:])
@@ -72,112 +78,105 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cuts:
-    """``makers``: what makes each value that is a cut; ``loops``: the loop of each number; ``literals``: the other numbers."""
+class WeightSlices:
+    """``makers``: the instruction that loads each sliced weight; ``loops``: the loop that makes each number; ``literals``: the
+    other numbers."""
 
     makers: dict[int, Instr]
     loops: dict[int, Instr]
     literals: dict[int, Any]
 
-    def of(self, program: TileProgram, v: int) -> Cut | None:
-        """How the weight ``v`` is cut out of its array; None for one that is the same for all tiles."""
+    def of(self, program: TileProgram, v: int) -> WeightSlice | None:
+        """How weight ``v`` is sliced out of its array; None for a weight that is the same for all tiles."""
         if v not in self.makers:
             return None
         maker = self.makers[v]
         k = maker["array"]
         where = _batches(program, program.inputs[k])
         if maker.kind == "load":
-            return Cut(STRAIGHT, k, -1, 0, 0, 0, 1, False, *where)
+            return WeightSlice(NO_LOOP, k, -1, 0, 0, 0, 1, False, *where)
         if len(maker.inputs) != 1:
-            raise CannotLower("weights that several loops cut out of an array have no code on the GPU")
+            raise CannotLower("weights that several nested loops slice out of an array have no code on the GPU")
         (number,), (dim,), (step,), (size,) = maker.inputs, maker["dims"], maker["steps"], maker["sizes"]
         if (loop := self.loops.get(number)) is not None:
-            return Cut(number, k, dim, 0, step, size, loop["count"], bool(loop.get("reverse")), *where)
-        return Cut(STRAIGHT, k, dim, self.literals[number] * step, size, size, 1, False, *where)
+            return WeightSlice(number, k, dim, 0, step, size, loop["count"], bool(loop.get("reverse")), *where)
+        return WeightSlice(NO_LOOP, k, dim, self.literals[number] * step, size, size, 1, False, *where)
 
 
-def find_cuts(program: TileProgram) -> Cuts:
-    """Only products read a cut; what else reads a slice or a batch of an array reads its rows (``stage/instructions.py``)."""
+def find_weight_slices(program: TileProgram) -> WeightSlices:
+    """The sliced weights, which only products read. Other readers of a slice read its rows instead (``stage/instructions.py``)."""
     body = [i for stage in program.stages for i in walk(stage.body)]
-    made = {i.outputs[0]: i for i in body if i.kind == "load_slice" or (i.kind == "load" and cuts_by_batch(program, i))}
+    made = {i.outputs[0]: i for i in body if i.kind == "load_slice" or (i.kind == "load" and loads_by_batch(program, i))}
     for i in body:
         for k, v in enumerate(i.inputs):
             if v in made and not (i.kind == "matmul" and k == 1):
                 del made[v]
     makers = {v: i for v, i in made.items() if not program.inputs[i["array"]].streamed}
-    return Cuts(makers, {i.block.index: i for i in body if i.block is not None}, dict(program.literals))
+    return WeightSlices(makers, {i.block.index: i for i in body if i.block is not None}, dict(program.literals))
 
 
-def cuts_by_groups(program: TileProgram) -> bool:
-    """Do all lanes of a CTA work on one batch at a time?"""
-    return bool(program.batch_axes or find_cuts(program).makers)
+def lanes_share_batch(program: TileProgram) -> bool:
+    """Must all lanes of a CTA work on one batch at a time?"""
+    return bool(program.batch_axes or find_weight_slices(program).makers)
 
 
-def cuts_by_batch(program: TileProgram, instr: Instr) -> bool:
-    """Does what ``instr`` loads depend on batch axes only?"""
+def loads_by_batch(program: TileProgram, instr: Instr) -> bool:
+    """Does ``instr`` load a value that depends on batch axes only?"""
     array = program.inputs[instr["array"]]
     return bool(array.row_strides) and not array.streamed
 
 
 def _batches(program: TileProgram, array: ArrayType) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """The dimensions of ``array`` over which batch axes run, and these axes."""
+    """(dimensions of ``array`` that are indexed by batch axes, (axis, extent) of these axes)."""
     if not array.row_strides:
         return (), ()
     dims = tuple(d for d in range(len(array.shape)) if d not in array.dims)
     strides = dim_strides(array.shape)
     axes = sorted((a for a, s in enumerate(array.row_strides) if s), key=lambda a: -array.row_strides[a])
     inner = 1
-    for a in reversed(axes):  # they must pass over the dimensions in order
+    for a in reversed(axes):  # the axes must cover the dimensions in order
         if not dims or array.row_strides[a] not in {strides[d] * k for d in dims for k in (inner, 1)}:
-            raise CannotLower("batches of an array that do not follow each other have no code on the GPU")
+            raise CannotLower("batches that are not consecutive in their array have no code on the GPU")
         inner *= program.axes[a]
     if math.prod(array.shape[d] for d in dims) != inner:
         raise CannotLower("batches of a part of an array have no code on the GPU")
     return dims, tuple((a, program.axes[a]) for a in axes)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Stationary operands as the kernels want them, made by XLA in front of the custom call.
-#
-# Comes in: arrays in the user's layout and the recipes that code generation left. Goes out: one-dimensional arrays: images of
-# weights (chunks of 128 bytes of K by N columns, both permuted to the fragment layout, 128-byte swizzle:
-# ``cuda/include/kitsune/layout.h``), and vectors of 32-bit words padded to their tile's width. float32 weights are rounded to
-# tf32, to nearest: the tensor core cuts off what does not fit, so that all products of a layer would be too small by up to a unit
-# in the tenth place of the mantissa. Only this, reshapes, transposes, pads and selects are used, which XLA fuses into one pass
-# over the weights.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Recipes ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted..., free...), of which
-    the first ``contracted`` flatten to K. ``cut``: it is one of many blocks of the value, whose dimensions these are. ``groups``:
-    of columns; a slab is a slab of each. ``runs``: of a partial product, columns of its operand: a CTA has its slab of each run,
-    and the rows of the matrix for these. ``shape`` is that of the matrices of all CTAs, side by side."""
+    """A packed weight. ``value``: the stationary value of the tile program; ``permutation``: its dimensions as (contracted...,
+    free...), of which the first ``contracted`` flatten to K. ``shape``: of the matrices of all CTAs side by side. ``slices``: the
+    weight is one block of many, whose dimensions these are. ``groups``: groups of columns; a slab is a slab of each group.
+    ``runs``: runs of columns of the operand of a partial product; a CTA has its slab of each run, and the rows of the matrix for
+    these columns."""
 
     value: int
     permutation: tuple[int, ...]
     contracted: int
     shape: WeightShape
-    cut: Cut | None = None
+    slices: WeightSlice | None = None
     groups: int = 1
     runs: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
-        """Matrices of this shape: blocks of an array, for each batch."""
-        return 1 if self.cut is None else self.cut.batches * self.cut.count
+        """The number of matrices of this shape: blocks of an array, for each batch."""
+        return 1 if self.slices is None else self.slices.batches * self.slices.count
 
     @property
     def loop(self) -> int:
-        """The number of the loop that cuts the block."""
-        return STRAIGHT if self.cut is None else self.cut.loop
+        """The number of the loop that slices the weight."""
+        return NO_LOOP if self.slices is None else self.slices.loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Picked:
-    """Of an index into the dimension of extent ``count`` of [outer, count, inner] columns, which begin at column ``start``: the
-    column that each column of what it picks is. An index out of range gives -1 if it ``fills``, else the nearest."""
+class GatheredColumns:
+    """A take along the dimension of extent ``count`` of [outer, count, inner] columns from column ``start``: for each column of the
+    result, its column in the source. An index out of range gives -1 if it ``fills``, else the nearest."""
 
     outer: int
     count: int
@@ -193,10 +192,10 @@ class Picked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AddedUp:
-    """The other way: [outer, count, inner] columns that ``count`` indices add to [outer, n, inner]. ``part`` "list": the columns
-    that each column of the result adds up, in order, one column of the result after the other, those out of range last; "first":
-    where each of them begins."""
+class ScatteredColumns:
+    """A scatter of [outer, count, inner] columns by ``count`` indices into [outer, n, inner]. ``part`` "list": the source columns
+    of each result column, in order, one result column after the other, those out of range last; "first": where the list of each
+    result column begins."""
 
     part: str
     outer: int
@@ -207,7 +206,7 @@ class AddedUp:
 
     def of(self, index: jax.Array) -> jax.Array:
         index, inside = _positions(index, self.n)
-        index = jnp.where(inside, index, self.n)  # behind all others
+        index = jnp.where(inside, index, self.n)  # after all others
         outer, inner = jnp.arange(self.outer)[:, None, None], jnp.arange(self.inner)
         out = jnp.where(index[:, None] < self.n, (outer * self.n + index[:, None]) * self.inner + inner, self._columns).reshape(-1)
         if self.part == "list":
@@ -220,7 +219,7 @@ class AddedUp:
 
 
 def _positions(index: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """(The flat index, the nearest one in [0, n) for one out of range; whether it was in range.)"""
+    """(flat indices clamped to [0, n), whether each was in range)."""
     index = index.reshape(-1)
     inside = (index >= 0) & (index < n)
     return jnp.clip(index, 0, n - 1).astype(jnp.int32), inside
@@ -228,10 +227,11 @@ def _positions(index: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VectorRecipe:
-    """A stationary value as every row sees it: reshaped to ``shape``, broadcast to ``row_shape`` along ``dims``, flattened, padded.
+    """A stationary value as every row reads it: reshaped to ``shape``, broadcast to ``row_shape`` along ``dims``, flattened,
+    padded.
 
-    ``how``: columns of a row are made of the value instead. ``value`` is None for a table of constants, which is ``table``.
-    ``width``: padded words, ``split`` times as many for slabs, each of which is a slab of every one of ``groups``.
+    ``how``: the value is an index, of which these columns are made. ``value`` is None for a table of constants, which is ``table``.
+    ``width``: padded words, ``split`` times as many with slabs, each of which is a slab of every one of ``groups``.
     """
 
     value: int | None
@@ -241,21 +241,19 @@ class VectorRecipe:
     width: int
     split: int = 1
     table: tuple[int, ...] = ()
-    how: Picked | AddedUp | None = None
+    how: GatheredColumns | ScatteredColumns | None = None
     groups: int = 1
 
     @property
     def words(self) -> int:
-        return -(-self.width * self.split // 32) * 32  # vectors start 128 bytes apart: aligned loads
+        return -(-self.width * self.split // 32) * 32  # vectors start at multiples of 128 bytes, for aligned loads
 
 
 def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
-    """The image of several weight matrices, as their own dtype: the parts of ``order``, one after the other.
-
-    A part is (recipe, column chunk), or (recipe, -1) for a whole matrix, slab by slab.
-    """
-    if recipes[0].cut is not None:
-        return _in_blocks(recipes, order, values)
+    """The image of several weight matrices in their own dtype: the parts of ``order``, one after the other. A part is (recipe,
+    column chunk), or (recipe, -1) for a whole matrix, slab by slab."""
+    if recipes[0].slices is not None:
+        return _sliced_weights(recipes, order, values)
     chunks: dict[int, list[jax.Array]] = {}
     for k in {recipe for recipe, _ in order}:
         chunks[k] = _weight(recipes[k], values[k])
@@ -263,14 +261,14 @@ def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], v
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _in_blocks(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
-    """Batch by batch; in each, what the iterations of a loop multiply with, iteration by iteration, and what stands in no loop."""
+def _sliced_weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
+    """The image of sliced weights: batch by batch; in each the weights of every loop, iteration by iteration, and of no loop."""
     chunks: dict[int, list[jax.Array]] = {}  # [batches, count, elements]
     for k in {recipe for recipe, _ in order}:
-        cut = recipes[k].cut
-        assert cut is not None
+        slices = recipes[k].slices
+        assert slices is not None
         pack_one = functools.partial(_weight, recipes[k])
-        chunks[k] = jax.vmap(jax.vmap(pack_one))(cut.blocks(values[k]))
+        chunks[k] = jax.vmap(jax.vmap(pack_one))(slices.blocks(values[k]))
     runs = []
     for _, run in itertools.groupby(order, key=lambda part: recipes[part[0]].loop):
         parts = jnp.concatenate([chunks[k][chunk] for k, chunk in run], axis=2)
@@ -279,12 +277,12 @@ def _in_blocks(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]]
 
 
 def vectors(recipes: Sequence[VectorRecipe], values: Sequence[Any]) -> jax.Array:
-    """All vectors as one array of uint32 words: floats as float32, integers and booleans as 32-bit integers."""
+    """All vectors as one array of uint32 words: floats as float32; integers and booleans as 32-bit integers."""
     return jnp.concatenate([_vector(r, v) for r, v in zip(recipes, values, strict=True)])
 
 
 def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
-    """The column chunks of a matrix, slab by slab."""
+    """The packed column chunks of a matrix, slab by slab."""
     shape = recipe.shape
     w = jnp.transpose(jnp.asarray(value), recipe.permutation)
     w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
@@ -308,14 +306,14 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
 
 
 def _side_by_side(w: jax.Array, runs: Sequence[int], split: int) -> jax.Array:
-    """[K, n] as [K / split, split x n]: the rows of each of ``split`` slabs of all ``runs`` of K."""
+    """[K, n] as [K / split, split x n]: for each of ``split`` slabs, the rows that it has in every run of K."""
     starts = itertools.accumulate(runs, initial=0)
     parts = [w[start : start + run].reshape(split, run // split, -1) for start, run in zip(starts, runs, strict=False)]
     return jnp.concatenate(parts, axis=1).swapaxes(0, 1).reshape(w.shape[0] // split, -1)
 
 
 def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
-    """Rows of one piece in the order in which the instructions of a block of 32 take them; blocks padded to 32."""
+    """The rows of one piece in the order in which the instructions read a block of 32; blocks are padded to 32."""
     width = padded(w.shape[0])
     b = block(width)
     w = jnp.pad(w, ((0, width - w.shape[0]), (0, 0))).reshape(width // b, 4, b // 8, 2, -1)  # [block, q, j, e, n]
@@ -324,7 +322,7 @@ def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
 
 
 def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> list[jax.Array]:
-    """[K, n] -> per column chunk [k chunk][column][128 bytes of K], columns permuted, swizzled; flat."""
+    """[K, n] as column chunks [k chunk][column][128 bytes of K], with permuted columns, swizzled and flat."""
     width, b = shape.slab, block(shape.slab)
     w = jnp.pad(w, ((0, 0), (0, width - w.shape[1])))
     w = w.reshape(-1, width // b, 4, b // 8, 2).transpose(0, 1, 3, 2, 4).reshape(-1, width)  # [block, j, q, e]
@@ -338,7 +336,8 @@ def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> list[jax.Array]:
 
 
 def _swizzle(x: jax.Array) -> jax.Array:
-    """[.., row 8, unit 8, ..]: unit u of row r goes to u ^ r. One exchange of halves for each bit, where the row has it set."""
+    """[.., row 8, unit 8, ..] with unit u of row r moved to u ^ r: for each bit, halves are exchanged in the rows that have it
+    set."""
     for bit in (1, 2, 4):
         units = x.reshape(*x.shape[:3], 8 // (2 * bit), 2, bit, x.shape[-1])
         exchanged = jnp.flip(units, 4).reshape(x.shape)

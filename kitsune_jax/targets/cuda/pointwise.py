@@ -1,7 +1,7 @@
-"""What a pointwise operator is in CUDA C++, element by element.
+"""Pointwise operators as CUDA C++ expressions of one element.
 
-Comes in: the operator, the C++ types of its operands. Goes out: an expression over them. Floats of 16 bits are computed in float,
-and a value is rounded to its dtype where it leaves a loop (``print_stage.py``), and before if another operator reads its digits
+Comes in: the operator and the C++ types of its operands. Goes out: an expression. 16-bit floats are computed in float. A value is
+rounded to its dtype where it leaves a loop (``print_stage.py``), or earlier if another operator reads its digits
 (``stage/simplify.py``).
 """
 
@@ -23,9 +23,9 @@ COMPUTE = {"float32": "float", "bfloat16": "float", "float16": "float", "int32":
 ELEMENT = {"float32": "float", "bfloat16": "Bf16", "float16": "F16", "int32": "i32", "uint32": "u32", "bool": "bool"}
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "bool": 1}
 OPERAND = {"float32": "Tf32", "bfloat16": "Bf16", "float16": "F16"}
-# Operators that the compiler neither contracts with others nor computes in other steps, of float32.
+# float32 operators in a form that the compiler neither contracts with others nor computes in other steps.
 _ROUNDED = {"add": "add_rounded({0}, {1})", "sub": "add_rounded({0}, -({1}))", "mul": "mul_rounded({0}, {1})"}
-# To 16 bits and back. A bfloat16 is the upper half of a float, where one instruction packs it, in front of zeros.
+# Rounding to 16 bits and back. A bfloat16 is the upper half of a float, so one instruction packs it in front of zeros.
 _NARROWED = {"bfloat16": "from_bits(pack<Bf16>(0.0f, {0}))", "float16": "rounded_to<F16>({0})"}
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -33,8 +33,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 def convert(value: str, old: str, new: str) -> str:
     """``value`` of C++ type ``old`` as ``new``.
 
-    A float that becomes one of 16 bits is not rounded here: XLA leaves such a conversion out where a conversion back follows (its
-    ``xla_allow_excess_precision``, on by default). ``rounded`` rounds it, where an operator of 16 bits reads it.
+    A conversion to a 16-bit float does not round, as XLA too omits it where a conversion back follows
+    (``xla_allow_excess_precision``, on by default). ``rounded`` rounds where a 16-bit operator reads the value.
     """
     if old == new:
         return value
@@ -46,10 +46,8 @@ def convert(value: str, old: str, new: str) -> str:
 
 
 def instruction(instr: Instr, operands: Sequence[str], types: Sequence[str], out: str, dtype: str) -> str | None:
-    """The C++ expression of a pointwise instruction of the tile program; None where there is no code for it.
-
-    ``types``: C++ types of the operands; ``out``, ``dtype``: C++ type and dtype of the result.
-    """
+    """The C++ expression of a pointwise instruction; None where there is no code for it. ``types``: C++ types of the operands;
+    ``out``, ``dtype``: C++ type and dtype of the result."""
     if instr.kind == "convert_element_type":
         return convert(operands[0], types[0], out)
     spec, params = OPS.get(instr.kind), dict(instr.params)
@@ -66,8 +64,8 @@ def instruction(instr: Instr, operands: Sequence[str], types: Sequence[str], out
 
 
 def rounded(kind: str, template: str, dtype: str) -> str:
-    """The expression ``template`` of an operator ``kind`` such that its result has the same bits wherever the operator stands: that
-    of 16 bits is rounded to them, that of float32 is no part of a multiplication and addition in one.
+    """The expression ``template`` of an operator ``kind`` with a result that has the same bits in every context: one of 16 bits is
+    rounded, one of float32 is kept out of fused multiply-adds.
 
     >>> rounded("mul", "({0} * {1})", "float32"), rounded("exp", "expf({0})", "bfloat16"), rounded("neg", "(-{0})", "float16")
     ('mul_rounded({0}, {1})', 'from_bits(pack<Bf16>(0.0f, expf({0})))', '(-{0})')

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
-from kitsune_jax.targets.cuda import ir as pr
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Address, BlockLoop, Constant, Expr, Keep, Node, Ref
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -307,22 +305,22 @@ def putter(image: Ref) -> str:
 
 def product_lines(at: Spelling, node: Node) -> list[str]:
     match node:
-        case pr.RowMemory(addresses, offset, work, size):
+        case ir.RowMemory(addresses, offset, work, size):
             found = [f"u8* const row_work = scratch + {work} + thread_id() % kGroupThreads / 32 * {size // 4};"]
             if addresses:
                 type_ = f"RowAddresses<{addresses}>"
                 found.append(f"const {type_} row_addresses = {type_}::at(scratch + {offset});")
-                found.append(f"static_assert({type_}::kBytes == {pr.address_bytes(addresses)});")
+                found.append(f"static_assert({type_}::kBytes == {ir.address_bytes(addresses)});")
             return found
-        case pr.KeepAddress(ref, number, stored):
+        case ir.KeepAddress(ref, number, stored):
             rows = [f"{f'!valid[{h}] ? nullptr : ' if stored else ''}{name(ref)}_row[{h}]" for h in range(2)]
             return [f"row_addresses.keep(lane, {number}, {', '.join(rows)});"]
-        case pr.RowProduct():
+        case ir.RowProduct():
             return _product(at, node)
     return []
 
 
-def _product(at: Spelling, node: pr.RowProduct) -> list[str]:
+def _product(at: Spelling, node: ir.RowProduct) -> list[str]:
     x, y = node.x, node.others
     flags = ", ".join(str(flag).lower() for flag in (x.across, y.across, node.y is None))
     type_ = f"RowProduct<{pointwise.OPERAND[node.dtype]}, {x.free}, {y.free}, {node.k}, {flags}, {node.slots}>"
@@ -332,7 +330,7 @@ def _product(at: Spelling, node: pr.RowProduct) -> list[str]:
         columns = f"const PickedColumns columns{{{at.address(node.picks)}, {at.expression(node.fill)}}};"
     element = pointwise.ELEMENT[node.out]
     match node.to:
-        case pr.ToRows(number, pairs):
+        case ir.ToRows(number, pairs):
             where = f"row_addresses.get(row, {number})"
             put = f"store_product<{element}, {node.columns}, {str(pairs).lower()}>({where}, "
         case to:
@@ -353,7 +351,7 @@ def _product(at: Spelling, node: pr.RowProduct) -> list[str]:
     ]
 
 
-def _copies(operand: str, x: pr.RowOperand) -> list[str]:
+def _copies(operand: str, x: ir.RowOperand) -> list[str]:
     found = []
     for how, source, pieces, first, count in ((c.how, c.source, c.pieces, c.first, c.count) for c in x.copied):
         if how == "scratch":
@@ -393,17 +391,17 @@ def _loops(at: Spelling, node: Node) -> list[str]:
     match node:
         case ir.BlockLoop():
             return at.block_loop(node)
-        case st.Registers(ref, form, dtype, count, words):
+        case ir.Registers(ref, form, dtype, count, words):
             type_ = pointwise.COMPUTE[dtype] if form == "word" else "u32"
             return [f"{type_} {'w_' if words else ''}{name(ref)}[{count}]{' = {}' if form == 'bit' else ''};"]
-        case st.PutMask(ref, to, width):
+        case ir.PutMask(ref, to, width):
             put = f"{putter(to)}(i, image_vector(w_{name(ref)}, i));"
             return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(width, 'bit')}; ++i) {put}"]
-        case st.LayerLoop(layers, _, _, body):
+        case ir.LayerLoop(layers, _, _, body):
             return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {layers}; ++layer) {{", *lines(at, body), "}"]
-        case st.Turn(what):
+        case ir.Turn(what):
             return [f"{_TURNS[what]};"]
-        case st.CountedLoop(number, count, reverse, body, seen, which):
+        case ir.CountedLoop(number, count, reverse, body, seen, which):
             n, index = name(number), f"i_{name(number)}"
             of = f"{count - 1} - {index}" if reverse else index if seen is None else f"{name(seen)}.{which}_block({index})"
             return [
@@ -414,59 +412,59 @@ def _loops(at: Spelling, node: Node) -> list[str]:
                 *(f"  {line}" for line in lines(at, body)),
                 "}",
             ]
-        case st.TurnImages(first, second):
+        case ir.TurnImages(first, second):
             a, b = name(first), name(second)
             return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
-        case st.CopyRegisters(to, source, count):
+        case ir.CopyRegisters(to, source, count):
             return ["KITSUNE_UNROLL", f"for (int i = 0; i < {count}; ++i) {name(to)}[i] = {name(source)}[i];"]
     return []
 
 
 def _rows(at: Spelling, node: Node) -> list[str]:
     match node:
-        case st.SetRow(ref, dtype, expr):
+        case ir.SetRow(ref, dtype, expr):
             return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2];", *each_row(f"{name(ref)}[h] = {at.expression(expr)};")]
-        case st.LoadRow(ref, rows, column):
+        case ir.LoadRow(ref, rows, column):
             behind = column * pointwise.ITEM_SIZE[rows.dtype]
             starts = [f"{name(rows.ref)}_row[{h}]" for h in range(2)]
             if behind:
                 starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
             loads = [f"load_one<{pointwise.ELEMENT[rows.dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
             return [f"const {pointwise.COMPUTE[rows.dtype]} {name(ref)}[2] = {{{', '.join(loads)}}};"]
-        case st.PopRow(ref, entry, pop, dtype):
+        case ir.PopRow(ref, entry, pop, dtype):
             type_, e = pointwise.COMPUTE[dtype], name(entry)
             words = f"from_word<{type_}>({e}.x), from_word<{type_}>({e}.y)"
             return [f"const U4 {e} = {name(pop)}(0);", f"const {type_} {name(ref)}[2] = {{{words}}};"]
-        case st.StartFold(ref, how, dtype):
+        case ir.StartFold(ref, how, dtype):
             identity = at.expression(ir.Identity(how, dtype))
             return [f"{pointwise.COMPUTE[dtype]} {name(ref)}[2] = {{{identity}, {identity}}};"]
-        case st.FoldQuad(ref, how):
+        case ir.FoldQuad(ref, how):
             return [f"fold_quad<{how}>({name(ref)});"]
-        case st.FoldRow(sink, how, dtype, row):
+        case ir.FoldRow(sink, how, dtype, row):
             fold = f"{how}::fold({name(sink)}, {pointwise.COMPUTE[dtype]}({at.expression(row)}))"
             return each_row(f"if (valid[h]) {name(sink)} = {fold};")
-        case st.StoreRow(rows, row, once):
+        case ir.StoreRow(rows, row, once):
             where = f"{name(rows.ref)}_row[h], valid[h] && lane.q == 0, {at.expression(row)}"
             return each_row(f"{_once(once)}store_one<{pointwise.ELEMENT[rows.dtype]}>({where});")
-        case st.RowToScratch(column, row):
+        case ir.RowToScratch(column, row):
             return each_row(f"if (lane.q == 0) rows.put(lane, h, {column}, to_word({at.expression(row)}));")
-        case st.RowTile(ref, row, dtype):
+        case ir.RowTile(ref, row, dtype):
             element = pointwise.ELEMENT[dtype]
             if tiles.is_half(dtype):
                 items = [f"lane.q == 0 ? pack<{element}>({at.of_row(row, h)}, 0.0f) : 0" for h in range(2)]
                 return [f"u32 {name(ref)}[2] = {{{', '.join(items)}}};"]
             items = [f"lane.q == 0 ? {at.of_row(row, h)} : 0.0f, 0.0f" for h in range(2)]
             return [f"float {name(ref)}[4] = {{{', '.join(items)}}};"]
-        case st.SyncWarp():
+        case ir.SyncWarp():
             return ["syncwarp();"]
-        case st.TableRows():
+        case ir.TableRows():
             return _table_rows(at, node)
-        case st.SliceRows():
+        case ir.SliceRows():
             return _slice_rows(at, node)
     return []
 
 
-def _table_rows(at: Spelling, node: st.TableRows) -> list[str]:
+def _table_rows(at: Spelling, node: ir.TableRows) -> list[str]:
     assert isinstance(node.table, ir.Constant)
     row, table = f"{name(node.ref)}_row", at.constant(node.table)
     otherwise = "" if node.otherwise is None else f", {at.address(node.otherwise)}"
@@ -474,7 +472,7 @@ def _table_rows(at: Spelling, node: st.TableRows) -> list[str]:
     return [f"const void* const {row}[2] = {{{', '.join(rows)}}};"]
 
 
-def _slice_rows(at: Spelling, node: st.SliceRows) -> list[str]:
+def _slice_rows(at: Spelling, node: ir.SliceRows) -> list[str]:
     row, const = f"{name(node.ref)}_row", "const " if node.loads else ""
     behind = [f"static_cast<i64>({at.expression(n)}) * {size}ll" for n, size in node.terms]
     where = " + ".join([f"static_cast<{const}u8*>({name(node.whole)}_row[h])", *behind])
@@ -487,10 +485,10 @@ def _once(once: bool) -> str:
 
 def _queues(at: Spelling, node: Node) -> list[str]:
     match node:
-        case st.QueueCall(queue, call):
+        case ir.QueueCall(queue, call):
             n = _count(queue)
             return [f"{name(queue)}.{call}({n});", *([f"++{n};"] if n != "n" and call == "rd_release" else [])]
-        case st.Entry(ref, queue, slab, write, once):
+        case ir.Entry(ref, queue, slab, write, once):
             first, n = f"slab * {slab} + " if slab else "", _count(queue)
             if node.of is not None:
                 first = f"{node.of * slab} + "
@@ -500,7 +498,7 @@ def _queues(at: Spelling, node: Node) -> list[str]:
             if write:
                 return [f"const auto {name(ref)} = [&](int i, U4 v) {{ {_once(once)}{name(queue)}.push({n}, {first}i, v); }};"]
             return [f"const auto {name(ref)} = [&](int i) {{ return {name(queue)}.pop({n}, {first}i); }};"]
-        case st.PushRow(queue, row, once):
+        case ir.PushRow(queue, row, once):
             words = ", ".join(f"to_word({at.of_row(row, h)})" for h in range(2))
             return [f"{_once(once)}{name(queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
     return []
@@ -555,19 +553,19 @@ def _segments(at: Spelling, node: Node) -> list[str]:
 
 def _products(at: Spelling, node: Node) -> list[str]:
     match node:
-        case st.Issue():
+        case ir.Issue():
             return _issue(at, node)
-        case st.Complete(ref, pending, done, blocks):
+        case ir.Complete(ref, pending, done, blocks):
             return [f"{name(ref)}_product.complete<{pending}, {done}, {blocks}>();"]
-        case st.RowToPanel(panel, tile):
+        case ir.RowToPanel(panel, tile):
             return [f"{name(panel)}.put(lane, 0, {name(tile)}, valid);"]
-        case st.AddGradient(gradient, sums):
+        case ir.AddGradient(gradient, sums):
             meanwhile = " ".join(f"{name(s)}.add(sink{s.of});" for s in sums)
             return [f"{name(gradient)}.add(sum{gradient.of}, [{'&' if sums else ''}] {{{f' {meanwhile} ' if sums else ''}}});"]
     return []
 
 
-def _issue(at: Spelling, node: st.Issue) -> list[str]:
+def _issue(at: Spelling, node: ir.Issue) -> list[str]:
     d, found = name(node.ref), list[str]()
     weights = "weights"
     if node.weights is not None:
@@ -590,7 +588,7 @@ def _issue(at: Spelling, node: st.Issue) -> list[str]:
     return [*found, f"{d}_product.commit();"]
 
 
-def _operand(o: st.Operand) -> str:
+def _operand(o: ir.Operand) -> str:
     type_ = pointwise.OPERAND[o.dtype]
     if o.kind == "image":
         return f"image_source<{type_}, {o.width}>([&](int i) {{ return {getter(o.ref)}(i); }})"
@@ -604,16 +602,16 @@ def _operand(o: st.Operand) -> str:
 def _setup(at: Spelling, node: Node) -> list[str]:
     """Once per kernel, or once per tile in front of everything."""
     match node:
-        case st.LoadScalar(ref, dtype, address, once):
+        case ir.LoadScalar(ref, dtype, address, once):
             type_, where = pointwise.COMPUTE[dtype], f"{'p.' if once else ''}{at.address(address)}"
             return [f"const {type_} {name(ref)} = from_word<{type_}>(bits(ld_global({where})));"]
-        case st.SinkStart(ref, how, dtype, width):
+        case ir.SinkStart(ref, how, dtype, width):
             type_, identity = pointwise.COMPUTE[dtype], at.expression(ir.Identity(how, dtype))
             if not width:
                 return [f"{type_} {name(ref)} = {identity};"]
             count = width // 4
             return [f"{type_} {name(ref)}[{count}];", f"for (int i = 0; i < {count}; ++i) {name(ref)}[i] = {identity};"]
-        case st.GradientStart(ref, dtype, x, y, shape):
+        case ir.GradientStart(ref, dtype, x, y, shape):
             sizes = f"{x.width}, {y.width}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
             type_ = f"Gradient<{pointwise.OPERAND[dtype]}, {sizes}, kLanes>"
             total, count = f"sum{ref.of}", shape.width // 2
@@ -622,28 +620,28 @@ def _setup(at: Spelling, node: Node) -> list[str]:
                 f"float {total}[{shape.blocks}][{count}];",
                 f"for (int m = 0; m < {shape.blocks}; ++m) for (int i = 0; i < {count}; ++i) {total}[m][i] = 0.0f;",
             ]
-        case st.PanelSumStart(sums, panel):
+        case ir.PanelSumStart(sums, panel):
             type_ = f"PanelSums<{pointwise.OPERAND[panel.dtype]}, {panel.width}, kLanes>"
             return [
                 f"const {type_} {name(sums)}{{panels.base + {panel.at}, panels.stride, group}};",
                 f"float sink{sums.of}[2 * {name(sums)}.kRounds] = {{}};",
             ]
-        case st.Panel(ref):
+        case ir.Panel(ref):
             return [f"const {_panel_type(node)} {name(ref)}{{panels.mine() + {node.at}}};"]
-        case st.ClearPanel(panel):
+        case ir.ClearPanel(panel):
             return [f"{_panel_type(panel)}{{panels.mine() + {panel.at}}}.clear(lane, 1 + group);"]
-        case st.Image(ref, offset):
+        case ir.Image(ref, offset):
             return [f"const Image {name(ref)} = Image::at(scratch + {offset});"]
-        case st.AxisIndices(extents):
+        case ir.AxisIndices(extents):
             return _axes(extents)
-        case st.SeenBlocks():
+        case ir.SeenBlocks():
             return [seen_blocks(at, node)]
-        case st.RowAddresses():
+        case ir.RowAddresses():
             return _addresses(at, node)
     return []
 
 
-def seen_blocks(at: Spelling, node: st.SeenBlocks) -> str:
+def seen_blocks(at: Spelling, node: ir.SeenBlocks) -> str:
     """Consumers and the loader know the first and the last row of the batch that the lanes of the CTA have."""
     low, high = (("false", 0) if bound is None else ("true", bound) for bound in (node.low, node.high))
     template = f"{node.inner}, {node.extent}, {node.step}, {low[0]}, {low[1]}, {high[0]}, {high[1]}"
@@ -655,7 +653,7 @@ def seen_blocks(at: Spelling, node: st.SeenBlocks) -> str:
     return f"const SeenBlocks {name(node.ref)} = SeenBlocks::shifted<{template}, {guard}>({rows}, {node.sign}, {number});"
 
 
-def _panel_type(panel: st.Panel) -> str:
+def _panel_type(panel: ir.Panel) -> str:
     return f"Panel<{pointwise.OPERAND[panel.dtype]}, {panel.width}>"
 
 
@@ -671,7 +669,7 @@ def _axes(extents: tuple[int, ...]) -> list[str]:
     return found
 
 
-def _addresses(at: Spelling, node: st.RowAddresses) -> list[str]:
+def _addresses(at: Spelling, node: ir.RowAddresses) -> list[str]:
     row, k = f"{name(node.ref)}_row", node.ref.of
     if node.staged:
         return [f"const u8* const {row}[2] = {{staged{k}.row(n, lane.row), staged{k}.row(n, lane.row + 8)}};"]

@@ -1,4 +1,9 @@
-"""The CUDA extension and the devices of this process: whether kernels can run here, and for which architecture."""
+"""The CUDA extension and the devices of this process: can kernels run here, and for which architecture are they made?
+
+Comes in: the driver's answers, ``KITSUNE_CUDA_ARCH``, or the path of the emulator's library. Goes out: ``available()``,
+``register()``, ``arch()``, ``device_model()``. Invariants: no import or call here fails because the extension is missing or of
+another version; registering needs no CUDA driver, so that a machine without one can lower and export programs for CUDA.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,7 @@ from kitsune_jax import config
 from kitsune_jax.targets.cuda import nvrtc
 from kitsune_jax.targets.cuda.planning.machines import Sizes, fitted_gpu
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The CUDA extension as seen from Python: whether it is there, and its registration with XLA.
-#
-# Comes in: nothing, or the path of the emulator's library. Goes out: ``available()``, ``register()`` and the name of the FFI
-# target. Invariants: importing this module and calling its functions never fails because of a missing or mismatched extension;
-# registering opens no CUDA driver, so that a machine without one can lower and export programs for CUDA.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The extension ----------------------------------------------------------------------------------------------------------------
 
 TARGET_NAME = "kitsune_cuda"
 ENTRY_POINT = "kitsune_region"
@@ -37,10 +36,8 @@ _emulator: ctypes.CDLL | None = None
 
 
 def _load() -> tuple[Any, str]:
-    """The extension module and "", or None and the reason; looked for once.
-
-    No warning, unlike the CPU's: most machines that lack this target never ask for it, and ``why_not()`` is in the report.
-    """
+    """(the extension, "") or (None, the reason); looked for once. There is no warning, unlike the CPU's: most machines without this
+    target never ask for it, and ``why_not()`` is in the report."""
     global _state
     if _state is not None:
         return _state
@@ -54,31 +51,29 @@ def _find() -> tuple[Any, str]:
     try:
         extension = importlib.import_module("kitsune_jax._cuda")
         version = extension.launch_version()
-    except Exception as error:  # a half-built extension can fail in any way, and none may reach the user's program
+    except Exception as error:  # a broken extension can fail in any way, and none may reach the user's program
         return None, f"the extension kitsune_jax._cuda cannot be imported ({error})"
     if version != LAUNCH_VERSION:
-        return (
-            None,
-            f"the extension reads launch words of version {version}, but this package writes {LAUNCH_VERSION}: different builds",
-        )
+        words = f"the extension reads launch words of version {version}, but this package writes {LAUNCH_VERSION}"
+        return None, f"{words}: reinstall kitsune_jax, so that both are of one build"
     return extension, ""
 
 
 def available() -> bool:
-    """Whether kernels can be registered with XLA here. Says nothing about a driver or a device: see ``driver_info()``."""
+    """Can kernels be registered with XLA here? This says nothing about a driver or a device: see ``driver_info()``."""
     return _load()[0] is not None
 
 
 def why_not() -> str:
-    """Why ``available()`` is False, as a clause; "" when it is True."""
+    """Why ``available()`` is False, as a clause; "" if it is True."""
     return _load()[1]
 
 
 def register(platform: Literal["CUDA", "cpu"], emulator: str | os.PathLike[str] | None = None) -> bool:
-    """Registers the FFI target ``kitsune_cuda``, once per platform; safe from any thread. Returns ``available()``.
+    """Register the FFI target ``kitsune_cuda``, once per platform; safe from any thread. Returns ``available()``.
 
-    For "cpu" the calls run in the emulator, whose shared library is ``emulator``: a process has one, and the first call opens it.
-    It may also be opened later, by ``use_emulator``. Raises ``RuntimeError`` if it cannot be used.
+    On "cpu" the calls run in the emulator, whose shared library is ``emulator``: the first one given is opened for the process.
+    ``use_emulator`` can open it later. Raises ``RuntimeError`` if it cannot be used.
 
     >>> from kitsune_jax.targets.cuda import runtime
     >>> runtime.register("CUDA") == runtime.available()
@@ -97,7 +92,7 @@ def register(platform: Literal["CUDA", "cpu"], emulator: str | os.PathLike[str] 
 
 
 def use_emulator(path: str | os.PathLike[str]) -> None:
-    """Opens the emulator's shared library for calls on platform "cpu". Raises ``RuntimeError`` if it cannot be used."""
+    """Open the emulator's shared library for calls on platform "cpu". Raises ``RuntimeError`` if it cannot be used."""
     extension, why = _load()
     if extension is None:
         raise RuntimeError(why)
@@ -105,18 +100,18 @@ def use_emulator(path: str | os.PathLike[str]) -> None:
     global _emulator
     with _lock:
         if _emulator is None:
-            _emulator = ctypes.CDLL(os.fspath(path))  # what the extension has opened, once more
+            _emulator = ctypes.CDLL(os.fspath(path))  # another handle of the library that the extension opened
     set_emulator_seed(config.emulator_seed())
 
 
 def set_emulator_seed(seed: int) -> None:
-    """The schedule of every launch from now on. Does nothing before an emulator is in use, or where it has no schedules."""
+    """Select the schedule of all later launches. Does nothing before an emulator is in use, or if it has only one schedule."""
     if _emulator is not None and hasattr(_emulator, "kitsune_emulator_set_seed"):
         _emulator.kitsune_emulator_set_seed(ctypes.c_uint64(seed))
 
 
 def emulator() -> ctypes.CDLL:
-    """The emulator's library, with the types of the functions by which it counts. Raises ``RuntimeError`` before one is in use."""
+    """The emulator's library, with the types of its counting functions declared. Raises ``RuntimeError`` before one is in use."""
     if _emulator is None:
         raise RuntimeError("no emulator is in use: nothing was compiled for it yet")
     _emulator.kitsune_emulator_start_counting.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
@@ -126,15 +121,15 @@ def emulator() -> ctypes.CDLL:
 
 
 def driver_info() -> dict[str, Any] | str:
-    """The CUDA driver: ``version`` (12040 is CUDA 12.4) and ``devices``, each with ``compute_capability`` (90 is 9.0),
-    ``multiprocessors`` and ``shared_bytes`` (the most a block may have); or one sentence that says what is missing."""
+    """``version`` of the CUDA driver (12040 is CUDA 12.4) and its ``devices``, each with ``compute_capability`` (90 is 9.0),
+    ``multiprocessors`` and ``shared_bytes`` (the most a block may have); or a sentence about the missing part."""
     extension, why = _load()
     return why if extension is None else extension.driver_info()
 
 
 def check(launch: Sequence[int]) -> str:
-    """What the extension finds wrong with launch words, by the code that checks them when XLA makes an executable; "" for valid
-    words, and where the extension is missing."""
+    """The extension's objection to launch words, by the check that it makes when XLA builds an executable; "" for valid words, and
+    where the extension is missing."""
     extension = _load()[0]
     return "" if extension is None else str(extension.check_launch(np.asarray(launch, np.int64)))
 
@@ -145,26 +140,18 @@ def calls() -> int:
     return 0 if extension is None else int(extension.calls())
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the CUDA devices of this process have in common: a computation is lowered before it is known on which of them it will run.
-#
-# Comes in: what the driver says of its devices, ``KITSUNE_CUDA_ARCH``. Goes out: the architecture that kernels are compiled for
-# and the name of the machine model that they are planned for. Invariant: a kernel made for ``arch()`` and ``model()`` runs on
-# every device here (on those of the named architecture, where one is named); so it asks for no more than the smallest of them
-# has.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The devices of this process. A computation is lowered before it is known on which of them it will run ------------------------
 
 DEFAULT_ARCH = "sm_90a"
 _OLDEST = 80
-# Compute capabilities whose SMs have half the tensor cores of an A100's and twice the lanes (CUDA programming guide, "Compute
-# Capabilities").
+# Compute capabilities whose SMs have half the tensor cores of an A100's and twice its lanes (CUDA programming guide).
 _SMALL_SMS = {86, 87, 89, 120, 121}
 _ADVICE = "CUDA_VISIBLE_DEVICES hides devices, KITSUNE_CUDA_ARCH names the architecture to compile for"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Device:
-    """``capability``: 90 is compute capability 9.0. ``sizes.shared_bytes``: the most shared memory that a block may have."""
+    """``capability``: 90 is compute capability 9.0. ``sizes.shared_bytes``: the most shared memory of a block."""
 
     capability: int
     name: str
@@ -172,24 +159,24 @@ class Device:
 
 
 def devices_here() -> tuple[Device, ...]:
-    """The devices that the driver lists, in its order; none where there is no driver."""
+    """The devices that the driver lists, in its order; none without a driver."""
     info = driver_info()
     if isinstance(info, str):
         return ()
     return tuple(_device(d) for d in info["devices"])
 
 
-def _device(said: dict[str, Any]) -> Device:
-    sizes = Sizes(said["multiprocessors"], said["shared_bytes"], said["l2_bytes"], said["clock"], said["memory_bandwidth"])
-    if "MIG " in said["name"]:  # the driver may tell bus and L2 of the whole GPU, of which a slice has about its share of the SMs
+def _device(info: dict[str, Any]) -> Device:
+    sizes = Sizes(info["multiprocessors"], info["shared_bytes"], info["l2_bytes"], info["clock"], info["memory_bandwidth"])
+    if "MIG " in info["name"]:  # the driver may state bus and L2 of the whole GPU, though a slice has only its share
         sizes = dataclasses.replace(sizes, l2_bytes=0, bandwidth=0.0)
-    return Device(said["compute_capability"], said["name"], sizes)
+    return Device(info["compute_capability"], info["name"], sizes)
 
 
 def arch() -> str:
-    """What kernels are compiled for: ``KITSUNE_CUDA_ARCH``, else what runs on every device here, else Hopper's.
+    """The architecture to compile for: ``KITSUNE_CUDA_ARCH``, else one that runs on every device here, else Hopper's.
 
-    A cubin runs on devices of its own major version only: where there are several, this is "compute_80" or later, PTX that the
+    A cubin runs only on devices of its own major version. For devices of several this is "compute_80" or later: PTX, which the
     driver compiles for each device.
     """
     named = config.cuda_arch()
@@ -203,7 +190,7 @@ def arch() -> str:
 
 
 def device_model() -> str:
-    """The machine model of ``arch()``, with the least that the devices which it runs on have of anything."""
+    """The machine model to plan for: that of the devices which run ``arch()``, with the smallest of each size among them."""
     runs_on = [d for d in devices_here() if _runs_on(arch(), d.capability)]
     if not runs_on:
         return "h200" if nvrtc.sm_of(arch()) == 900 else "a100"
@@ -213,7 +200,7 @@ def device_model() -> str:
 
 
 def _base(runs_on: list[Device]) -> str:
-    """The model whose SMs are like those of the slowest of these devices."""
+    """The model whose SMs are like those of the slowest device."""
     if nvrtc.sm_of(arch()) != 900:
         return "l4" if any(d.capability in _SMALL_SMS for d in runs_on) else "a100"
     if any(re.search(r"\bH20\b", d.name) for d in runs_on):
@@ -229,7 +216,7 @@ def _runs_on(arch: str, capability: int) -> bool:
 
 
 def why_no_kernels() -> str:
-    """Why no kernel runs on every device here, as a clause that says what to do; "" where one does, or where there is none."""
+    """Why kernels cannot run on every device here, as a clause with advice; "" if they can, or if there is no device."""
     if config.cuda_arch() is not None:
         return ""
     old = sorted({d.capability for d in devices_here() if d.capability < _OLDEST})
@@ -241,17 +228,17 @@ def why_no_kernels() -> str:
         if info["version"] < 1000 * compiler[0] + 10 * compiler[1]:
             return (
                 f"the devices are of several architectures ({_list()}), and the driver (CUDA {info['version'] // 1000}."
-                f"{info['version'] % 1000 // 10}) compiles nothing that NVRTC {compiler[0]}.{compiler[1]} makes for all of them: "
+                f"{info['version'] % 1000 // 10}) cannot compile the PTX of NVRTC {compiler[0]}.{compiler[1]} for all of them: "
                 f"update the driver ({_ADVICE})"
             )
     return ""
 
 
 def note() -> str:
-    """What a report says where the devices differ; "" where they do not."""
+    """A note for the report where the devices differ; "" where they do not."""
     if len(set(devices_here())) < 2 or config.cuda_arch() is not None:
         return ""
-    return f"the devices here differ ({_list()}): this is planned for what all of them have. {_ADVICE}"
+    return f"the devices here differ ({_list()}): the plan fits all of them. {_ADVICE}"
 
 
 def _list() -> str:

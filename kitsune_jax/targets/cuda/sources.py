@@ -1,8 +1,7 @@
-"""The C++ sources that generated kernels include, and how an error in a generated kernel is shown.
+"""The C++ sources that generated kernels include: their folder, a fingerprint of them for cache keys, and ``CompileError``.
 
-Comes in: nothing; what a compiler said. Goes out: the folder of the sources, a fingerprint of them for cache keys, and
-``CompileError``. Invariant: the fingerprint changes with every byte that a compiler can read below that folder, and with nothing
-else (neither the folder's place nor a file's date).
+Invariant: the fingerprint changes with every byte that a compiler can read below that folder, and with nothing else (neither the
+folder's place nor a file's date).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ KERNEL = "kitsune_region"  # the function every generated source defines, and th
 
 Part = Literal["include", "emulator"]
 
-# An emulated kernel includes the host implementation of arch/ and, through it, the types of the device's.
+# An emulated kernel includes the host implementation of arch/, which includes the device's types.
 _FOLDERS: dict[Part, tuple[str, ...]] = {"include": ("include",), "emulator": ("include", "emulator")}
 
-# "kernel.cu(12): error: ..." is NVRTC's, "kernel.cc:12:5: error: ..." and "fatal error" are g++'s and clang's.
+# NVRTC writes "kernel.cu(12): error: ...", g++ and clang "kernel.cc:12:5: error: ..." or "fatal error".
 _FIRST_ERROR = re.compile(
     r"^(?P<file>[^\s(:][^(:\n]*)(?:\((?P<nvrtc>\d+)\)|:(?P<host>\d+)(?::\d+)?): (?:\w+ )?error\b", re.MULTILINE
 )
@@ -28,14 +27,14 @@ _AROUND = 4
 
 
 def root() -> Path:
-    """The folder that holds ``include/`` and ``emulator/``: inside the package where it was installed, else the repository's."""
+    """The folder with ``include/`` and ``emulator/``: in the package if that is installed, else in the repository."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "cuda_sources"
     return installed if installed.is_dir() else package.parent / "cuda"
 
 
 def include_dirs(part: Part) -> tuple[Path, ...]:
-    """The folders to search for headers, in this order. Nothing else may be searched: the fingerprint would not know of it."""
+    """The folders to search for headers, in this order; no others, because the fingerprint covers only these."""
     here = root()
     return (here / "include",) if part == "include" else (here / "include", here / "emulator" / "include")
 
@@ -67,8 +66,8 @@ def _fingerprint(base: Path, folders: tuple[str, ...]) -> str:
 class CompileError(RuntimeError):
     """A generated kernel did not compile, which is a defect of this package and never of the user's function.
 
-    ``log`` is all that the compiler said; ``source_path`` is the generated source, kept for inspection (``None`` if no folder
-    could be written). The message holds the numbered lines around the first error.
+    ``log`` is the compiler's output; ``source_path`` the generated source, kept for inspection (``None`` if no folder is writable).
+    The message shows the numbered lines around the first error.
     """
 
     def __init__(self, compiler: str, log: str, source: str, source_path: Path | None) -> None:
@@ -80,7 +79,7 @@ class CompileError(RuntimeError):
 
 
 def excerpt(log: str, source: str) -> str:
-    """The numbered lines around the first error in ``log``, of ``source`` or of the header it names; "" if it names no line."""
+    """The numbered lines, of ``source`` or of the header that ``log`` names, around the first error; "" if it names no line."""
     error = _FIRST_ERROR.search(log)
     if error is None:
         return ""

@@ -1,4 +1,8 @@
-"""The CUDA target and the emulator of its kernels, and the ops that they have code for."""
+"""The CUDA target and the emulator of its kernels as ``Target`` objects, and the ops that they have code for.
+
+``supports`` takes an op of the Graph with its values, before a region is formed, and returns None or the reason for the report. It
+judges by the op alone; the code generator checks every plan (``lower.check``).
+"""
 
 from __future__ import annotations
 
@@ -26,25 +30,18 @@ from kitsune_jax.targets.cuda.planning import machines, planner, xla
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.stage.instructions import REDUCTIONS
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the CUDA target has code for, asked op by op before a region is formed.
-#
-# Comes in: an op of the Graph with its values. Goes out: None, or the reason in words for the report. It speaks of what can be
-# known from one op; ``check`` has the last word on a plan.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
-# tf32 is what JAX means by the default precision of a float32 product on a GPU.
+# JAX's default precision of a float32 product on a GPU is tf32.
 _TF32_PRECISIONS = (None, "DEFAULT")
 
 
 def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
-    """None if the CUDA target runs ``op``, else why not."""
+    """None if the CUDA target has code for ``op``, else the reason."""
     for value in (*in_values, *out_values):
         if value.dtype not in pointwise.COMPUTE:
             return f"{value.dtype} has no code on the GPU"
         if value.size == 0:
-            return "an array without elements"
-    if op.kind in INDEXED or op.kind in ONLINE:  # what streams is not known of one op; an index that does says rows of a table
+            return "an array without elements has no code on the GPU"
+    if op.kind in INDEXED or op.kind in ONLINE:  # one op does not tell which operands stream; an index that does picks rows
         return None
     if op.body is not None:
         return _loop(op.body)
@@ -57,11 +54,11 @@ def supports(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) ->
 
 
 def _loop(body: Graph) -> str | None:
-    """What keeps a loop's body from running inside a kernel, and the line that it is on."""
+    """The reason why a loop with this body cannot run in a kernel, and its source line; or None."""
     for op in body.ops:
         why = supports(op, [body.values[v] for v in op.inputs], [body.values[v] for v in op.outputs])
         if why is None and op.body is not None and (parts(op).xs or parts(op).ys):
-            why = "a loop inside of it that takes or gives slices"
+            why = "an inner loop over slices of arrays has no code on the GPU"
         if why is not None:
             return f"{op.label or op.kind} ({op.source}): {why}" if op.source else why
     return None
@@ -69,9 +66,9 @@ def _loop(body: Graph) -> str | None:
 
 def _pointwise(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
     if op.kind == "select_n" and len(in_values) != 3:
-        return "select_n with more than two cases"
+        return "select_n with more than two cases has no code on the GPU: nest jnp.where instead"
     if op.kind == "select_n" and in_values[0].dtype != "bool":
-        return "select_n by an integer has no code on the GPU"
+        return "select_n by an integer has no code on the GPU: use a bool"
     instr = Instr(op.kind, op.inputs, op.outputs, op.params)
     types = [pointwise.COMPUTE[v.dtype] for v in in_values]
     out = out_values[0].dtype
@@ -86,22 +83,20 @@ def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]
     if lhs != rhs or lhs not in pointwise.OPERAND:
         return f"matrix product of {lhs} and {rhs} has no code on the GPU"
     if op["accumulate"] != "float32":
-        return f"matrix product accumulated in {op['accumulate']} has no code on the GPU"
+        return f"matrix product accumulated in {op['accumulate']} has no code on the GPU: use preferred_element_type=float32"
     if lhs == "float32" and op["precision"] not in _TF32_PRECISIONS:
-        return f"matrix product of float32 at precision {op['precision']}: the tensor cores round to tf32"
+        return f"matrix product of float32 at precision {op['precision']}: the GPU kernels have only tf32 (precision DEFAULT)"
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The CUDA target, and the emulator of its kernels, as one object each.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The targets ------------------------------------------------------------------------------------------------------------------
 
 
 class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
     platform = "cuda"
     capabilities = TargetCapabilities(
         runs_phases=True,
-        most_merged=4,  # all of them are compiled as one kernel, which has memory of its own for every array between them
+        most_merged=4,  # phases of a call: they are compiled as one kernel, and all arrays between them exist at the same time
         divides_gradients=True,
         repeats_products=True,
         sums_online=True,
@@ -142,17 +137,17 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         return xla.of_ops(graph, ops, machine)
 
     def plan(self, graph: Graph, region: Region, machine: GpuMachine, program: ProgramContext) -> GpuPlan:
-        """Candidates of the planner are shown to the code generator, from the fastest on, and the first one that it takes is it."""
+        """The fastest candidate of the planner that the code generator accepts."""
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
     def together(
         self, make: Callable[[], Program], plans: Sequence[GpuPlan], machine: GpuMachine, apart: float
     ) -> Sequence[GpuPlan] | str:
-        """The parts run in the same warpgroups and without clusters."""
+        """All parts run in the same warpgroups, without clusters."""
         program = make()
         alone = [planner.without_clusters(plan, machine) for plan in plans]
         found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
-        return planner.why_separate_calls(found, apart) or lower.together(program, found)
+        return planner.why_separate_calls(found, apart) or lower.fit_in_one_kernel(program, found)
 
     def ahead(
         self, graph: Graph, calls: Sequence[Sequence[tuple[Region, GpuPlan]]], machine: GpuMachine, force: bool
@@ -166,9 +161,9 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         return lower.call(self.name, code, program, args, out_avals, evaluate)
 
     def order(self, ids: Any, n: int) -> Any:
-        """XLA:GPU sorts one key and one value by radix, and anything more by comparisons, in hundreds of kernels."""
+        """XLA:GPU sorts a key with one value by radix; anything more by comparisons, in hundreds of kernels."""
         ids = ids.reshape(-1)
-        outside = (ids < 0) | (ids >= n)  # at most 32 bits: others have no code here
+        outside = (ids < 0) | (ids >= n)  # ids have at most 32 bits: wider ones have no code here
         keys = jnp.where(outside, jnp.full_like(ids, n), ids).astype(jnp.uint32)
         return jax.lax.sort((keys, jax.lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True)[1]
 

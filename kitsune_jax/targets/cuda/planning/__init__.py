@@ -1,1 +1,1 @@
-"""Planning for GPUs: machine models, what a CTA keeps where, how long a tile takes, and the plans of a region, fastest first."""
+"""Planning for GPUs: machine models, costs of a stage, arrangements, and the plans of a region, fastest first."""

@@ -1,1 +1,1 @@
-"""From the instructions of one stage to nodes of the device IR, fitted into registers and shared memory."""
+"""Code generation for one stage: from its instructions to nodes of the device IR, fitted into registers and shared memory."""

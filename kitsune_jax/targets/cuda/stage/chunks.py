@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Operand, Read, Ref, ToPanel
-from kitsune_jax.targets.cuda.pack import STRAIGHT, WeightRecipe
+from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.evaluation import (
     Expression,
     InArray,
@@ -66,7 +65,7 @@ class _Chunks:
         self.nodes: list[Node] = []
         self.homes: Homes = {}  # of what the loop at hand reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
-        self.loop = STRAIGHT  # the number of the loop around what is spelled out
+        self.loop = NO_LOOP  # the number of the loop around what is spelled out
         self.counter = itertools.count()
         self.exchanges: dict[Ref, int] = {}  # rings between the CTAs of a cluster -> the loop in whose steps they have an entry
         self.met: set[Ref] = set()  # those that have been waited for
@@ -80,18 +79,18 @@ class _Chunks:
                     self._evaluate(node)
                 case ir.SingleColumn(v, homes):
                     self._advance([_product(dict(homes), v)], 0)
-                case st.LayerLoop(_, first, count, body):
+                case ir.LayerLoop(_, first, count, body):
                     self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.layer_bytes = 0
-                case st.CountedLoop(body=body):
+                case ir.CountedLoop(body=body):
                     around, self.loop = self.loop, node.number.of
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.loop = around
                 case _:
-                    if isinstance(node, st.Entry) and node.queue.kind == "exchange":
+                    if isinstance(node, ir.Entry) and node.queue.kind == "exchange":
                         self.exchanges[node.queue] = self.loop
-                    if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
+                    if isinstance(node, ir.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
                         self.met.add(node.queue)
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
@@ -113,10 +112,10 @@ class _Chunks:
             for a in loop.actions:
                 if isinstance(a, Keep) and not a.push:
                     share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
-                    self.nodes.append(st.Alive(Ref("v", a.value), 0 if a.to else share))
+                    self.nodes.append(ir.Alive(Ref("v", a.value), 0 if a.to else share))
         for a in loop.actions:
             if isinstance(a, Keep) and a.form == "bit" and a.to:
-                self.nodes.append(st.PutMask(a.ref, a.to, loop.width))
+                self.nodes.append(ir.PutMask(a.ref, a.to, loop.width))
 
     # -- products
 
@@ -136,7 +135,7 @@ class _Chunks:
                 pending = 1 if ahead else 0 if rolling else len(products) - 1 - k
                 owners = tuple(o.owner for o in p.operands)
                 ref = _accumulators(p, state.completed)
-                self.nodes.append(st.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
+                self.nodes.append(ir.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
                 state.completed += 1
 
     def _state(self, p: Multiply) -> _State:
@@ -161,7 +160,7 @@ class _Chunks:
         self._check_weights(self.weights[p.weight])
         if self.resident:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
-            weights = st.Resident(p.weight, offset, self.layer_bytes)
+            weights = ir.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
         for o in map(self._awaited, p.operands):
             feeds.append((o, first, done))
@@ -177,7 +176,7 @@ class _Chunks:
         fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
         self.nodes.append(
-            st.Issue(
+            ir.Issue(
                 ref,
                 columns,
                 shape.dtype,
@@ -207,13 +206,13 @@ class _Chunks:
         """What the product is added to, to the accumulators of ``chunk``."""
         assert p.start is not None
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
-        self.nodes.append(st.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
+        self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
         loop = ir.Evaluate(p.shape.slab, (Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
         self.nodes.append(_Blocks(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
         """The loader brings streamed weights in the order in which the stage takes them."""
-        if self.resident and recipe.cut is not None:
+        if self.resident and recipe.slices is not None:
             raise CannotLower("weights that change from tile to tile do not stay in shared memory")
         if not self.resident and recipe.loop != self.loop:
             raise CannotLower("weights that every iteration of a loop multiplies with must stay in shared memory")
@@ -244,7 +243,7 @@ def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
     for a in loop.actions:
         if isinstance(a, Keep) and not a.over and (a.form == "bit" or not a.to):
             count = tiles.registers(loop.width, a.form)
-            found.append(st.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
+            found.append(ir.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
     return found
 
 
@@ -402,20 +401,20 @@ def with_turns(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
     """``nodes``, and whether there was a loop in which to take turns."""
     found: list[Node] = []
     for node in nodes:
-        body = _body(node.body) if isinstance(node, st.CountedLoop) else None
+        body = _body(node.body) if isinstance(node, ir.CountedLoop) else None
         if body is None:
             found.append(node)
         else:
-            assert isinstance(node, st.CountedLoop)
-            found += [st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")]
+            assert isinstance(node, ir.CountedLoop)
+            found += [ir.Turn("take"), dataclasses.replace(node, body=body), ir.Turn("give")]
     return tuple(found), len(found) > len(nodes)
 
 
 def _body(body: Sequence[Node]) -> tuple[Node, ...] | None:
     """The body of a loop, entered with the turn and left with it; None where it has less than two products."""
-    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, st.Issue)]
+    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, ir.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]
     if not later or later[0] < first[-1]:
         return None
-    return (*body[: first[-1] + 1], st.Turn("give"), *body[first[-1] + 1 : later[0]], st.Turn("take"), *body[later[0] :])
+    return (*body[: first[-1] + 1], ir.Turn("give"), *body[first[-1] + 1 : later[0]], ir.Turn("take"), *body[later[0] :])

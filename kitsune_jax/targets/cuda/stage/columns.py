@@ -14,9 +14,8 @@ from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Keep, Ref, ToScratch
-from kitsune_jax.targets.cuda.pack import AddedUp, Picked, VectorRecipe
+from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
 from kitsune_jax.targets.cuda.stage.evaluation import (
     Evaluation,
     Expression,
@@ -149,7 +148,7 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
         at.settle(v, Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
         ref = Ref("r", v)
-        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
+        at.add(ir.LoadRow(ref, rows, int(index[0, 1])))
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         _whole(at, v, parts)
@@ -183,7 +182,7 @@ def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -
     ]
     at.evaluate(values[0].width, actions)
     owner = Ref("v", v)
-    at.add(st.Alive(owner, 0 if image else value.registers))
+    at.add(ir.Alive(owner, 0 if image else value.registers))
     at.settle(v, InImage(ref, value.form, owner) if image else InRegisters(ref, value.form, owner))
     for x, _, blocks in parts:
         at.settle(x, Parts(((v, starts[x], blocks),)))
@@ -266,13 +265,13 @@ def to_scratch(at: Evaluation, sources: list[int]) -> list[int]:
         starts.append(words)
         words += at.value(x).width
     at.scratch_words = max(at.scratch_words, words | 1)
-    at.add(st.SyncWarp())  # whoever read the rows before is done
+    at.add(ir.SyncWarp())  # whoever read the rows before is done
     for x, start in zip(sources, starts, strict=True):
         if at.value(x).row:
-            at.add(st.RowToScratch(start, at.row(x)))
+            at.add(ir.RowToScratch(start, at.row(x)))
         else:
             at.evaluate(at.value(x).width, [ToScratch(x, start)])
-    at.add(st.SyncWarp())
+    at.add(ir.SyncWarp())
     return starts
 
 
@@ -296,8 +295,8 @@ def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, so
 #
 # Comes in: an instruction and the ``Evaluation`` of its stage. Goes out: nodes, and the home of its value. The index is known
 # before the stream begins, so XLA makes of it, in front of the call, which column of the operand each column of the result is
-# (``pack.Picked``), or which columns it adds up (``pack.AddedUp``). The kernel reads these lists, and the warp's rows pass
-# through shared memory in the new order.
+# (``pack.GatheredColumns``), or which columns it adds up (``pack.ScatteredColumns``). The kernel reads these lists, and the warp's
+# rows pass through shared memory in the new order.
 # ----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +321,7 @@ def lower_put(at: Evaluation, instr: Instr) -> None:
     outer = math.prod(of_x.shape[:d])
 
     def part(name: str, words: int) -> Address:
-        how = AddedUp(name, outer, count, inner, instr["n"], start)
+        how = ScatteredColumns(name, outer, count, inner, instr["n"], start)
         return at.vector(VectorRecipe(index, (), (), (words,), tiles.padded(words), how=how))
 
     n = at.value(v).n
@@ -340,7 +339,7 @@ def _settle(at: Evaluation, v: int, home: InScratch) -> None:
         at.set_row(v, ir.SumOfList(dtype, home.table, home.fold.columns, 0))
     else:
         which = Ref("pick", v)
-        at.setup.append(st.LoadScalar(which, "int32", home.table, True))
+        at.setup.append(ir.LoadScalar(which, "int32", home.table, True))
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
 
@@ -357,7 +356,7 @@ def picked_columns(at: Evaluation, instr: Instr, start: int) -> Address:
     x, index = (at.program.values[v] for v in instr.inputs)
     d = instr["axis"] - 1
     count, inner, outer = x.shape[d], math.prod(x.shape[d + 1 :]), math.prod(x.shape[:d])
-    how = Picked(outer, count, inner, instr["mode"] == "fill", start)
+    how = GatheredColumns(outer, count, inner, instr["mode"] == "fill", start)
     n = outer * math.prod(index.shape) * inner
     return at.vector(VectorRecipe(instr.inputs[1], (), (), (n,), tiles.padded(n), how=how))
 

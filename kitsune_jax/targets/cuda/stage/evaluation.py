@@ -12,7 +12,6 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Action, Address, Expr, Keep, KeepAddress, Node, Operand, Ref, Rows, ScratchFold, ScratchList
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage.facts import Facts
@@ -289,7 +288,7 @@ class Evaluation:
     def set_row(self, v: int, expr: Expr) -> None:
         """Gives a row value its two registers."""
         ref = Ref("r", v)
-        self.add(st.SetRow(ref, self.values[v].dtype, expr))
+        self.add(ir.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, InRegisters(ref, "row", ref))
 
     def row(self, v: int) -> Expr:
@@ -313,7 +312,7 @@ class Evaluation:
         assert isinstance(home, InVector)
         if v not in self.scalars:
             self.scalars[v] = Ref("s", v)
-            load = st.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
+            load = ir.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
             (self.setup if load.once else self.nodes).append(load)
         self.settle(v, dataclasses.replace(home, scalar=self.scalars[v]))
         return self.scalars[v]
@@ -323,7 +322,7 @@ class Evaluation:
         v = self.root(v)
         if v not in self.row_tiles:
             self.row_tiles[v] = Ref("k", v)
-            self.add(st.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
+            self.add(ir.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
         return self.row_tiles[v]
 
     # -- arrays
@@ -343,7 +342,7 @@ class Evaluation:
         return self.addresses[ref]
 
     def name_axes(self) -> None:
-        self.once_per_tile(st.AxisIndices(self.program.axes))
+        self.once_per_tile(ir.AxisIndices(self.program.axes))
 
     # -- loops
 
@@ -351,9 +350,9 @@ class Evaluation:
         """The registers of ``v``, declared, or its image; who asks has yet to fill it, and to settle ``v`` there."""
         value = self.value(v)
         if v in self.shape.images:
-            self.once_per_tile(st.Image(Ref("image", v)))
+            self.once_per_tile(ir.Image(Ref("image", v)))
             return Ref("image", v)
-        self.add(st.Registers(Ref("v", v), value.form, value.dtype, value.registers))
+        self.add(ir.Registers(Ref("v", v), value.form, value.dtype, value.registers))
         return Ref("v", v)
 
     def keep(self, v: int) -> Keep:
@@ -362,7 +361,7 @@ class Evaluation:
         form = self.value(v).form
         if v not in self.shape.images:
             return Keep(v, Ref("v", v), form)
-        self.once_per_tile(st.Image(Ref("image", v)))
+        self.once_per_tile(ir.Image(Ref("image", v)))
         return Keep(v, Ref("image", v), form, to=Ref("image", v))
 
     def materialize(self, v: int) -> None:
@@ -482,7 +481,7 @@ class Evaluation:
         if self.shape.copies and isinstance(home, InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
             # An entry of a queue that several chunks of columns read: from registers, products need not wait as they go.
             ref = self._name_of_copy(v)
-            self.add(st.Alive(ref, value.registers))
+            self.add(ir.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
             return Operand("copy", ref, width, dtype, ref)
         if isinstance(home, InArray) and not value.row:

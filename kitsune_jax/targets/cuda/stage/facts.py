@@ -12,7 +12,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
 from kitsune_jax.program.passes import compared_values, is_other_name
 from kitsune_jax.targets.cuda import pack, tiles
-from kitsune_jax.targets.cuda.pack import Cuts
+from kitsune_jax.targets.cuda.pack import WeightSlices
 from kitsune_jax.targets.cuda.stage.simplify import rounded_results
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
 
@@ -220,11 +220,11 @@ class Facts:
     with the groups of columns of each; ``partial``: products whose CTAs hand each other sums (``stage/facts.py``). ``stacked``: a
     concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products for each row
     read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of. ``picked``: a
-    product for each row that only a ``take`` reads -> that ``take``. ``cuts``: weights that change from tile to tile. ``rounded``:
-    a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads but bfloat16 forms, of
-    them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16. ``compared``: values
-    that have the same bits whatever stands around them (``program.passes.compared_values``); ``rounded_results``: 16-bit values
-    that are rounded where they are made, as ``jax.jit`` rounds them (``stage/simplify.py``).
+    product for each row that only a ``take`` reads -> that ``take``. ``slices``: weights that change from tile to tile.
+    ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads but bfloat16
+    forms, of them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16.
+    ``compared``: values that have the same bits whatever stands around them (``program.passes.compared_values``);
+    ``rounded_results``: 16-bit values that are rounded where they are made, as ``jax.jit`` rounds them (``stage/simplify.py``).
     """
 
     program: TileProgram
@@ -239,7 +239,7 @@ class Facts:
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
     picked: dict[int, Instr]
-    cuts: Cuts
+    slices: WeightSlices
     rounded: dict[int, int]
     coarse: frozenset[int]
     compared: frozenset[int]
@@ -302,7 +302,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         _only_multiplied(stacked, readers),
         frozenset(),
         _picked(program, body, readers),
-        pack.find_cuts(program),
+        pack.find_weight_slices(program),
         _rounded(program, body, names),
         coarse(program, body) - compared,
         compared,
@@ -432,11 +432,11 @@ def _joined(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[
 # columns, a lane takes a tile of 256 rows, two for each thread.
 # ----------------------------------------------------------------------------------------------------------------------------------
 
-ROWS_OF_NUMBERS = 256  # of a lane's tile (``kOwnRows`` in layout.h)
+SCALAR_TILE_ROWS = 256  # of a lane's tile (``kOwnRows`` in layout.h)
 _KINDS = frozenset({"load", "load_slice", "store", "store_slice", "row_index", "loop", "sink", "reshape", "broadcast_in_dim"})
 
 
-def computes_only_numbers(program: TileProgram) -> bool:
+def has_scalar_rows(program: TileProgram) -> bool:
     """Does a thread of the kernel of ``program`` have rows of its own?"""
     if len(program.stages) != 1 or program.queues or program.batch_axes:
         return False

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import frame_ir, ir, tiles
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.ir import Node, Ref, TopsStart, address_bytes
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -78,13 +77,13 @@ def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
 
 def _held(node: Node) -> int:
     match node:
-        case st.SinkStart(width=width):
+        case ir.SinkStart(width=width):
             return width // 4 or 1
-        case st.GradientStart(shape=shape):
+        case ir.GradientStart(shape=shape):
             return shape.registers
-        case st.PanelSumStart():
+        case ir.PanelSumStart():
             return 2
-        case st.SegmentStart(width=width, tops=tops):
+        case ir.SegmentStart(width=width, tops=tops):
             return -(-width // 128) * (1 if tops is None else 2) + _SEGMENTS
     return 0
 
@@ -93,11 +92,11 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
     """(owner, registers that it gets) or (owner, None) where it is read, in the order of the device's work."""
     for node in nodes:
         match node:
-            case st.Alive(owner, registers):
+            case ir.Alive(owner, registers):
                 yield owner, registers
-            case st.Issue(ref=ref, registers=registers):
+            case ir.Issue(ref=ref, registers=registers):
                 yield ref, registers
-            case ir.BlockLoop(reads=owners) | st.Complete(owners=owners):
+            case ir.BlockLoop(reads=owners) | ir.Complete(owners=owners):
                 yield from ((owner, None) for owner in owners)
             case ir.SegmentRuns(ref):
                 yield Ref("runs", ref.of), _RUNS
@@ -105,15 +104,15 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 yield ref, _RUNS
             case ir.JoinSegments(ref, runs):
                 yield runs or Ref("runs", ref.of), None
-            case st.TableRows(ref) | ir.SummedRows(ref):
+            case ir.TableRows(ref) | ir.SummedRows(ref):
                 yield ref, 4  # two addresses
             case ir.FoldedRows(ref):
                 yield ref, 3  # three indices
-            case st.SetRow(ref) | st.LoadRow(ref) | st.FoldQuad(ref) if ref.kind == "r":
+            case ir.SetRow(ref) | ir.LoadRow(ref) | ir.FoldQuad(ref) if ref.kind == "r":
                 yield ref, 2
-            case st.LayerLoop(body=body):
+            case ir.LayerLoop(body=body):
                 yield from _events(body)
-            case st.CountedLoop(body=body):
+            case ir.CountedLoop(body=body):
                 inside = list(_events(body))
                 made = {owner for owner, registers in inside if registers is not None}
                 yield from inside
@@ -141,10 +140,10 @@ def least_ring_depth(nodes: Iterable[Node]) -> int:
 def _product_events(nodes: Iterable[Node]) -> Iterator[Node]:
     """Products, waits and turns in the order of the code; loops twice, because an iteration meets what the one before has left."""
     for node in nodes:
-        if isinstance(node, st.CountedLoop | st.LayerLoop):
+        if isinstance(node, ir.CountedLoop | ir.LayerLoop):
             body = list(_product_events(node.body))
             yield from (*body, *body)
-        elif isinstance(node, st.Complete | st.Turn) or (isinstance(node, st.Issue) and node.weights is None):
+        elif isinstance(node, ir.Complete | ir.Turn) or (isinstance(node, ir.Issue) and node.weights is None):
             yield node
 
 
@@ -152,16 +151,16 @@ def _chunks_in_flight(events: Sequence[Node]) -> int:
     """Chunks of the products that a lane has in flight, at most."""
     most, flying = 0, dict[object, int]()
     for node in events:
-        if isinstance(node, st.Issue):
+        if isinstance(node, ir.Issue):
             held, left = _rolled(node) if node.rolling else (node.k_chunks, node.k_chunks)
             most = max(most, sum(flying.values()) + held)
             flying[node.ref] = left
-        elif isinstance(node, st.Complete):
+        elif isinstance(node, ir.Complete):
             flying.pop(node.ref, None)
     return most
 
 
-def _rolled(issue: st.Issue) -> tuple[int, int]:
+def _rolled(issue: ir.Issue) -> tuple[int, int]:
     """Chunks that a product holds which waits as it goes, at most and at its end (``feed_rolling``, ``step_fetched``)."""
     per, held, end, given = 2 if tiles.is_half(issue.dtype) else 1, 0, 0, 0
     for operand, first, done in issue.feeds:
@@ -179,9 +178,9 @@ def _turn(events: Sequence[Node]) -> int:
     most = own = 0
     has_turn = False
     for node in events:
-        if isinstance(node, st.Turn):
+        if isinstance(node, ir.Turn):
             has_turn, own = node.what == "take", 0
-        elif isinstance(node, st.Issue) and has_turn:
+        elif isinstance(node, ir.Issue) and has_turn:
             own += node.k_chunks
             most = max(most, own)
     return most
@@ -273,20 +272,20 @@ class Fitted:
     weight_bytes: int
 
     @property
-    def fetches(self) -> list[st.Issue]:
+    def fetches(self) -> list[ir.Issue]:
         """Chunks of weights in the order of their use, which is the order in which the loader brings them."""
         return [issue for _, issue in _issues(self.lowered.nodes)]
 
     @property
-    def loops(self) -> list[tuple[st.CountedLoop | None, tuple[st.Issue, ...]]]:
+    def loops(self) -> list[tuple[ir.CountedLoop | None, tuple[ir.Issue, ...]]]:
         """The same, loop by loop; None: in no loop."""
         runs = itertools.groupby(_issues(self.lowered.nodes), key=lambda found: found[0])
         return [(loop, tuple(issue for _, issue in run)) for loop, run in runs]
 
     @property
-    def packed(self) -> list[st.Issue]:
+    def packed(self) -> list[ir.Issue]:
         """Chunks of weights as they lie in memory: what loops have in common is there once."""
-        known, found = set[tuple[object, ...]](), list[st.Issue]()
+        known, found = set[tuple[object, ...]](), list[ir.Issue]()
         for loop, issues in self.loops:
             if loop is not None:
                 blocks = self.blocks_of(issues)
@@ -296,12 +295,12 @@ class Fitted:
             found += issues
         return found
 
-    def blocks_of(self, issues: Sequence[st.Issue]) -> tuple[object, ...]:
+    def blocks_of(self, issues: Sequence[ir.Issue]) -> tuple[object, ...]:
         """What ``issues`` of a loop multiply with, told apart from that of other loops."""
         found = []
         for i in issues:
             r = self.lowered.weights[i.weight]
-            found.append((dataclasses.replace(r, value=-1, cut=r.cut and dataclasses.replace(r.cut, loop=-1)), i.chunk))
+            found.append((dataclasses.replace(r, value=-1, slices=r.slices and dataclasses.replace(r.slices, loop=-1)), i.chunk))
         return tuple(found)
 
 
@@ -348,11 +347,11 @@ class _Fitter:
         at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
         exchanges.give_back_entries(at, {})
-        at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
+        at.add(*(ir.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.spell_out_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
             nodes, takes_turns = chunks.with_turns(nodes)
-            at.setup += [st.Turn("first")] if takes_turns else []
+            at.setup += [ir.Turn("first")] if takes_turns else []
         return Lowered(
             tuple(at.setup),
             tuple(at.prologue),
@@ -469,16 +468,16 @@ def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
     return frozenset(found), most > 1
 
 
-def exchanges_of(lowered: Lowered) -> list[st.Exchange]:
-    return [n for n in lowered.setup if isinstance(n, st.Exchange)]
+def exchanges_of(lowered: Lowered) -> list[ir.Exchange]:
+    return [n for n in lowered.setup if isinstance(n, ir.Exchange)]
 
 
 def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
     images = place_images(shape.images, lowered)
     rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
     segments = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
-    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, st.SegmentStart | TopsStart)))
-    found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
+    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, ir.SegmentStart | TopsStart)))
+    found = [p for p in lowered.prologue if isinstance(p, ir.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
     products = staged + tiles.aligned(sum(frame_ir.staged_bytes(program.inputs[k]) for k in shape.staged))
     exchanges = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
@@ -502,14 +501,14 @@ def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
     return placed
 
 
-def _issues(nodes: Iterable[Node], loop: st.CountedLoop | None = None) -> Iterator[tuple[st.CountedLoop | None, st.Issue]]:
+def _issues(nodes: Iterable[Node], loop: ir.CountedLoop | None = None) -> Iterator[tuple[ir.CountedLoop | None, ir.Issue]]:
     """Each with the loop that it is in."""
     for node in nodes:
-        if isinstance(node, st.Issue):
+        if isinstance(node, ir.Issue):
             yield loop, node
-        elif isinstance(node, st.LayerLoop):
+        elif isinstance(node, ir.LayerLoop):
             one = [issue for _, issue in _issues(node.body)]
             for layer in range(node.layers):
                 yield from ((loop, dataclasses.replace(i, weight=i.weight + layer * node.weights)) for i in one)
-        elif isinstance(node, st.CountedLoop):
+        elif isinstance(node, ir.CountedLoop):
             yield from _issues(node.body, node)

@@ -13,7 +13,6 @@ from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import columns, outputs, products
@@ -75,7 +74,7 @@ def _indices(at: Evaluation, index: int) -> list[Expr]:
     for column in range(value.n):
         at.counter += 1
         ref = Ref("index", at.counter, f"_{column}")
-        at.add(st.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
+        at.add(ir.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
         found.append(ir.Read("row", ref, value.dtype))
     return found
 
@@ -86,7 +85,7 @@ def _table_rows(at: Evaluation, instr: Instr, v: int, ref: Ref, index: Expr) -> 
     n = math.prod(t.shape[1:])
     size = n * pointwise.ITEM_SIZE[t.dtype]
     table = Ref("table", instr.inputs[0])
-    at.add(st.TableRows(ref, table, index, t.shape[0], size, _otherwise(at, instr, n, t.dtype)))
+    at.add(ir.TableRows(ref, table, index, t.shape[0], size, _otherwise(at, instr, n, t.dtype)))
     rows = ir.Rows(ref, t.dtype, n, str(frame_ir.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
     if n > 1:
         at.settle(v, InArray(rows, -1))
@@ -94,7 +93,7 @@ def _table_rows(at: Evaluation, instr: Instr, v: int, ref: Ref, index: Expr) -> 
             at.address_number(ref)  # now, so that no address need stay in registers until the product
         return
     kept = Ref("r", ref.of, ref.part)
-    at.add(st.LoadRow(kept, rows))
+    at.add(ir.LoadRow(kept, rows))
     at.settle(v, InRegisters(kept, "row", kept))
 
 
@@ -121,7 +120,7 @@ def lower_load_slice(at: Evaluation, instr: Instr) -> None:
     value, rows = at.new(instr), _slice_rows(at, instr, "in", instr.inputs)
     if value.row:
         ref = Ref("r", v)
-        at.add(st.LoadRow(ref, rows))
+        at.add(ir.LoadRow(ref, rows))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InArray(rows, instr["array"]))
@@ -131,7 +130,7 @@ def lower_store_slice(at: Evaluation, instr: Instr) -> None:
     (x, *numbers) = instr.inputs
     value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
     if value.row:
-        at.add(st.StoreRow(rows, at.row(x), at.split > 1))
+        at.add(ir.StoreRow(rows, at.row(x), at.split > 1))
     elif at.split > 1 and not value.slab:
         raise CannotLower("a loop that is split by columns stores a value that is not")
     else:
@@ -150,7 +149,7 @@ def _slice_rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.
     assert isinstance(numbers, (tuple, list))
     cuts = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
     terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in cuts)
-    at.add(st.SliceRows(ref, whole, terms, role == "in"))
+    at.add(ir.SliceRows(ref, whole, terms, role == "in"))
     extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
     columns = [(extent.get(d, array.shape[d]), strides[d]) for d in array.kept]
     return _of_columns(array, role, ref, columns, [bytes_ for _, bytes_ in terms])
@@ -169,10 +168,10 @@ def _of_columns(array: ArrayType, role: str, ref: Ref, columns: list[tuple[int, 
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
 
 
-def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> st.RowAddresses:
+def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> ir.RowAddresses:
     size = pointwise.ITEM_SIZE[array.dtype]
     strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
-    return st.RowAddresses(ref, ir.parameter(role, k), strides, False)
+    return ir.RowAddresses(ref, ir.parameter(role, k), strides, False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ def _load(at: Evaluation, instr: Instr) -> None:
     value, rows = at.new(instr), at.rows("in", instr["array"])
     if value.row:
         ref = Ref("r", v)
-        at.add(st.LoadRow(ref, rows))
+        at.add(ir.LoadRow(ref, rows))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InArray(rows, instr["array"]))
@@ -213,10 +212,10 @@ def _pop(at: Evaluation, instr: Instr) -> None:
     form = queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, slab))
+    at.add(ir.QueueCall(queue, "rd_acquire"), ir.Entry(pop, queue, slab))
     if value.row:
         ref = Ref("r", v)
-        at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
+        at.add(ir.PopRow(ref, Ref("e", v), pop, value.dtype))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InImage(pop, form, Ref("v", v)))
@@ -280,7 +279,7 @@ def _row_index(at: Evaluation, instr: Instr) -> None:
         at.set_row(v, index)
         return
     row, ref = -1 - v, Ref("index", v)
-    at.add(st.SetRow(ref, value.dtype, index))
+    at.add(ir.SetRow(ref, value.dtype, index))
     at.values[row] = Value(1, value.dtype, True, InRegisters(ref, "row", ref))
     at.settle(v, Splat(row))
 
@@ -296,9 +295,9 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
         columns.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(st.StartFold(ref, how, value.dtype))
+    at.add(ir.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(st.FoldQuad(ref, how))
+    at.add(ir.FoldQuad(ref, how))
     at.settle(v, InRegisters(ref, "row", ref))
     if how not in _ORDERED:
         _rounded(at, v)
@@ -342,7 +341,7 @@ def _rounded(at: Evaluation, v: int) -> None:
     template = pointwise.rounded("dot_general", "{0}", value.dtype)
     if value.row:
         ref = Ref("r", v, "_rounded")
-        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
+        at.add(ir.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, Expression(template, (at.unnamed(value),)))
@@ -367,14 +366,14 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     operands = products.exchanged_pieces(at, x)
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
-    permutation, cut = (*(b for _, b in pairs), *batch, *order), at.facts.cuts.of(at.program, w)
+    permutation, slices = (*(b for _, b in pairs), *batch, *order), at.facts.slices.of(at.program, w)
     groups, runs = at.facts.slabs.get(instr.outputs[0], 1), tuple[int, ...]()
     if instr.outputs[0] in at.facts.partial:  # all columns for the CTA's part of K
         parts = [(k, at.facts.slabs[p]) for k, p in zip(pieces, operands, strict=True)]
         runs = tuple(k // g for k, g in parts for _ in range(g))
         pieces, n = tuple(k // at.split for k in pieces), n * at.split
     shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
-    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, cut, groups, runs)
+    return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, slices, groups, runs)
 
 
 _HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {

@@ -10,7 +10,6 @@ from typing import Any
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions, products
 from kitsune_jax.targets.cuda.stage.evaluation import (
@@ -64,7 +63,7 @@ def lower_counted_loop(at: Evaluation, instr: Instr, lower_body: Body) -> None:
         products.give_back_entries(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are out of sight behind it
-    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
+    at.add(ir.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
     for v, carry in zip(instr.outputs, carries, strict=True):
         at.values[at.root(v)] = at.values[carry]
 
@@ -75,7 +74,7 @@ def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
     within = instr.get("within")
     if within is None:
         return None, "all"
-    if not pack.cuts_by_groups(at.program):
+    if not pack.lanes_share_batch(at.program):
         raise CannotLower(
             "a loop that leaves out iterations by the rows of a tile, and has no weights of its own, has no code on the GPU"
         )
@@ -84,9 +83,9 @@ def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
     axis, step, low, high, which = within
     inner = math.prod(at.program.axes[axis + 1 :])
     bounds = (inner, at.program.axes[axis], step, low, high, instr["count"], *_shift(at, instr))
-    found = [node for node in at.prologue if isinstance(node, st.SeenBlocks)]
-    ref = next((node.ref for node in found if node == st.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
-    at.once_per_tile(st.SeenBlocks(ref, *bounds))
+    found = [node for node in at.prologue if isinstance(node, ir.SeenBlocks)]
+    ref = next((node.ref for node in found if node == ir.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
+    at.once_per_tile(ir.SeenBlocks(ref, *bounds))
     return ref, which
 
 
@@ -151,13 +150,13 @@ def _carry(at: Evaluation, carry: int, initial: int) -> int:
     ref = Ref("h", carry)
     if carry in at.shape.images:
         image, owner = Ref("image", carry), Ref("v", carry)
-        at.once_per_tile(st.Image(image))
-        at.add(st.Alive(owner, 0))
+        at.once_per_tile(ir.Image(image))
+        at.add(ir.Alive(owner, 0))
         at.evaluate(value.width, [Keep(initial, image, value.form, to=image, push=True, reads=1)])
         at.settle(carry, InImage(image, value.form, owner))
     else:
         at.evaluate(value.width, [Keep(initial, ref, value.form, push=True, reads=1)])
-        at.add(st.Alive(ref, value.registers))
+        at.add(ir.Alive(ref, value.registers))
         at.settle(carry, InRegisters(ref, value.form, ref))
     return carry
 
@@ -177,13 +176,13 @@ def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> 
     later = {carry for _, some in alone for carry in some}
     for width, some in (*_by_width(at, [carry for carry, _ in direct if carry not in later]), *alone):
         at.evaluate(width, [_over(at, carry, made) for carry, made in direct if carry in some])
-        at.add(*(st.Alive(_home(at, carry).owner) for carry in some))
+        at.add(*(ir.Alive(_home(at, carry).owner) for carry in some))
     for carry, made in copied:
         _copy(at, carry, made)
     for carry, ref in fresh:
         to = at.value(carry).home
         assert isinstance(to, InRegisters)
-        at.add(st.CopyRegisters(to.ref, ref, 2))
+        at.add(ir.CopyRegisters(to.ref, ref, 2))
 
 
 def _by_width(at: Evaluation, values: Sequence[int]) -> list[tuple[int, list[int]]]:
@@ -260,7 +259,7 @@ def _row_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> Ref:
         return home.ref
     at.counter += 1
     ref = Ref("r", v, f"_{at.counter}")
-    at.add(st.SetRow(ref, at.value(v).dtype, at.row(v)))
+    at.add(ir.SetRow(ref, at.value(v).dtype, at.row(v)))
     return ref
 
 
@@ -277,7 +276,7 @@ def _in_registers(at: Evaluation, v: int) -> int:
     copy = at.unnamed(dataclasses.replace(value, home=None))
     ref = Ref("c", v, f"_{-copy}")
     at.evaluate(value.width, [Keep(v, ref, value.form, push=True, reads=1)])
-    at.add(st.Alive(ref, value.registers))
+    at.add(ir.Alive(ref, value.registers))
     at.settle(copy, InRegisters(ref, value.form, ref))
     return copy
 
@@ -287,13 +286,13 @@ def _copy(at: Evaluation, carry: int, made: int) -> None:
     to = at.value(carry)
     if isinstance(to.home, InImage):
         at.evaluate(to.width, [_over(at, carry, made)])
-        at.add(st.Alive(to.home.owner))
+        at.add(ir.Alive(to.home.owner))
         return
     if isinstance(at.value(made).home, InImage):
         made = _in_registers(at, made)
     source = at.value(made).home
     assert isinstance(to.home, InRegisters) and isinstance(source, InRegisters)
-    at.add(st.CopyRegisters(to.home.ref, source.ref, to.registers), st.Alive(source.owner), st.Alive(to.home.owner))
+    at.add(ir.CopyRegisters(to.home.ref, source.ref, to.registers), ir.Alive(source.owner), ir.Alive(to.home.owner))
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -433,7 +432,7 @@ def lower_layers(at: Evaluation, run: Run) -> None:
         for instr in run.segments[0]:
             instructions.lower(at, instr)
         handover.hand_on(out)
-    at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
+    at.add(ir.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
     at.values[entry] = value
@@ -470,7 +469,7 @@ class _Copy:
 
     def enter(self) -> None:
         self.at.evaluate(self.value.width, [Keep(self.entry, self.ref, self.value.form, push=True, reads=self.reads)])
-        self.at.add(st.Alive(self.ref, self.value.registers))
+        self.at.add(ir.Alive(self.ref, self.value.registers))
 
     def inside(self) -> InRegisters | InImage:
         return InRegisters(self.ref, self.value.form, self.ref)
@@ -479,8 +478,8 @@ class _Copy:
         self.at.materialize(out)
         made = self.at.value(out).home
         assert isinstance(made, InRegisters)
-        copy = st.CopyRegisters(self.ref, made.ref, self.value.registers)
-        self.at.add(copy, st.Alive(made.owner), st.Alive(self.ref))
+        copy = ir.CopyRegisters(self.ref, made.ref, self.value.registers)
+        self.at.add(copy, ir.Alive(made.owner), ir.Alive(self.ref))
 
     def after(self) -> InRegisters | InImage:
         return self.inside()
@@ -498,20 +497,20 @@ class _Images:
 
     def enter(self) -> None:
         for ref in self.refs:
-            self.at.once_per_tile(st.Image(ref))
-        self.at.add(st.Alive(self.owners[0], 0))
+            self.at.once_per_tile(ir.Image(ref))
+        self.at.add(ir.Alive(self.owners[0], 0))
         first = self.refs[0]
         self.at.evaluate(self.value.width, [Keep(self.values[0], first, self.value.form, to=first, push=True, reads=self.reads)])
-        self.at.add(st.Alive(self.owners[1], 0))
+        self.at.add(ir.Alive(self.owners[1], 0))
 
     def inside(self) -> InRegisters | InImage:
-        self.at.add(st.TurnImages(*self.refs))
+        self.at.add(ir.TurnImages(*self.refs))
         return InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
 
     def hand_on(self, out: int) -> None:
         to = Ref("image", self.values[0], "_out")
         self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
-        self.at.add(*map(st.Alive, self.owners))
+        self.at.add(*map(ir.Alive, self.owners))
 
     def after(self) -> InRegisters | InImage:
         last = self.layers % 2
@@ -541,7 +540,7 @@ def lower_body(at: Evaluation, instrs: Sequence[Instr]) -> None:
     """Lowers ``instrs``. Raises ``CannotLower``."""
     instrs = _rounded_first(at, instrs) if at.repeated else tuple(instrs)
     around, at.instrs = at.instrs, instrs
-    found = [] if at.facts.cuts.makers else find_equal_layers(at.program, instrs)
+    found = [] if at.facts.slices.makers else find_equal_layers(at.program, instrs)
     runs = {run.segments[0][0]: run for run in found}
     in_loops = {i for run in runs.values() for segment in run.segments for i in segment}
     for i in instrs:

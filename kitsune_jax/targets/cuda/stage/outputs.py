@@ -11,7 +11,6 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import (
     Action,
     AddToRows,
@@ -55,18 +54,18 @@ def lower_gradient(at: Evaluation, instr: Instr) -> None:
             continue  # written already, in the loop of another effect, or for an earlier gradient
         _declare(at, v, panel)
         if at.value(v).row:
-            at.add(st.RowToPanel(panel.ref, at.row_tile(v)))
+            at.add(ir.RowToPanel(panel.ref, at.row_tile(v)))
         else:
             at.evaluate(panel.width, [ToPanel(v, panel.ref)])
     gradient, shape = Ref("gradient", instr["sink"]), _shape(at, instr)
-    at.setup.append(st.GradientStart(gradient, dtype, x, y, shape))
+    at.setup.append(ir.GradientStart(gradient, dtype, x, y, shape))
     sums = []
     for v, panel in ((x_value, x), (y_value, y)):
         for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
             sums.append(Ref("columns", i["sink"]))
             n = math.prod(at.program.sinks[i["sink"]].shape)
-            at.setup.append(st.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
-    at.add(st.AddGradient(gradient, tuple(sums)))
+            at.setup.append(ir.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
+    at.add(ir.AddGradient(gradient, tuple(sums)))
     at.done.add(instr)
 
 
@@ -112,7 +111,7 @@ def _declare(at: Evaluation, v: int, panel: Panel) -> None:
     at.panels = {place: of for place, of in at.panels.items() if place >= end or of[2] <= panel.at}
     at.panels[panel.at] = at.root(v), panel.width, end
     if panel.width % 64:
-        at.setup.append(st.ClearPanel(panel))
+        at.setup.append(ir.ClearPanel(panel))
 
 
 def _shape(at: Evaluation, instr: Instr) -> tiles.GradientShape:
@@ -225,12 +224,12 @@ def _with_same_value(at: Evaluation, instr: Instr) -> list[Instr]:
 def _push(at: Evaluation, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
     value, queue, push = at.value(v), Ref("queue", q), Ref("push", q)
-    acquire, release = st.QueueCall(queue, "wr_acquire"), st.QueueCall(queue, "wr_release")
+    acquire, release = ir.QueueCall(queue, "wr_acquire"), ir.QueueCall(queue, "wr_release")
     if value.row:
-        return _Effect((acquire, st.PushRow(queue, at.row(v), _once(at, v)), release))
+        return _Effect((acquire, ir.PushRow(queue, at.row(v), _once(at, v)), release))
     form = queue_form(value.dtype, q in at.slab_queues)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    entry = st.Entry(push, queue, slab, write=True, once=_once(at, v))
+    entry = ir.Entry(push, queue, slab, write=True, once=_once(at, v))
     return _Effect((acquire, entry), Keep(v, Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
@@ -238,7 +237,7 @@ def _store(at: Evaluation, instr: Instr) -> _Effect:
     (v,), value = instr.inputs, at.value(instr.inputs[0])
     if value.row:
         row = at.row(v)
-        return _Effect((st.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
+        return _Effect((ir.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
     if _once(at, v):
         raise CannotLower("a stage that is split by columns stores a value that is not")
     return _Effect((), Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
@@ -260,10 +259,10 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
-    apart = not value.row or facts.computes_only_numbers(at.program)
-    at.setup.append(st.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
+    apart = not value.row or facts.has_scalar_rows(at.program)
+    at.setup.append(ir.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
     if value.row:
-        return _Effect((st.FoldRow(ref, how, sink.dtype, at.row(v)),))
+        return _Effect((ir.FoldRow(ref, how, sink.dtype, at.row(v)),))
     return _Effect((), Fold(v, how, ref, stream=True, scalar=scalar))
 
 
@@ -286,7 +285,7 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
             "most; stream in the order of the indices"
         )
     tops, found = lower_online_sink(at, instr) if len(instr.inputs) > 2 else (None, None)
-    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
+    start = ir.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
@@ -295,8 +294,8 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
         runs = ir.BeginSegments(ref, found)
     join = ir.JoinSegments(ref, found)
     if value.row:
-        return _Effect((runs, st.SyncWarp(), ir.RowToSegments(ref, how, sink.dtype, at.row(v), found), join))
-    return _Effect((runs, st.SyncWarp()), ToSegments(v, ref, how, sink.dtype, found), (join,))
+        return _Effect((runs, ir.SyncWarp(), ir.RowToSegments(ref, how, sink.dtype, at.row(v), found), join))
+    return _Effect((runs, ir.SyncWarp()), ToSegments(v, ref, how, sink.dtype, found), (join,))
 
 
 def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
@@ -316,7 +315,7 @@ def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
         if value.row:
             return _Effect((to, ir.FoldRowAt(ref, at.row(v))))
         at.scratch_words = max(at.scratch_words, tiles.block(value.width) | 1)
-        return _Effect((to, st.SyncWarp()), FoldToRows(v, ref))
+        return _Effect((to, ir.SyncWarp()), FoldToRows(v, ref))
     rows = ir.SummedRows(ref, parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
     if value.row:
         return _Effect((rows, ir.AddRow(ref, at.row(v))))

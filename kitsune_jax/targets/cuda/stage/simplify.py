@@ -37,7 +37,7 @@ class _Joining:
         body = [i for s in program.stages for i in walk(s.body)]
         self.uses = Counter(v for i in body for v in (*i.inputs, *(i.block.results if i.block else ())))
         self.makers = {v: i for i in body for v in i.outputs}
-        self.kept = compared_values(program) | pack.find_cuts(program).makers.keys()
+        self.kept = compared_values(program) | pack.find_weight_slices(program).makers.keys()
 
     def done(self) -> TileProgram:
         stages = tuple(dataclasses.replace(s, body=self._body(s.body)) for s in self.program.stages)
@@ -110,7 +110,7 @@ def loop_values_as_tiles(program: TileProgram) -> TileProgram:
     """``program`` itself where it has no loop and no batches."""
     if not program.batch_axes and not any(i.kind == "loop" or i.kind in _SLICES for s in program.stages for i in walk(s.body)):
         return program
-    weights = pack.find_cuts(program).makers.keys()
+    weights = pack.find_weight_slices(program).makers.keys()
     found = {v for s in program.stages for v in _varying(program, s.body)} - weights
     values = [dataclasses.replace(t, tile=t.tile or v in found) for v, t in enumerate(program.values)]
     stages = tuple(dataclasses.replace(s, body=_body(s.body, found, program, values)) for s in program.stages)
@@ -127,7 +127,7 @@ def _varying(program: TileProgram, body: Sequence[Instr]) -> set[int]:
             if i.block is not None:
                 found.update((i.block.index, *i.block.carries, *i.outputs))
                 visit(i.block.body)
-            elif i.kind == "load_slice" or (i.kind == "load" and pack.cuts_by_batch(program, i)) or not found.isdisjoint(i.inputs):
+            elif i.kind == "load_slice" or (i.kind == "load" and pack.loads_by_batch(program, i)) or not found.isdisjoint(i.inputs):
                 found.update(i.outputs)
 
     visit(body)
