@@ -1,4 +1,10 @@
-"""The parts of a kernel of several phases: their tile programs, and the arrays that one part hands to a later one."""
+"""The layout of a kernel of several phases: the tile programs of its parts, and the arrays that one part passes to a later one.
+
+Comes in: a ``Program`` and an ``Arrangement`` for each of its parts. Goes out: ``CallLayout``. Every part is laid out as a kernel
+of its own (``layout``) in the same shared memory as the others, except for its barriers. The workspace: the counter of the barrier
+between phases, the counters of all parts, which are zero when the kernel starts, then the workspaces of the parts and the arrays
+between them.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +24,36 @@ from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.stage import simplify
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The tile programs of a call of several phases, as its kernel runs them.
-#
-# Comes in: a ``Program``. Goes out: a tile program for each part, with the same inputs and outputs. What one part makes and a
-# later one reads whole was not there when XLA packed the stationary operands. A number is read by every row, from where the
-# earlier part has put it; rows of a table are gathered from there; anything else has no code. Work on the elements of one array
-# (an optimiser's update), whose stream runs over all of its dimensions, gets rows of several elements: so a thread has 16 bytes
-# at a time, and a tile is 64 rows of them instead of 64 elements.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Tile programs of the parts ---------------------------------------------------------------------------------------------------
 
-_WIDTHS = (32, 16, 8)  # of a row of several elements
+_WIDTHS = (32, 16, 8)  # elements of a row of several elements
 
 
 def programs_of_call(call: Program) -> tuple[TileProgram, ...]:
     """The program of every part, with tiles of the GPU's rows. Raises ``CannotLower``."""
-    return tuple(_wide(_with_numbers(call, part)) for part in call.parts)
+    return tuple(_with_wide_rows(_with_row_scalars(call, part)) for part in call.parts)
 
 
 def made_before(call: Program, part: Part) -> frozenset[int]:
-    """The inputs of ``part`` that other parts make."""
+    """The inputs of ``part`` that earlier parts make."""
     return frozenset(k for k, n in enumerate(part.reads) if n >= call.operands)
 
 
-def _with_numbers(call: Program, part: Part) -> TileProgram:
-    """``part`` with every row reading the numbers that earlier parts have made."""
+def _with_row_scalars(call: Program, part: Part) -> TileProgram:
+    """``part``, whose rows each load the scalars that earlier parts make.
+
+    Arrays that an earlier part makes do not exist yet when XLA packs the stationary operands. So scalars are loaded by every row,
+    and rows of tables are gathered; any other use of a whole array has no code.
+    """
     program, made = part.program, made_before(call, part)
     loads = {i.outputs[0]: i["array"] for s in program.stages for i in walk(s.body) if i.kind == "load"}
     whole = {v: k for v, k in loads.items() if k in made and not program.values[v].tile}
     gathered = {i.inputs[0] for s in program.stages for i in walk(s.body) if i.kind == "gather"}
-    shown = simplify.loop_values_as_tiles(program)  # of which XLA makes what is stationary
+    shown = simplify.loop_values_as_tiles(program)  # whose remaining stationary values XLA makes
     for stage in shown.stages:
         for i in walk(stage.body):
             stationary = i.outputs and not shown.values[i.outputs[0]].tile and i.kind != "load"
-            # Ops of later parts are numbered by the part, so XLA could not tell which one to compute.
+            # Ops of later parts are numbered within the part, so XLA could not tell which one to compute.
             if stationary and (whole.keys() & set(i.inputs) or i.kind != "reshape" and part is not call.parts[0]):
                 raise CannotLower("a later phase computes a value that does not stream, which has no code on the GPU")
     if program.order in made:
@@ -65,24 +67,28 @@ def _with_numbers(call: Program, part: Part) -> TileProgram:
     for v, k in numbers.items():
         inputs[k] = ArrayType((), inputs[k].dtype, True, (0,) * len(program.axes))
         values[v] = TileType(True, (), values[v].dtype)
-    stages = tuple(StageProgram(s.name, _of_rows(s.body, numbers)) for s in program.stages)
+    stages = tuple(StageProgram(s.name, _with_row_broadcasts(s.body, numbers)) for s in program.stages)
     return dataclasses.replace(program, inputs=tuple(inputs), values=tuple(values), stages=stages)
 
 
-def _of_rows(body: Sequence[Instr], numbers: dict[int, int]) -> tuple[Instr, ...]:
-    """``body``, whose instructions read ``numbers`` of each row now."""
+def _with_row_broadcasts(body: Sequence[Instr], numbers: dict[int, int]) -> tuple[Instr, ...]:
+    """``body`` with broadcasts of ``numbers`` that have a row dimension now."""
     found = []
     for i in body:
         if i.kind == "broadcast_in_dim" and i.inputs[0] in numbers:
             i = dataclasses.replace(i, params=make_params(**{**dict(i.params), "dims": (0,)}))
         elif i.block is not None:
-            i = dataclasses.replace(i, block=dataclasses.replace(i.block, body=_of_rows(i.block.body, numbers)))
+            i = dataclasses.replace(i, block=dataclasses.replace(i.block, body=_with_row_broadcasts(i.block.body, numbers)))
         found.append(i)
     return tuple(found)
 
 
-def _wide(program: TileProgram) -> TileProgram:
-    """``program`` with rows of several elements, where it works on elements of arrays one by one; else itself."""
+def _with_wide_rows(program: TileProgram) -> TileProgram:
+    """``program`` with rows of several elements, if it works elementwise on whole arrays (an optimiser's update); else unchanged.
+
+    Such a stream runs over all dimensions of its arrays, so a row is one element. With wider rows a thread has 16 bytes at a time,
+    and a tile is 64 rows instead of 64 elements.
+    """
     width = next((w for w in _WIDTHS if program.rows % w == 0), 0)
     if not width or not program.axes or program.order is not None or program.batch_axes or len(program.stages) > 1:
         return program
@@ -91,7 +97,7 @@ def _wide(program: TileProgram) -> TileProgram:
     if not all(_is_elementwise(program, i) for i in program.stages[0].body):
         return program
     rows = program.rows // width
-    widened = _Widened(program, width)
+    widened = _WideRows(program, width)
     return dataclasses.replace(
         program,
         axes=(rows,),
@@ -103,7 +109,7 @@ def _wide(program: TileProgram) -> TileProgram:
 
 
 def _is_dense(program: TileProgram, array: ArrayType) -> bool:
-    """Is an element of the array a row of the stream, in the order in which they lie?"""
+    """Is an element of the array a row of the stream, in the order of memory?"""
     return array.streamed and array.row_strides == dim_strides(program.axes) and math.prod(array.shape) == program.rows
 
 
@@ -124,8 +130,8 @@ def _rows_of(array: ArrayType, rows: int, width: int) -> ArrayType:
     return dataclasses.replace(array, row_strides=(0,)) if array.streamed else array
 
 
-class _Widened:
-    """The body of a program that works on elements one by one, on rows of ``width`` elements."""
+class _WideRows:
+    """The body of an elementwise program on rows of ``width`` elements."""
 
     def __init__(self, program: TileProgram, width: int):
         self.program, self.width = program, width
@@ -143,7 +149,7 @@ class _Widened:
         return found
 
     def _number(self, load: Instr) -> list[Instr]:
-        """A number that every row reads, for each element of the row."""
+        """Load a number that every row reads, and broadcast it over the elements of the row."""
         (v,) = load.outputs
         self.values.append(TileType(True, (), self.program.values[v].dtype))
         one = len(self.values) - 1
@@ -151,23 +157,16 @@ class _Widened:
         return [dataclasses.replace(load, outputs=(one,)), spread]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What lies where in a kernel of several phases: its parts beside each other, and the arrays that one part hands to a later one.
-#
-# Comes in: a ``Program`` and an ``Arrangement`` for each of its parts. Goes out: ``CallLayout``. Every part is laid out as a
-# kernel of its own (``layout``), in the same shared memory as the others but for its barriers. The workspace: a counter at which
-# all CTAs meet, the counters of all parts, which are zero when the kernel starts, then what the parts and the arrays between them
-# need.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The layout of the call -------------------------------------------------------------------------------------------------------
 
 _COUNTER_BYTES = 128  # of the barrier between phases: a cache line
-_ARRAY_BYTES = 256  # at whose multiples an array of the workspace starts, as XLA's arrays do
+_ARRAY_BYTES = 256  # alignment of arrays in the workspace, the same as that of XLA's arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where a pointer of a part points to: ``byte`` bytes behind buffer ``buffer`` of the kernel. ``made``: an earlier phase writes
-    what is there."""
+    """The address of a pointer of a part: byte ``byte`` of buffer ``buffer`` of the kernel. ``made``: an earlier phase writes the
+    data."""
 
     buffer: int
     byte: int = 0
@@ -175,8 +174,8 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LaidOut:
-    """A part: its CTAs are the ``ctas`` from number ``first`` on. ``sources``: of its ``Params``, in their order."""
+class PartLayout:
+    """A part of the call, run by ``ctas`` CTAs from number ``first`` on. ``sources``: of its ``Params``, in their order."""
 
     phase: int
     layout: Layout
@@ -187,13 +186,13 @@ class LaidOut:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallLayout:
-    """``direct``: the operands of the call that the kernel reads as they lie. ``buffers``: the declaration of a pointer to each
-    buffer of the kernel, and ``sizes``, its bytes; ``operands`` of them are operands. ``filled``: (result, fold) of the results
-    that hold the identity of a fold before the kernel starts. ``kept``: arrays between phases that are results of the custom call,
-    because XLA fills them. ``fetch``: what the kernel asks the L2 for, the last of the operands."""
+    """``direct``: operands of the call that the kernel reads in their own layout. ``buffers``: the C++ declaration of a pointer to
+    each buffer of the kernel; ``sizes``: its bytes; the first ``operands`` of them are operands. ``filled``: (result, fold) for
+    results that hold the fold's identity before the kernel starts. ``kept``: arrays between phases that are results of the custom
+    call, because XLA fills them. ``fetch``: the prefetch, whose array is the last of the operands."""
 
     name: str
-    parts: tuple[LaidOut, ...]
+    parts: tuple[PartLayout, ...]
     grid: int
     direct: tuple[int, ...]
     buffers: tuple[str, ...]
@@ -207,7 +206,7 @@ class CallLayout:
 
     @property
     def launch(self) -> tuple[int, ...]:
-        """The words that ``cuda/src`` launches the kernel with."""
+        """The words with which ``cuda/src`` launches the kernel."""
         a = self.parts[0].layout.a
         shared = max(p.layout.shared_bytes for p in self.parts)
         most = max(p.layout.a.ctas for p in self.parts)
@@ -216,19 +215,19 @@ class CallLayout:
         return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.fetch is None else 1, *self.sizes
 
 
-def layout_of_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> CallLayout:
-    """Raises ``CannotLower`` where the kernel does not fit, or where the parts cannot be parts of one."""
+def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> CallLayout:
+    """The layout of ``call``. Raises ``CannotLower`` where it does not fit, or where the parts cannot be parts of one kernel."""
     first = arrangements[0]
     if any(a.cluster > 1 or "cluster" in a.places for a in arrangements):
-        raise CannotLower("a call of several phases runs without clusters: its CTAs meet as a grid")
+        raise CannotLower("a call of several phases runs without clusters, because all of its CTAs wait for each other")
     if any((a.sm, a.lanes) != (first.sm, first.lanes) for a in arrangements):
-        raise CannotLower("the parts of a call run in the same warpgroups, so they have equally many lanes")
+        raise CannotLower("the parts of a call run in the same warpgroups, so they must have equally many lanes")
     programs = programs_of_call(call)
     barriers = [layout.barrier_bytes(p, a) for p, a in zip(programs, arrangements, strict=True)]
-    found = [layout.of_kernel(p, a, name, sum(barriers) - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
-    if len({at.header_bytes for at in found}) > 1:  # one of them did without staging
+    found = [layout.lay_out(p, a, name, sum(barriers) - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
+    if len({at.header_bytes for at in found}) > 1:  # one of them fits only without staging
         most = max(at.header_bytes for at in found)
-        found = [layout.of_kernel(p, a, name, most - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
+        found = [layout.lay_out(p, a, name, most - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
     return _assemble(call, found, name, fetch)
 
 
@@ -250,7 +249,7 @@ def _assemble(call: Program, found: list[Layout], name: str, fetch: Fetch | None
         sources += [_table(call, part, at, v, made, buffers.tables[k]) for v in at.operands.tables]
         sources += [where[n] for n in part.writes]
         sources += [Source(buffers.workspace, workspace.rest[k]), Source(buffers.workspace, workspace.heads[k])]
-        parts.append(LaidOut(part.phase, at, *shares[k], tuple(sources)))
+        parts.append(PartLayout(part.phase, at, *shares[k], tuple(sources)))
     sizes = (*buffers.sizes, workspace.bytes)
     return CallLayout(
         name,
@@ -269,7 +268,7 @@ def _assemble(call: Program, found: list[Layout], name: str, fetch: Fetch | None
 
 
 def table_input(at: Layout, v: int) -> int | None:
-    """The input that the table ``v`` is, where it is one as it lies."""
+    """The input that table ``v`` is loaded from, in its own layout; None for a table that XLA makes."""
     for stage in at.program.stages:
         for i in stage.body:
             if i.kind == "load" and v in i.outputs:
@@ -282,8 +281,8 @@ def _table(call: Program, part: Part, at: Layout, v: int, where: dict[int, Sourc
 
 
 class _Buffers:
-    """The buffers of the custom call. ``of_array``: array of the call -> buffer; ``packed`` and ``tables``: what XLA makes for each
-    part."""
+    """The buffers of the custom call. ``of_array``: array of the call -> buffer; ``packed``, ``tables``: buffers that XLA makes for
+    each part."""
 
     def __init__(self, call: Program, found: list[Layout], results: list[int], filled: dict[int, str], fetch: Fetch | None):
         self.declared: list[str] = []
@@ -322,7 +321,7 @@ class _Buffers:
 
 
 def _direct(at: Layout) -> list[int]:
-    """The inputs of a part that it reads as they lie."""
+    """The inputs that a part reads in their own layout."""
     tables = [table_input(at, v) for v in at.operands.tables]
     return [*at.operands.inputs, *(k for k in tables if k is not None)]
 
@@ -332,8 +331,8 @@ def _bytes(array: Array) -> int:
 
 
 class _Workspace:
-    """Bytes at which the counters of each part start (``heads``), what else it has (``rest``: less what its counters take, because
-    its offsets count from them), and the ``arrays`` between parts."""
+    """Offsets in the workspace: ``heads``, the counters of each part; ``rest``, its other memory (minus the size of its counters,
+    as the part's offsets count from these); ``arrays`` between parts."""
 
     def __init__(self, call: Program, found: list[Layout], inner: list[int]):
         at = _COUNTER_BYTES
@@ -355,8 +354,8 @@ class _Workspace:
 
 
 def _shares(call: Program, found: list[Layout]) -> tuple[int, list[tuple[int, int]]]:
-    """The CTAs of the kernel, and of each part its first one and their number. Parts of one phase start where the one before ends,
-    so that those with few tiles run beside each other."""
+    """(CTAs of the kernel, (first CTA, number of CTAs) of each part). Each part of a phase starts where the one before it ends, so
+    that parts with few tiles run at the same time."""
     most = max(at.a.replicas * at.a.ctas for at in found)
     needs = [at.a.instances(at.program) * at.a.ctas for at in found]
     shares: list[tuple[int, int]] = []

@@ -1,4 +1,7 @@
-"""The device IR around the tiles of a stage (setup, loop, finish, loader), and the layout of streamed arrays."""
+"""The device IR around the tiles of a stage (setup, loop, finish, loader), and the layout of streamed arrays.
+
+Like ``ir.py``, it is data that ``layout.py`` makes and ``print_kernel.py`` prints.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,11 @@ from kitsune_jax.targets.cuda.ir import (
     parameter,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The device IR around the tiles of a stage: what its consumers set up, loop over and finish, and what its loader brings.
-#
-# Like ``ir.py``: data that ``layout.py`` makes and ``print_kernel.py`` spells out.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Nodes ------------------------------------------------------------------------------------------------------------------------
 
 
 class LaneScratch(Node):
-    """A lane's part of shared memory: of ``bytes``, the lanes' one after the other from ``at`` on."""
+    """A lane's ``bytes`` of shared memory; the lanes' parts follow one another from ``at``."""
 
     at: Constant
     bytes: int
@@ -47,7 +46,7 @@ class PanelMemory(Node):
 
 
 class Result(Node):
-    """Where a sink's partial sums lie, where it goes, and its dtype there."""
+    """The place of a sink's partial sums, the parameter of its result, and the result's dtype."""
 
     partial: Constant
     out: Constant
@@ -55,7 +54,7 @@ class Result(Node):
 
 
 class SegmentMemory(Node):
-    """``start`` with the lane's memory for it at ``at``, and where its result and its partial results lie."""
+    """``start`` with its memory in the lane at ``at``, and with its result."""
 
     start: SegmentStart
     result: Result
@@ -63,7 +62,7 @@ class SegmentMemory(Node):
 
 
 class ClusterRing(Node):
-    """``writers``, ``readers``: masks of ranks."""
+    """``writers``, ``readers``: masks of the CTAs' ranks."""
 
     ref: Ref
     ring: Constant
@@ -75,7 +74,7 @@ class ClusterRing(Node):
 
 
 class L2Ring(Node):
-    """``writers``, ``readers``: their numbers."""
+    """``writers``, ``readers``: numbers of CTAs."""
 
     ref: Ref
     vectors: int
@@ -87,7 +86,7 @@ class L2Ring(Node):
 
 
 class StagedArray(Node):
-    """Tiles of an array come through the lane's memory; ``number``: of its barriers in the header."""
+    """An array whose tiles are copied through the lane's memory. ``number``: of its barriers in the header."""
 
     ref: Ref
     dtype: str
@@ -99,17 +98,17 @@ class StagedArray(Node):
 
 
 class WeightRing(Node):
-    """The ring of streamed weights, behind a header of so many bytes."""
+    """The ring of streamed weights, after a header of ``header_bytes``."""
 
     header_bytes: int
 
 
 class AwaitWeights(Node):
-    """Until the resident weights have arrived."""
+    """Wait for the resident weights."""
 
 
 class ExchangeRing(Node):
-    """Of ``ir.Exchange``, with the lane's entries from byte ``offset`` of its memory on. ``ctas``: of the cluster."""
+    """The ring of an ``ir.Exchange``, whose entries start at byte ``offset`` of the lane's memory. ``ctas``: of the cluster."""
 
     ring: Ref
     vectors: int
@@ -119,10 +118,10 @@ class ExchangeRing(Node):
 
 
 class TileLoop(Node):
-    """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles follow each other in the stream, else they
-    are every so many. ``order``: the array that says which element of the arrays each row of the stream is.
-    ``prefetched``: (input, bytes of a row) whose next tile is asked for. ``batches``: tiles keep within one;
-    ``own_rows``: a thread has rows of its own (``stage/facts.py``)."""
+    """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles are consecutive in the stream, not
+    strided. ``order``: the array with the element that each row of the stream reads. ``prefetched``: (input, bytes of a row) to
+    prefetch for the next tile. ``batches``: tiles keep within a batch. ``scalar_rows``: a thread has whole rows
+    (``stage/facts.py``)."""
 
     uniform: bool
     consecutive: bool
@@ -131,13 +130,13 @@ class TileLoop(Node):
     prefetched: tuple[tuple[Constant, int], ...]
     vectors: bool
     batches: bool
-    own_rows: bool
+    scalar_rows: bool
     body: tuple[Node, ...]
 
 
 class FinishSinks(Node):
-    """``columns``: of each result. ``segments``: sinks by sorted indices; ``tables``: by others, with the counters of groups of
-    lanes."""
+    """``sinks``: each with its result and columns. ``segments``: sinks by sorted indices; ``tables``: sinks by other indices, with
+    the counters of groups of lanes."""
 
     arrived: Constant
     sinks: tuple[tuple[SinkStart, Result, int], ...]
@@ -146,7 +145,7 @@ class FinishSinks(Node):
 
 
 class FinishGradients(Node):
-    """``parts``: CTAs with a partial sum; ``split``: of the stage. Each gradient with the sums that are made of its panels."""
+    """``parts``: CTAs with a partial sum; ``split``: of the stage. ``gradients``: each with the sums over its panels."""
 
     arrived: Constant
     parts: int
@@ -155,7 +154,7 @@ class FinishGradients(Node):
 
 
 class Consumer(Node):
-    """``setup``: in front of the tiles; ``ctas``: of an instance, 0 where CTAs take tiles on their own."""
+    """``setup``: before the tiles; ``ctas``: of an instance, or 0 where each CTA takes tiles by itself."""
 
     setup: tuple[Node, ...]
     ctas: int
@@ -164,7 +163,7 @@ class Consumer(Node):
 
 
 class FetchResident(Node):
-    """``bytes`` of operand ``group`` from ``source`` on, of which every slab has its own, to shared memory."""
+    """A copy to shared memory of ``bytes`` of operand ``group`` from ``source``; with ``slabs``, of each CTA's own slab."""
 
     to: Constant
     group: int
@@ -178,7 +177,7 @@ class LoadResident(Node):
 
 
 class LoadStreamed(Node):
-    """``runs``: (operand, chunks, bytes of each), in the order of their use, for every round of tiles."""
+    """``runs``: (operand, chunks, bytes of a chunk) in the order of their use, for every round of tiles."""
 
     ring: WeightRing
     ctas: int
@@ -186,9 +185,9 @@ class LoadStreamed(Node):
 
 
 class Blocks(Node):
-    """What the iterations of a loop multiply with, or what stands in no loop (``count`` is 1). ``places``: (operand, byte of a
-    batch where the first one's lies, bytes to the next one's). ``runs``: (operand, chunks, bytes of each) of an iteration.
-    ``seen``, ``which``: of the loop (``CountedLoop``)."""
+    """The weights of the ``count`` iterations of a loop, or of no loop (``count`` is 1). ``places``: (operand, offset of the first
+    iteration's within a batch, bytes from one iteration to the next). ``runs``: (operand, chunks, bytes of a chunk) of an
+    iteration. ``seen``, ``which``: as in ``CountedLoop``."""
 
     count: int
     places: tuple[tuple[int, int, int], ...]
@@ -199,7 +198,7 @@ class Blocks(Node):
 
 class LoadBlocks(Node):
     """Weights that change from tile to tile. ``groups``: (operand, bytes of a batch); ``axes``: (batches from one index of the axis
-    to the next, its extent), outermost first, of those on which the weights depend. ``seen``: the blocks that rows see."""
+    to the next, its extent) of the axes on which the weights depend, outermost first. ``seen``: the blocks that rows see."""
 
     ring: WeightRing
     groups: tuple[tuple[int, int], ...]
@@ -209,27 +208,21 @@ class LoadBlocks(Node):
 
 
 class StageCode(Node):
-    """``split``: the CTAs that run it."""
+    """``split``: CTAs that run the stage."""
 
     consumer: Consumer
     loader: LoadResident | LoadStreamed | LoadBlocks
     split: int
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Streamed arrays at the border of a kernel: how the columns of their rows lie, and how a thread reaches them.
-#
-# Comes in: ``ArrayType``s of the tile program. Goes out: sizes and ``Rows``. Invariant: an access is as wide as the pitch and the
-# width of the array allow; a *staged* array comes through shared memory, a tile at a time, because its rows would take many
-# narrow accesses.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Streamed arrays: how a thread accesses their rows ----------------------------------------------------------------------------
 
-_FEW_ACCESSES = 8  # of a thread to a tile: a barrier and a wait cost no less
+_FEW_ACCESSES = 8  # of a thread to a tile: staging costs a barrier and a wait, which is no less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Columns:
-    """How the columns of a row lie: ``sizes`` and element ``strides`` of its dimensions, outermost first."""
+    """The layout of the columns of a row: ``sizes`` and element ``strides`` of its dimensions, outermost first."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -257,19 +250,19 @@ def row_bytes(array: ArrayType) -> int:
 
 
 def access_bytes(array: ArrayType) -> int:
-    """The width of an access to a row: all pieces of a thread's columns start on a multiple of it, and so does the end of a row."""
+    """The widest access to a row: it divides the starts of all pieces of a thread's columns, and the end of the row."""
     columns, size = columns_of(array), pointwise.ITEM_SIZE[array.dtype]
     return contiguous_access(columns.n, array.dtype, *(s * size for s in array.row_strides)) if columns.contiguous else size
 
 
 def contiguous_access(columns: int, dtype: str, *pitches: int) -> int:
-    """The same of rows of ``columns`` that lie together; ``pitches``: bytes between rows."""
+    """The same for contiguous rows of ``columns``; ``pitches``: bytes between rows."""
     size = pointwise.ITEM_SIZE[dtype]
     return math.gcd(16, tiles.owned(tiles.padded(columns)) * size, columns * size, *pitches)
 
 
-def lies_together(program: TileProgram, array: ArrayType) -> bool:
-    """Is a tile of the array one piece of memory? It then starts on a multiple of 64 bytes, because a tile has 64 rows."""
+def has_contiguous_tiles(program: TileProgram, array: ArrayType) -> bool:
+    """Is a tile of the array one piece of memory? (Its start is then a multiple of 64 bytes, because a tile has 64 rows.)"""
     columns = columns_of(array)
     return (
         array.streamed
@@ -282,12 +275,13 @@ def lies_together(program: TileProgram, array: ArrayType) -> bool:
 
 
 def is_staged(program: TileProgram, array: ArrayType) -> bool:
-    """Should the array's tiles come through shared memory, where there is room?
+    """Should tiles of the array be copied through shared memory, if there is room, because a thread would need many narrow
+    accesses?
 
-    Not where 16 bytes can be read at once: that is as good, and rows of such pitches conflict in the banks of shared memory.
+    With accesses of 16 bytes there is no gain, and rows of such pitches conflict in the banks of shared memory.
     """
     columns = columns_of(array)
-    if array.dtype not in pointwise.ITEM_SIZE or columns.n == 1 or not lies_together(program, array):
+    if array.dtype not in pointwise.ITEM_SIZE or columns.n == 1 or not has_contiguous_tiles(program, array):
         return False
     width, wide = tiles.padded(columns.n), access_bytes(array)
     accesses = 2 * tiles.blocks(width) * tiles.owned(width) * pointwise.ITEM_SIZE[array.dtype] // wide  # of a thread, for a tile
@@ -295,12 +289,12 @@ def is_staged(program: TileProgram, array: ArrayType) -> bool:
 
 
 def staged_bytes(array: ArrayType) -> int:
-    """Shared memory of a lane for a staged array: this tile and the next."""
+    """Shared memory of a lane for a staged array: the current tile and the next."""
     return tiles.aligned(2 * tiles.TILE_ROWS * row_bytes(array), 128)
 
 
 def rows_of(array: ArrayType, role: str, k: int, staged: bool) -> Rows:
-    """How a thread reaches the rows of input ("in") or output ("out") ``k``."""
+    """The access to the rows of input ("in") or output ("out") ``k``."""
     columns = columns_of(array)
     contiguous = columns.contiguous
     strides = () if contiguous else tuple(zip(reversed(columns.sizes), reversed(columns.strides), strict=True))

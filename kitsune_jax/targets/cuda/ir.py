@@ -1,4 +1,10 @@
-"""The device IR: what the stages of a kernel do, as data that passes take and return and that the printers spell out."""
+"""The device IR: the work of the stages of a kernel as data, which passes transform and printers print.
+
+A stage is a tuple of nodes in the order in which the device runs them; ``frame_ir.py`` has the nodes around the tiles. Names are
+``Ref``s, and numbers that may differ between equal stages are ``Constant``s, so that stages can be compared as data
+(``layout.py``). ``Evaluate`` and ``SingleColumn`` exist only between passes: ``stage/chunks.py`` expands them. The only C++ text in
+the IR is the templates of operators, from the op table.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +15,17 @@ from typing import Any, dataclass_transform
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.tiles import GradientShape
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The device IR: what the stages of a kernel do, as data that passes take and return and that the printers spell out.
-#
-# A stage is a tuple of nodes in the order of the device's work: names, expressions and loops are here, statements around the loops
-# in ``ir.py``, what is around the tiles in ``frame_ir.py``. Names are ``Ref``s and numbers that may differ between equal stages are
-# ``Constant``s, so whether two stages are equal is a comparison of data (``layout.py``). ``Evaluate`` and ``SingleColumn`` exist
-# between passes only: ``stage/chunks.py`` spells them out. Nothing is C++ text, but for templates of operators, which the op table
-# has.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
 
 @dataclass_transform(frozen_default=True)
 class Node:
-    """A subclass is a frozen dataclass of the fields that it names."""
+    """A node of the device IR. Every subclass is a frozen dataclass of the fields that it declares."""
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True)(cls)
 
     @classmethod
     def fields(cls) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the fields."""
         return cls.__match_args__  # type: ignore[attr-defined, no-any-return]
 
 
@@ -44,12 +40,11 @@ def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     return change(x if all(a is b for a, b in zip(old, new, strict=True)) else type(x)(*new))
 
 
-# -- names
+# --- Names and expressions --------------------------------------------------------------------------------------------------------
 
 
 class Ref(Node):
-    """A named object of a stage. ``of``: what it belongs to in the tile program (a value, a queue, a sink, an array), or a
-    count."""
+    """A named object of a stage. ``of``: the value, queue, sink or array of the tile program that it belongs to, or a counter."""
 
     kind: str
     of: int
@@ -57,8 +52,8 @@ class Ref(Node):
 
 
 class Constant(Node):
-    """A number, or a member of the struct ``of``, that may differ between equal stages: uses with the same ``name`` and ``key`` are
-    the same constant. ``declaration``: as a member of a struct, with {} for its name."""
+    """A number, or a member of struct ``of``, that may differ between equal stages. Constants with the same ``name`` and ``key``
+    are the same. ``declaration``: as a member of a struct, with {} for its name."""
 
     name: str
     key: Hashable
@@ -82,30 +77,28 @@ def parameter(role: str, k: int) -> Constant:
 
 
 def ring(queue: int, depth: int) -> Constant:
-    """The barriers of the lanes' rings of a queue, in the header."""
+    """The barriers of the lanes' rings of a queue, which are in the header."""
     return Constant("ring", queue, f"queue{queue}", f"Ring<{depth}> (Header::*{{}})[kLanes]", "Header")
 
 
 class Vector(Node):
-    """A word of a stage's stationary vectors: ``offset`` words into its vectors number ``group``. Layout makes a Constant of it."""
+    """A word of a stage's stationary vectors: ``offset`` words into group ``group`` of them. The layout replaces it by a
+    Constant."""
 
     group: int
     offset: int
 
 
 class Address(Node):
-    """Where a stationary vector starts. ``slab``, ``layer``: words from one slab's part to the next, and from one layer's."""
+    """The start of a stationary vector. ``slab``, ``layer``: words from the part of one slab, or layer, to that of the next."""
 
     at: Vector | Constant
     slab: int = 0
     layer: int = 0
 
 
-# -- expressions
-
-
 class Expr(Node):
-    """Of an element (row h, column c of block b) or of a row (h)."""
+    """A value for an element (row h, column c of block b) or for a row (h)."""
 
 
 class Literal(Expr):
@@ -113,7 +106,7 @@ class Literal(Expr):
 
 
 class Read(Expr):
-    """``form``: how the object holds its elements (``printing.READS``); ``shift``: blocks between the loop's and the object's."""
+    """``form``: of the object read (``print_stage.READS``); ``shift``: block of the loop minus block of the object."""
 
     form: str
     ref: Ref
@@ -122,7 +115,7 @@ class Read(Expr):
 
 
 class ScratchFold(Node):
-    """By ``how``, of ``count`` columns that are ``step`` apart."""
+    """A fold by ``how`` of ``count`` columns that are ``step`` apart."""
 
     how: str
     count: int
@@ -130,14 +123,14 @@ class ScratchFold(Node):
 
 
 class ScratchList(Node):
-    """Columns that are added up: a vector of them, one list after the other."""
+    """Lists of columns to be added up: a vector of them, one list after the other."""
 
     columns: Address
 
 
 class SumOfList(Expr):
-    """The sum of those columns of the warp's scratch rows that ``columns`` lists, from where the vector ``first`` says that the
-    list of the element's column begins to where the next one begins. ``width``: of the loop's tiles, 0 for column 0 of a row."""
+    """The sum of those columns of the warp's scratch rows that a list in ``columns`` names. The vector ``first`` gives the starts
+    of the lists, one for each column of the element. ``width``: of the loop's tiles, 0 for column 0 of a row."""
 
     dtype: str
     first: Address
@@ -147,8 +140,8 @@ class SumOfList(Expr):
 
 
 class FromScratch(Expr):
-    """An element of the warp's scratch rows: its column is ``column``, or what ``index`` holds, where -1 stands for ``fill``; or
-    ``fold``s that column and others."""
+    """An element of the warp's scratch rows, in ``column`` or in the column that ``index`` holds, where -1 means ``fill``; or the
+    ``fold`` of that column and others."""
 
     dtype: str
     column: int = -1
@@ -158,7 +151,7 @@ class FromScratch(Expr):
 
 
 class RowIndex(Expr):
-    """The mixed-radix index over stream axes: (axis, extent), outermost first."""
+    """The mixed-radix index over stream axes (axis, extent), outermost first."""
 
     axes: tuple[tuple[int, int], ...]
 
@@ -175,13 +168,10 @@ class Apply(Expr):
     operands: tuple[Expr, ...]
 
 
-# -- arrays in global memory
-
-
 class Rows(Node):
-    """How a thread reaches its columns of an array's rows. ``columns``: logical ones of a row; ``access``: bytes of an access, or
-    "kStaged"; ``strides``: where columns do not lie together, (extent, element stride) of the row's dimensions, innermost first;
-    ``pairs``: loads bring 16-bit values as pairs."""
+    """A thread's access to its columns of an array's rows. ``columns``: logical columns of a row; ``access``: bytes of an access,
+    or "kStaged"; ``strides``: of columns that are not contiguous, (extent, element stride) of the row's dimensions, innermost
+    first; ``pairs``: loads return 16-bit values in pairs."""
 
     ref: Ref
     dtype: str
@@ -191,20 +181,20 @@ class Rows(Node):
     pairs: bool
 
 
-# -- what a loop over the blocks of a tile does: with values (before ``stage/chunks.py``) ...
+# --- Loops over the blocks of a tile: actions on values, before ``stage/chunks.py`` -----------------------------------------------
 
 
 class Action(Node):
-    """What is done with ``value``, element by element."""
+    """An action on each element of ``value``."""
 
     value: int
 
 
 class Keep(Action):
-    """The value gets registers ``ref`` of ``form``; or goes vector by vector ``to`` an image or a queue's entry.
+    """Keep the value in registers ``ref`` of ``form``, or write its vectors to the image or queue entry ``to``.
 
-    ``push``: a copy, or an entry of a queue: the value stays where it was. ``reads``: instructions of the tile program that this
-    stands for. ``first``: the block with which registers begin; ``over``: they are those of another value, which is read no more.
+    ``push``: a copy, or a queue's entry, so the value also stays where it was. ``reads``: instructions of the tile program that
+    this replaces. ``first``: the first block of the registers. ``over``: the registers belonged to a value that is no longer read.
     """
 
     ref: Ref
@@ -218,12 +208,12 @@ class Keep(Action):
 
 class Store(Action):
     rows: Rows
-    slab: int  # columns of one, where the value is a slab
-    groups: int = 1  # of columns; the slab has as many of each
+    slab: int  # columns of a slab, if the value is one
+    groups: int = 1  # groups of columns; a slab has equally many of each
 
 
 class Fold(Action):
-    """Fold along the columns into ``ref[2]``, or (``stream``) along the rows: into ``ref`` (``scalar``) or one per column."""
+    """Fold the columns of a row into ``ref[2]``; or with ``stream`` the rows, into ``ref`` (``scalar``) or into one per column."""
 
     how: str
     ref: Ref
@@ -232,14 +222,14 @@ class Fold(Action):
 
 
 class ToScratch(Action):
-    """Words of the value to its columns of the warp's scratch rows, from ``column`` on."""
+    """Write words of the value to the warp's scratch rows, from ``column`` on."""
 
     column: int
 
 
 class ToSegments(Action):
-    """The value to the warp's scratch rows, a block at a time, and from there into the rows of ``ref``'s result. ``runs``: of a sum
-    that has none of its own."""
+    """Pass the value, a block at a time, through the warp's scratch rows into the rows of ``ref``'s result. ``runs``: of a sum that
+    shares those of others."""
 
     ref: Ref
     how: str
@@ -248,7 +238,7 @@ class ToSegments(Action):
 
 
 class AddToRows(Action):
-    """Atomically to the rows of a result of ``columns`` floats whose addresses are ``ref``, ``access`` bytes at a time."""
+    """Add atomically to the rows of a result of ``columns`` floats, at the addresses ``ref``, ``access`` bytes at a time."""
 
     ref: Ref
     columns: int
@@ -256,19 +246,19 @@ class AddToRows(Action):
 
 
 class FoldToRows(Action):
-    """The value to the warp's scratch rows, a block at a time, and from there atomically into the rows that ``ref`` says."""
+    """Pass the value, a block at a time, through the warp's scratch rows, and fold it atomically into the rows of ``ref``."""
 
     ref: Ref
 
 
 class ToPanel(Action):
-    """The value to a panel in shared memory, the operand of a weight gradient."""
+    """Write the value to a panel in shared memory, the operand of a weight gradient."""
 
     panel: Ref
 
 
 class Evaluate(Node):
-    """A loop over all blocks of tiles of ``width`` columns. ``homes``: where what it reads is at this moment, by value."""
+    """A loop over all blocks of tiles of ``width`` columns. ``homes``: the current place of every value that it reads."""
 
     width: int
     actions: tuple[Action, ...]
@@ -277,21 +267,21 @@ class Evaluate(Node):
 
 
 class SingleColumn(Node):
-    """All of a product that has one column of results."""
+    """A whole product that has one column of results."""
 
     value: int
     homes: tuple[tuple[int, Any], ...]
 
 
-# -- ... and with elements (after it)
+# --- Loops over the blocks of a tile: steps on elements, after ``stage/chunks.py`` ------------------------------------------------
 
 
 class Step(Node):
-    """What a block, or an element of it, needs."""
+    """A step for a block, or for an element of it."""
 
 
 class MaskWords(Step):
-    """In front of the loop: all words of a mask's image."""
+    """Before the loop: load all words of a mask's image."""
 
     ref: Ref
     image: Ref
@@ -299,7 +289,7 @@ class MaskWords(Step):
 
 
 class ArrayBlock(Step):
-    """Once per block: a thread's columns of both rows. ``slab``: columns of one, where the value is a slab, of ``groups``."""
+    """Once per block: load a thread's columns of both rows. ``slab``: columns of a slab, if the value is one, of ``groups``."""
 
     ref: Ref
     rows: Rows
@@ -323,7 +313,7 @@ class ImageBlock(Step):
 
 
 class Let(Step):
-    """Per element: ``ref`` is the value of ``expr``. ``dtype``: None for a column's index out of a vector."""
+    """Per element: ``ref`` is the value of ``expr``. ``dtype``: None for a column's index from a vector."""
 
     ref: Ref
     dtype: str
@@ -331,8 +321,8 @@ class Let(Step):
 
 
 class Put(Step):
-    """Per element: ``action`` gets ``x``; ``pair``: x is both elements of a pair, packed. ``columns``: where it is fewer than the
-    loop's, those beyond are zero, or not folded."""
+    """Per element: pass ``x`` to ``action``; with ``pair``, x is a packed pair of elements. ``columns``: if fewer than the loop's,
+    the elements beyond are zero, or are not folded."""
 
     action: Action
     x: Expr
@@ -342,7 +332,8 @@ class Put(Step):
 
 
 class BlockLoop(Node):
-    """A loop over the blocks [first, last) of tiles of ``width`` columns. ``reads``: whose registers and images."""
+    """A loop over the blocks [first, last) of tiles of ``width`` columns. ``reads``: objects whose registers and images it
+    reads."""
 
     width: int
     first: int
@@ -351,19 +342,15 @@ class BlockLoop(Node):
     reads: tuple[Ref, ...]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The device IR, continued: products for each row, whose operands pass through shared memory row by row.
-#
-# Like ``ir.py``: data that ``stage/products.py`` makes and ``print_stage.py`` spells out.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Products for each row, whose operands pass through shared memory row by row --------------------------------------------------
 
 _WARPS = tiles.GROUP_THREADS // 32
-_MOST_OF_TWO_SLOTS = 1 << 14  # bytes of two slots of a warp at most; wider operands get one
+_MOST_OF_TWO_SLOTS = 1 << 14  # most bytes of two slots of a warp; wider operands get one slot
 
 
 class KeepAddress(Node):
-    """The addresses of the rows ``ref`` become number ``number`` of those that the lane keeps in shared memory. ``stored``: they
-    are written to, and those beyond the stream are null."""
+    """Store the addresses of the rows ``ref`` as number ``number`` of those that the lane has in shared memory. ``stored``: the
+    rows are written, so addresses beyond the stream are null."""
 
     ref: Ref
     number: int
@@ -371,9 +358,8 @@ class KeepAddress(Node):
 
 
 class Copied(Node):
-    """Elements of an operand from ``first`` on: of ``pieces`` sources, ``count`` each. ``how``: "async" (16 bytes at a time),
-    "elements" or "staged", of the addresses from ``source`` on; or "scratch", of the warp's scratch rows from column ``source`` on.
-    """
+    """Elements of an operand from ``first`` on, ``count`` of each of ``pieces`` sources. ``how``: "async" (16 bytes at a time),
+    "elements" or "staged", from kept addresses number ``source`` on; or "scratch", from column ``source`` of the scratch rows."""
 
     how: str
     source: int
@@ -383,7 +369,7 @@ class Copied(Node):
 
 
 class RowOperand(Node):
-    """``free`` times K elements of a row. ``across``: K is the outer dimension."""
+    """``free`` times K elements of a row. ``across``: K is the outer dimension. ``copied``: their sources."""
 
     free: int
     across: bool
@@ -396,16 +382,17 @@ class RowOperand(Node):
 
 
 class ToRows(Node):
-    """To the rows of an array, whose addresses are number ``number``. ``pairs``: they start on a multiple of four bytes."""
+    """Write to the rows at kept addresses number ``number``. ``pairs``: the rows start at multiples of four bytes."""
 
     number: int
     pairs: bool
 
 
 class RowProduct(Node):
-    """x y^T of each row, of operands of ``dtype``, to the image ``to`` of a value of ``out`` with ``columns`` columns, or to the
-    rows of an array. ``y`` is None where it is x. ``picks``: a vector that says which element of the product each column is, -1
-    for ``fill``."""
+    """x y^T of each row, of operands of ``dtype``, written to the image ``to`` of a value of dtype ``out`` with ``columns``
+    columns, or to the rows of an array. ``y`` is None where it is x. ``picks``: a vector with the element of the product for each
+    column, or
+    -1 for ``fill``."""
 
     to: Ref | ToRows
     dtype: str
@@ -437,8 +424,8 @@ class RowProduct(Node):
 
 
 class RowMemory(Node):
-    """Where a lane keeps ``addresses`` for each row, at byte ``at``, and its warps work on products, in ``bytes`` from ``work`` on:
-    a warp has the same part for all of them, because nothing but the warp itself says when one is done."""
+    """The lane's memory for products: ``addresses`` for each row at byte ``at``, and ``bytes`` of work space from ``work`` on. A
+    warp uses its own part for all products, because only the warp itself knows when one is done."""
 
     addresses: int
     at: int
@@ -447,20 +434,16 @@ class RowMemory(Node):
 
 
 def address_bytes(count: int) -> int:
-    """Shared memory of a lane for so many addresses of each of its rows (``RowAddresses::kBytes``)."""
+    """Shared memory of a lane for ``count`` addresses of each of its rows (``RowAddresses::kBytes``)."""
     return tiles.TILE_ROWS * 8 * count
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The device IR, continued: sinks by indices, by runs of sorted ones, atomically, and those of a segment softmax.
-#
-# Like ``ir.py``: data that ``stage/outputs.py`` and ``stage/outputs.py`` make and ``print_stage.py`` spells out.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sinks by indices: by runs of sorted ones, atomically, and those of a segment softmax -----------------------------------------
 
 
 class SegmentRuns(Node):
-    """In front of the blocks of a tile: the runs of equal ``index`` among its rows, of ``rows`` that the result has; where they are
-    not ``sorted``, the indices themselves."""
+    """Before the blocks of a tile: the runs of equal ``index`` among its rows, or, if not ``sorted``, the indices themselves.
+    ``rows``: of the result."""
 
     ref: Ref
     index: Expr
@@ -469,7 +452,7 @@ class SegmentRuns(Node):
 
 
 class RowToSegments(Node):
-    """All of a tile that is one number per row."""
+    """Fold a tile that has one number per row."""
 
     ref: Ref
     how: str
@@ -483,12 +466,9 @@ class JoinSegments(Node):
     runs: Ref | None = None
 
 
-# -- atomic sums, maxima and minima
-
-
 class SummedRows(Node):
-    """Where the thread's two rows are added up: in the rows ``index`` of the ``rows`` of ``out``, of ``columns`` floats each; null
-    where a row is added to none."""
+    """The addresses that the thread's two rows are added to: rows ``index`` of ``out``, which has ``rows`` rows of ``columns``
+    floats; null for an index out of range."""
 
     ref: Ref
     out: Constant
@@ -498,15 +478,15 @@ class SummedRows(Node):
 
 
 class AddRow(Node):
-    """One number of each row is added at ``ref``."""
+    """Add one number of each row at ``ref``."""
 
     ref: Ref
     row: Expr
 
 
 class FoldedRows(Node):
-    """Which of the ``rows`` rows of ``out``, of ``columns`` numbers of ``dtype`` each, ``index`` says: the tile, of ``width``
-    columns, is folded into them by ``how``."""
+    """The rows of ``out`` that ``index`` names, into which a tile of ``width`` columns is folded by ``how``. ``rows``, ``columns``,
+    ``dtype``: of ``out``."""
 
     ref: Ref
     how: str
@@ -519,17 +499,14 @@ class FoldedRows(Node):
 
 
 class FoldRowAt(Node):
-    """All of a tile that is one number per row."""
+    """Fold a tile that has one number per row."""
 
     ref: Ref
     row: Expr
 
 
-# -- sums of a segment softmax
-
-
 class RowRuns(Node):
-    """The runs of equal ``index`` among the rows of a warp, of ``rows`` that the results have: for all sums of a softmax."""
+    """The runs of equal ``index`` among the rows of a warp, for all sums of a softmax. ``rows``: of the results."""
 
     ref: Ref
     index: Expr
@@ -537,7 +514,7 @@ class RowRuns(Node):
 
 
 class TopsStart(Node):
-    """``columns``: the scores of a row. ``at``: bytes into the lane's memory for segments."""
+    """``columns``: scores of a row. ``at``: offset in the lane's memory for segments."""
 
     ref: Ref
     columns: int
@@ -549,52 +526,50 @@ class TopsStart(Node):
 
 
 class FindTops(Node):
-    """The scores in the warp's scratch rows become the largest ones of their runs."""
+    """Replace the scores in the warp's scratch rows by the largest ones of their runs."""
 
     ref: Ref
     runs: Ref
 
 
 class BeginSegments(Node):
-    """In front of the blocks of a tile of a sum whose ``runs`` are known."""
+    """Before the blocks of a tile: start a sum whose ``runs`` are known."""
 
     ref: Ref
     runs: Ref
 
 
 class Tops(Node):
-    """What a sum of a softmax is scaled by: ``columns`` scores of a row, those of ``ref``. ``finite``: 0 stands for a largest score
-    that is not finite."""
+    """The scaling of a softmax sum by the ``columns`` scores of a row in ``ref``. ``finite``: use 0 for a largest score that is not
+    finite."""
 
     ref: Ref
     columns: int
     finite: bool
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The device IR, continued: statements around the loops over a tile's blocks, and what a stage sets up for them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Statements around the loops over blocks, and the setup of a stage ------------------------------------------------------------
 
 
 class Registers(Node):
-    """Declares ``count`` registers of a value; of masks they start as zeros."""
+    """Declare ``count`` registers of a value; those of a mask start as zeros."""
 
     ref: Ref
     form: str
     dtype: str
     count: int
-    words: bool = False  # on their way into an image
+    words: bool = False  # to be written to an image
 
 
 class PutMask(Node):
-    """All vectors of a mask to an image or an entry, after the loop: one holds the bits of several blocks."""
+    """Write all vectors of a mask to an image or an entry after the loop, because a vector has the bits of several blocks."""
 
     ref: Ref
     to: Ref
     width: int
 
 
-# -- rows: one number per row, in two registers
+# -- Values with one number per row, in two registers
 
 
 class SetRow(Node):
@@ -604,7 +579,7 @@ class SetRow(Node):
 
 
 class LoadRow(Node):
-    """One number of each row: that in ``column``."""
+    """Load the number in ``column`` of each row."""
 
     ref: Ref
     rows: Rows
@@ -656,26 +631,26 @@ class RowTile(Node):
 
 
 class SyncWarp(Node):
-    """Whoever read the warp's scratch rows before is done, or whoever wrote them."""
+    """Order the accesses of a warp to its scratch rows: earlier reads before later writes, and earlier writes before reads."""
 
 
 class TableRows(Node):
-    """Where the rows of ``table`` lie that ``index`` says, one of ``rows`` of ``bytes`` each. An index that is out of range has the
+    """The addresses of the rows ``index`` of ``table``, which has ``rows`` rows of ``bytes`` bytes. An index out of range means the
     nearest row, or the one at ``otherwise``."""
 
     ref: Ref
-    table: Ref | Constant  # the layout makes a Constant of a stationary value
+    table: Ref | Constant  # the layout replaces a stationary value by a Constant
     index: Expr
     rows: int
     bytes: int
     otherwise: Address | None
 
 
-# -- queues
+# -- Queues
 
 
 class Exchange(Node):
-    """A ring of ``depth`` entries, for a value of ``vectors`` of a thread that the CTAs of a cluster make of their slabs."""
+    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another."""
 
     ring: Ref
     vectors: int
@@ -694,9 +669,9 @@ class QueueCall(Node):
 
 
 class Entry(Node):
-    """Names a queue's entry: ``ref(i)`` reads vector i, or with ``write`` ``ref(i, v)`` writes it. ``slab``: vectors of one, where
-    it is a slab; ``once``: by the first of the CTAs that all have it; ``of``: the slab that this CTA has written; ``each``: every
-    reader gets its own."""
+    """Declare access to a queue's entry: ``ref(i)`` reads vector i, with ``write`` ``ref(i, v)`` writes it. ``slab``: vectors of a
+    slab, if the value is one; ``once``: only the first of the CTAs that have the value writes; ``of``: read the slab of CTA ``of``;
+    ``each``: every reader has its own entry."""
 
     ref: Ref
     queue: Ref
@@ -713,13 +688,13 @@ class PushRow(Node):
     once: bool
 
 
-# -- products
+# -- Products
 
 
 class Operand(Node):
-    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (of rows that have been read), "rows" (fetched on the
-    way), or "image"; ``dtype``: of the product; ``owner``: what must be alive until the product is complete. ``awaited``: its image
-    is the entry of the ring ``owner``, and has not been waited for before."""
+    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the product)
+    or "image". ``dtype``: of the product. ``owner``: the object that must stay alive until the product is complete. ``awaited``:
+    the image is an entry of ring ``owner``, and this is the first wait for it."""
 
     kind: str
     ref: Ref
@@ -735,7 +710,7 @@ class Operand(Node):
 
 
 class Resident(Node):
-    """Weights in shared memory. ``weight``: of the stage; ``offset``: bytes into it; ``at``: set by the layout."""
+    """Weights in shared memory. ``weight``: number in the stage; ``offset``: in bytes; ``at``: set by the layout."""
 
     weight: int
     offset: int
@@ -744,8 +719,8 @@ class Resident(Node):
 
 
 class Issue(Node):
-    """Products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for ``liveness``;
-    ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold what the product is added to."""
+    """Start the products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for
+    ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to."""
 
     ref: Ref
     columns: int
@@ -762,7 +737,7 @@ class Issue(Node):
 
 
 class Complete(Node):
-    """Waits until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K are complete already."""
+    """Wait until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K are complete already."""
 
     ref: Ref
     pending: int
@@ -771,11 +746,11 @@ class Complete(Node):
     owners: tuple[Ref, ...]
 
 
-# -- layers
+# -- Loops
 
 
 class LayerLoop(Node):
-    """``weights``: of one layer, whose numbers follow each other from ``first_weight`` on."""
+    """``weights``: of one layer, numbered consecutively from ``first_weight``."""
 
     layers: int
     first_weight: int
@@ -784,9 +759,9 @@ class LayerLoop(Node):
 
 
 class SeenBlocks(Node):
-    """Once per tile, in front: which of ``count`` blocks of ``step`` elements the rows of all lanes see: those elements that are
-    ``low`` to ``high`` away from a row's index on a stream axis (None: any). The index is the row over ``inner``, modulo
-    ``extent``. ``shift``: where the number lies by which both bounds are further on, times ``sign``; ``guard``: "rows", "elements"
+    """Once per tile: those of ``count`` blocks of ``step`` elements that the rows of all lanes see. A row sees the elements whose
+    index is ``low`` to ``high`` more than the row's index on a stream axis (None: unbounded), which is the row over ``inner``,
+    modulo ``extent``. ``shift``: address of a number that, times ``sign``, is added to both bounds; ``guard``: "rows" or "elements"
     (of ``size`` elements in all), as of a loop of the tile program (``program.ir``)."""
 
     ref: Ref
@@ -803,9 +778,8 @@ class SeenBlocks(Node):
 
 
 class CountedLoop(Node):
-    """``count`` times ``body``, whose iterations are numbered by ``number``, from the last one down where it is ``reverse``. With
-    ``seen``, only ``which`` of the blocks: those that all rows see as a "whole", the others that some see (the "edges"), or "all".
-    """
+    """``count`` iterations of ``body``, numbered by ``number``, from the last one down if ``reverse``. With ``seen``, only
+    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all"."""
 
     number: Ref
     count: int
@@ -816,14 +790,14 @@ class CountedLoop(Node):
 
 
 class Turn(Node):
-    """The lanes of a CTA take turns at the tensor core: ``what`` is "take" (wait for this lane's turn), "give" (it is the next
-    lane's), or at the ends of the kernel "first" and "last", which make and take back the first lane's first turn."""
+    """The lanes of a CTA take turns at the tensor cores. ``what``: "take" (wait for this lane's turn), "give" (pass it to the next
+    lane); "first" and "last" start and end the turns at the beginning and end of the kernel."""
 
     what: str
 
 
 class SliceRows(Node):
-    """Where the rows of a slice begin: at those of ``whole``, and so many bytes further on for each number of a loop."""
+    """The addresses of the rows of a slice: those of ``whole``, plus for each number of a loop a multiple of so many bytes."""
 
     ref: Ref
     whole: Ref
@@ -832,7 +806,7 @@ class SliceRows(Node):
 
 
 class TurnImages(Node):
-    """Two images that take turns: ``first`` is the even layers' operand."""
+    """Two images that alternate: ``first`` is the operand of the even layers."""
 
     first: Ref
     second: Ref
@@ -845,17 +819,17 @@ class CopyRegisters(Node):
 
 
 class Alive(Node):
-    """Nothing on the device: ``registers`` more are alive from now to the last use of ``owner``; None: it is used now."""
+    """No code: ``registers`` more are alive from here to the last use of ``owner``; None: ``owner`` is used here."""
 
     owner: Ref
     registers: int | None = None
 
 
-# -- weight gradients
+# -- Weight gradients
 
 
 class Panel(Node):
-    """A panel at ``at`` bytes of the lane's, ``width`` columns wide."""
+    """A panel of ``width`` columns at byte ``at`` of the lane's panels."""
 
     ref: Ref
     dtype: str
@@ -873,11 +847,11 @@ class AddGradient(Node):
     sums: tuple[Ref, ...]
 
 
-# -- once per kernel
+# -- Once per kernel
 
 
 class LoadScalar(Node):
-    """``once``: in front of the tiles, else for a layer."""
+    """``once``: load before the tiles, otherwise for every layer."""
 
     ref: Ref
     dtype: str
@@ -886,7 +860,7 @@ class LoadScalar(Node):
 
 
 class SinkStart(Node):
-    """``width``: columns, 0 for a scalar; ``quad``: threads of a quad hold different parts."""
+    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
 
     ref: Ref
     how: str
@@ -896,8 +870,8 @@ class SinkStart(Node):
 
 
 class SegmentStart(Node):
-    """A result of rows of ``columns`` numbers, in tiles of ``width``; ``at``: bytes into the lane's memory for segments. ``rows``:
-    of the table that each lane has where the indices are not sorted, 0 where they are. ``tops``: of a softmax's sum."""
+    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
+    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum."""
 
     ref: Ref
     how: str
@@ -910,14 +884,14 @@ class SegmentStart(Node):
 
     @property
     def bytes(self) -> int:
-        """Of the lane's memory."""
+        """Bytes in the lane's memory."""
         return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
 
     @property
     def partial_words(self) -> int:
-        """Of the partial result that a lane leaves in global memory."""
+        """Words of the partial result that a lane writes to global memory."""
         tops = self.tops.columns if self.tops else 0
-        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows, and which segments they are of
+        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
 
 
 class ClearPanel(Node):
@@ -933,7 +907,7 @@ class GradientStart(Node):
 
 
 class PanelSumStart(Node):
-    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of one slab of it if ``slabs``."""
+    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
 
     sums: Ref
     panel: Panel
@@ -942,11 +916,11 @@ class PanelSumStart(Node):
     gradient: Ref
 
 
-# -- once per tile, in front
+# -- Once per tile
 
 
 class Image(Node):
-    """Of the value ``ref.of``; ``at``: bytes of the lane's scratch, set by the layout."""
+    """The image of the value ``ref.of``; ``at``: offset in the lane's scratch memory, set by the layout."""
 
     ref: Ref
     at: int = -1
@@ -957,7 +931,7 @@ class AxisIndices(Node):
 
 
 class RowAddresses(Node):
-    """``strides``: (axis, bytes). ``staged``: they lie in shared memory."""
+    """The addresses of the thread's rows. ``strides``: (axis, bytes). ``staged``: the rows are in shared memory."""
 
     ref: Ref
     array: Constant

@@ -1,4 +1,9 @@
-"""Where everything of a kernel lies: shared memory of a CTA, operands, workspace; and which equal stages share one function."""
+"""The layout of a kernel: shared memory of a CTA, operands, and workspace in global memory; and stages that share one function.
+
+Comes in: a tile program and its ``Arrangement``. Goes out: ``Layout``; a ``StageCode`` for each stage, in which all addresses are
+known; and ``Kind``s, groups of equal stages. Shared memory of a CTA: a header of barriers, then weights (resident images, or the
+ring that streams them), then each lane's memory (``fitting.LaneMemory``), then the slots of the queues that the CTA reads.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +27,18 @@ from kitsune_jax.targets.cuda.stage import facts, fitting, simplify
 from kitsune_jax.targets.cuda.stage.evaluation import queue_form
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What lies where: shared memory of a CTA, operands, workspace in global memory.
-#
-# Comes in: the fitted stages of a kernel. Goes out: ``Layout``. Shared memory of a CTA: a header of barriers, then weights
-# (resident images, or the ring they pass through), then each lane's memory (``fitting.LaneMemory``), then the slots of the queues
-# that it reads.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Layout -----------------------------------------------------------------------------------------------------------------------
 
 _COUNTER_BYTES = 128
-_NEAR_BYTES = 16 << 20  # of weights that change from batch to batch: a third of an H100's L2, a part of which is further away
+_NEAR_BYTES = 16 << 20  # of weights that change with the batch: a third of an H100's L2, a part of which is farther from an SM
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operands:
-    """``weights``: of all stages, those of stage s from ``first_weight[s]`` on. ``groups``: their dtypes, an operand each, which
-    holds the parts of ``order``: (weight of the group, column chunk, -1 for all). ``resident_at``: of a resident matrix: (operand,
-    byte). ``vector_at[s]``: words at which the groups of vectors of stage s start. ``tables``: stationary values that are
-    read row by row, as they lie."""
+    """``weights``: of all stages; those of stage s start at ``first_weight[s]``. ``groups``: their dtypes. Each group is an
+    operand, which holds the parts of ``order``: (weight of the group, column chunk or -1 for all). ``resident_at``: resident matrix
+    -> (operand, byte). ``vector_at[s]``: words at which the groups of vectors of stage s start. ``tables``: stationary values that
+    are gathered from by row, in their own layout."""
 
     inputs: tuple[int, ...]
     weights: tuple[WeightRecipe, ...]
@@ -57,8 +56,8 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes at which things start: counters (by stage, of groups of lanes by sink, of rings by queue), which must be zero; partial
-    sums by sink; the slots of queues in the L2."""
+    """Byte offsets in the workspace: counters (by stage, by sink for groups of lanes, by queue for rings), which must be zero;
+    partial sums by sink; the slots of queues in the L2."""
 
     sinks_arrived: dict[int, int]
     groups_arrived: dict[int, int]
@@ -72,8 +71,7 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """``queue_at``: where the slots of queues in a cluster's shared memory start; ``rank``: of the first CTA of each stage.
-    ``fetch``: what the kernel asks the L2 for."""
+    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``fetch``: what the kernel prefetches."""
 
     program: TileProgram
     a: Arrangement
@@ -93,24 +91,24 @@ class Layout:
 
     @property
     def grid(self) -> int:
-        """CTAs of the kernel: those that have tiles, and others that only ask for weights."""
+        """CTAs of the kernel: those that have tiles, and others that only prefetch weights."""
         return self.working if self.fetch is None else self.fetch.grid(self.working, self.a.ctas)
 
     @property
     def uniform(self) -> bool:
-        """Every lane takes part in every round, with a tile or without: the ring of streamed weights waits for all of them, and the
-        lanes of a CTA multiply weight gradients together."""
+        """Does every lane take part in every round, even without a tile? So it must for the ring of streamed weights, which waits
+        for all lanes, and for weight gradients, which the lanes of a CTA multiply together."""
         return not self.batch_tiles and (self.a.streamed or any(gradients_of(stage) for stage in self.stages))
 
     @property
     def batch_tiles(self) -> int:
-        """Of a batch, where the lanes of a CTA work on one at a time; else 0."""
+        """Tiles of a batch, where the lanes of a CTA work on one batch at a time; else 0."""
         return self.a.batch_tiles(self.program)
 
     @property
-    def together(self) -> int:
-        """Batches whose tiles the CTAs take together, where those at the end of a batch have more work (``batches.h``); else 0.
-        Their weights stay in the L2 meanwhile."""
+    def batches_at_once(self) -> int:
+        """The number of batches whose tiles the CTAs interleave because tiles at the end of a batch have more work (``batches.h``);
+        else 0. The weights of these batches must fit in the L2."""
         seen = [node for stage in self.stages for node in stage.lowered.prologue if isinstance(node, ir.SeenBlocks)]
         if not any(node.high is not None and node.low is None for node in seen):
             return 0
@@ -119,7 +117,7 @@ class Layout:
 
     @property
     def weight_bytes(self) -> list[int]:
-        """Of each operand that holds weights."""
+        """Bytes of each operand that holds weights."""
         found, o = [], self.operands
         for dtype, order in zip(o.groups, o.order, strict=True):
             recipes = o.of_group(dtype)
@@ -128,13 +126,13 @@ class Layout:
 
     @property
     def consecutive(self) -> bool:
-        """A lane's tiles follow each other in the stream: so few segments of a sink by sorted indices are shared with others."""
+        """Are a lane's tiles consecutive in the stream? Sinks by sorted indices then share few segments with other lanes."""
         return any(not start.rows for stage in self.stages for start in segments_of(stage))
 
     @property
     def filled(self) -> tuple[tuple[int, str], ...]:
-        """The outputs that hold the identity of a fold before the kernel starts, with that fold: of sinks by sorted indices, and of
-        those that are added to atomically."""
+        """(output, fold) for outputs that hold the fold's identity before the kernel starts: those of sinks by sorted indices, and
+        of atomic additions."""
         sinks = [start.ref.of for stage in self.stages for start in segments_of(stage) if not start.rows]
         sinks += [instr["sink"] for stage in self.program.stages for instr in stage.body if is_added(instr)]
         return tuple((self.program.sinks[k].array, self.program.sinks[k].how) for k in sinks)
@@ -146,21 +144,21 @@ class Layout:
 
     @property
     def depth(self) -> int:
-        """Of the ring of streamed weights."""
+        """Depth of the ring of streamed weights."""
         return [stage.depth for stage in self.stages if not stage.resident][-1]
 
     @property
     def slot_bytes(self) -> int:
-        """Of the ring of streamed weights, of the last stage that has one."""
+        """Bytes of a slot of the ring of streamed weights, of the last stage that has one."""
         return [stage.slot for stage in self.stages if not stage.resident][-1]
 
     def mask(self, stages: tuple[int, ...]) -> int:
-        """Of the ranks of stages that have one CTA each."""
+        """Bit mask of the ranks of stages that have one CTA each."""
         return sum(1 << self.a.first_rank(s) for s in stages)
 
     @property
     def launch(self) -> tuple[int, ...]:
-        """The words that ``cuda/src`` launches the kernel with."""
+        """The words with which ``cuda/src`` launches the kernel."""
         a, o, p = self.a, self.operands, self.program
         operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
         hints = 0 if self.fetch is None else 1
@@ -177,7 +175,7 @@ class Layout:
 
 
 def is_added(instr: Instr) -> bool:
-    """Is it a sum by indices whose rows are added to the result atomically?"""
+    """Is the instruction a sum by indices whose rows are added to the result atomically?"""
     return instr.kind == "sink_at" and bool(instr.get("unordered"))
 
 
@@ -204,10 +202,11 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
     return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), queue_form(tile.dtype, q in a.slab_queues(program)))
 
 
-def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
-    """``beside``: bytes of the barriers of other parts of the kernel. Raises ``CannotLower`` where it does not fit."""
+def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
+    """The layout of a kernel, or of a part of one; ``beside``: bytes of the barriers of other parts. Raises ``CannotLower`` if it
+    does not fit."""
     program = simplify.loop_values_as_tiles(program)
-    if a.spatial and a.cluster > 1 and len(program.stages) == 1:  # a loop over a cluster, which has few registers for a step
+    if a.spatial and a.cluster > 1 and len(program.stages) == 1:  # a loop split over a cluster has few registers for a step
         program = simplify.sums_of_products_as_one(program)
     simpler = simplified(program)
     for staging in (True, False):
@@ -219,12 +218,12 @@ def of_kernel(program: TileProgram, a: Arrangement, name: str, beside: int = 0) 
     if shared > a.shared_bytes:
         raise CannotLower(f"the kernel needs {shared} bytes of shared memory; a CTA has {a.shared_bytes}")
     if a.cluster != a.ctas and any(fitting.exchanges_of(stage.lowered) for stage in stages):
-        raise CannotLower("a loop whose weights are split over CTAs needs these to be a cluster")
+        raise CannotLower("the CTAs that split the weights of a loop must be one cluster")
     return Layout(program, a, name, stages, header, shared, queue_at, _operands(program, stages), _workspace(program, a, stages))
 
 
 def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) -> int:
-    """Of the header of a part, at most."""
+    """Upper bound of the bytes of a part's barriers."""
     most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
     rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
     rings += sum(
@@ -239,13 +238,14 @@ def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) ->
 
 
 def _place_queues(program: TileProgram, a: Arrangement, ends: list[int]) -> tuple[dict[int, int], int]:
-    """Slots of cluster queues behind what their readers hold already (``ends``), and the shared memory of the greediest CTA."""
+    """(slots of cluster queues, placed after the memory that their readers use already (``ends``); shared memory of the largest
+    CTA)."""
     found: dict[int, int] = {}
     for q, queue in enumerate(program.queues):
         if a.places[q] != "cluster":
             continue
         if a.split[queue.producer] > 1 or any(a.split[c] > 1 for c in queue.consumers):
-            raise CannotLower("a stage that is split by columns has queues in the L2 only")
+            raise CannotLower("the queues of a stage that is split by columns must be in the L2")
         found[q] = max(ends[c] for c in queue.consumers)
         for c in queue.consumers:
             ends[c] = found[q] + a.lanes * queue.depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
@@ -256,7 +256,7 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
     body = [i for s in program.stages for i in walk(s.body)]
     loads = [(i["array"], program.values[i.outputs[0]].tile) for i in body if i.kind == "load"]
     read = {k for k, tile in loads if tile or program.inputs[k].streamed}
-    cut = {i["array"] for i in body if i.kind == "load_slice" and program.values[i.outputs[0]].tile}
+    sliced = {i["array"] for i in body if i.kind == "load_slice" and program.values[i.outputs[0]].tile}
     weights = tuple(r for stage in stages for r in stage.lowered.weights)
     counts = [len(stage.lowered.weights) for stage in stages]
     first = tuple(sum(counts[:s]) for s in range(len(stages)))
@@ -266,7 +266,7 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
     resident_at: dict[int, tuple[int, int]] = {}
     at = [0] * len(groups)
     for stage, base in zip(stages, first, strict=True):
-        parts = [(base + i.weight, i.chunk) for i in stage.packed]  # as they are used, so that the loader has but to go on
+        parts = [(base + i.weight, i.chunk) for i in stage.packed]  # in the order of use, so that the loader reads consecutively
         if stage.resident:
             parts = [(w, -1) for w in sorted({w for w, _ in parts})]
         for w, chunk in parts:
@@ -276,13 +276,13 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
                 resident_at[w] = (g, at[g])
                 at[g] += weights[w].shape.bytes
     vectors, vector_at = _vectors(stages)
-    inputs = tuple(sorted(read.union(cut, () if program.order is None else (program.order,))))
+    inputs = tuple(sorted(read.union(sliced, () if program.order is None else (program.order,))))
     tables = tuple(dict.fromkeys(v for stage in stages for v in stage.lowered.tables))
     return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at, tables)
 
 
 def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tuple[tuple[int, ...], ...]]:
-    """The stationary vectors, one after the other; one that several stages read is there once."""
+    """The stationary vectors, one after the other; vectors that several stages read are stored once."""
     recipes: list[VectorRecipe] = []
     starts: dict[VectorRecipe, int] = {}
     words, found = 0, []
@@ -339,24 +339,20 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
     for q in l2:
         slots[q] = at
         at += pipelines * program.queues[q].depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
-    return Workspace(
-        sinks, groups, gradients, rings, zero_bytes, partials, slots, max(at, _COUNTER_BYTES)
-    )  # never empty: lower.py says why
+    size = max(at, _COUNTER_BYTES)  # never empty: see ``lower.call``
+    return Workspace(sinks, groups, gradients, rings, zero_bytes, partials, slots, size)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The stages of a laid-out kernel as complete code: every place in them is known, as a ``Constant`` where equal stages may differ.
-#
-# Comes in: ``Layout``. Goes out: a ``StageCode`` for each stage.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Stages with all addresses ----------------------------------------------------------------------------------------------------
 
 
 def place_stage(at: Layout, s: int) -> StageCode:
+    """The complete code of stage ``s``. Addresses are ``Constant``s where equal stages may differ."""
     stage = at.stages[s]
     ring = frame.WeightRing(at.header_bytes)
     staged = tuple(_staged(at, s))
     setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
-    for node in _placed(at, s, stage.lowered.setup):
+    for node in _with_places(at, s, stage.lowered.setup):
         if isinstance(node, ir.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
         elif isinstance(node, ir.Exchange):
@@ -369,10 +365,10 @@ def place_stage(at: Layout, s: int) -> StageCode:
         setup.append(ring)
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
-    body = _placed(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
-    vectors, batches, own = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
-    prefetched = () if own else _prefetched(at, s)
-    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, prefetched, vectors, batches, own, body)
+    body = _with_places(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
+    vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
+    prefetched = () if scalar else _prefetched(at, s)
+    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, prefetched, vectors, batches, scalar, body)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     sliced = any(r.slices is not None for r in stage.lowered.weights)
@@ -380,8 +376,8 @@ def place_stage(at: Layout, s: int) -> StageCode:
     return StageCode(consumer, loader, at.a.split[s])
 
 
-def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    """``nodes`` with the places that the layout has given things."""
+def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """``nodes`` with the offsets and parameters of this layout."""
     stage, vectors = at.stages[s], at.operands.vector_at[s]
 
     def change(x: Any) -> Any:
@@ -403,7 +399,7 @@ def _placed(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _resident_offset(at: Layout, s: int, weight: int) -> int:
-    """Where the image of a stage's weight lies in shared memory."""
+    """Offset of a resident weight of stage ``s`` in shared memory."""
     return at.header_bytes + sum(r.shape.slab_bytes for r in at.stages[s].lowered.weights[:weight])
 
 
@@ -427,7 +423,7 @@ def _memory(at: Layout, s: int) -> list[Node]:
 
 
 def _staged(at: Layout, s: int) -> list[frame.StagedArray]:
-    """The staged arrays of a stage: the lane's buffers one after the other, behind what else the lane has."""
+    """The staged arrays of stage ``s``: their buffers follow the other memory of the lane, one after the other."""
     stage, found = at.stages[s], list[frame.StagedArray]()
     offset = stage.memory.staged
     for n, k in enumerate(sorted(stage.shape.staged)):
@@ -443,12 +439,12 @@ def _order(at: Layout) -> Constant | None:
 
 
 def _prefetched(at: Layout, s: int) -> tuple[tuple[Constant, int], ...]:
-    """The next tile of every input whose rows lie together, but for those that come in bulk anyway; of a stream with an order of
-    its own, that of the order."""
+    """(input, bytes of a row) of the next tiles to prefetch: of contiguous inputs that are not copied in bulk anyway, or of the
+    stream's order if it has one."""
     loads = {i["array"] for i in at.program.stages[s].body if i.kind == "load"} - at.stages[s].shape.staged
     inputs, order = at.program.inputs, at.program.order
-    together = [(k, frame.row_bytes(inputs[k])) for k in sorted(loads) if frame.lies_together(at.program, inputs[k])]
-    return tuple((parameter("in", k), size) for k, size in ([(order, 4)] if order is not None else together))
+    contiguous = [(k, frame.row_bytes(inputs[k])) for k in sorted(loads) if frame.has_contiguous_tiles(at.program, inputs[k])]
+    return tuple((parameter("in", k), size) for k, size in ([(order, 4)] if order is not None else contiguous))
 
 
 def _queues(at: Layout, s: int) -> list[Node]:
@@ -471,7 +467,7 @@ def _queues(at: Layout, s: int) -> list[Node]:
 
 
 def _finish(at: Layout, s: int) -> list[Node]:
-    """Partial sums, each added up by whoever comes last of those that have one."""
+    """The nodes that add up partial sums: the last CTA or lane to arrive adds up those of all."""
     stage, found = at.stages[s], list[Node]()
     if ir.Turn("first") in stage.lowered.setup:
         found.append(ir.Turn("last"))
@@ -500,9 +496,6 @@ def _result(at: Layout, sink: int) -> frame.Result:
     return frame.Result(partial, parameter("out", array), at.program.outputs[array].dtype)
 
 
-# -- loader
-
-
 def _resident(at: Layout, s: int) -> frame.LoadResident:
     stage, found = at.stages[s], list[frame.FetchResident]()
     for w in sorted({i.weight for i in stage.fetches}):
@@ -514,7 +507,7 @@ def _resident(at: Layout, s: int) -> frame.LoadResident:
 
 
 def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
-    """The weights of a batch, in the order in which a tile takes them."""
+    """The loader of sliced weights, batch by batch in the order in which a tile multiplies with them."""
     stage, program = at.stages[s], at.program
     recipes = stage.lowered.weights
     slices = [r.slices for r in recipes if r.slices is not None]
@@ -541,7 +534,7 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
         parts.append(frame.Blocks(count, places, tuple(runs), *seen))
-    found = tuple(node for node in _placed(at, s, stage.lowered.prologue) if isinstance(node, ir.SeenBlocks))
+    found = tuple(node for node in _with_places(at, s, stage.lowered.prologue) if isinstance(node, ir.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 
 
@@ -556,18 +549,9 @@ def _streamed(at: Layout, s: int, ring: frame.WeightRing, ctas: int) -> frame.Lo
     return frame.LoadStreamed(ring, ctas, tuple(runs))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Stages that are equal but for where things lie become one function, which gets these constants from a table.
-#
-# Comes in: the code of every stage. Goes out: the ``Kind``s of stages: a code, and for each of its stages a row of constants.
-# Invariant: stages are of one kind only if their codes are the same data, once names and constants are numbered within the stage.
-#
-# ptxas takes time for every line that it inlines, and the layers of a deep network, forwards and backwards, are few kinds of
-# stages. Constants lie in constant memory and not in registers: a stage that needs all of its registers for a tile can read them
-# again.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Kinds of stages --------------------------------------------------------------------------------------------------------------
 
-# Kinds of names, by what their numbers count in the tile program: values, queues, sinks, inputs, outputs.
+# Kinds of names, by the numbers in the tile program that they count: values, queues, sinks, inputs, outputs.
 _FAMILIES = (
     ("v", "d", "c", "r", "e", "k", "s", "h", "index", "image", "gather", "work", "pick"),
     ("q", "queue", "pop", "push"),
@@ -580,7 +564,12 @@ _FAMILY = {kind: number for number, kinds in enumerate(_FAMILIES) for kind in ki
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """Equal ``stages``. ``fields``: the constants in which they differ, with a row of ``places`` for each; others are literals."""
+    """Equal ``stages``: one function, called with the constants in which they differ (``fields``, and a row of ``places`` for each
+    stage). Other constants are literals.
+
+    ptxas takes time for every inlined line, and the layers of a deep network, forwards and backwards, are only a few kinds of
+    stages. The constants are in constant memory, not in registers, so a stage that needs all of its registers can read them again.
+    """
 
     stages: tuple[int, ...]
     code: Any
@@ -589,12 +578,13 @@ class Kind:
 
     @property
     def number(self) -> int:
-        """That of its first stage, by which its functions are called."""
+        """The number of its first stage, which names its functions."""
         return self.stages[0]
 
 
 def kinds(codes: Sequence[Any], share: bool = True) -> list[Kind]:
-    """The kinds of the stages, in the order of their first ones. Without ``share`` every stage is a kind of its own."""
+    """The kinds of the stages, in the order of their first stages; without ``share`` each stage is its own kind. Stages are equal
+    if their codes are equal once names and constants are numbered within the stage."""
     if not share or len(codes) == 1:
         return [Kind((s,), code, (), ()) for s, code in enumerate(codes)]
     groups: dict[Any, list[int]] = {}
@@ -615,7 +605,7 @@ def _kind(codes: Sequence[Any], numbered: Sequence[tuple[Any, tuple[Constant, ..
 
 
 def _numbered(code: Any) -> tuple[Any, tuple[Constant, ...]]:
-    """``code`` with names and constants numbered from 0, in the order in which it speaks of them; and its constants."""
+    """(``code`` with names and constants numbered from 0 in the order of their occurrence, its constants)."""
     names: dict[tuple[int | str, int], int] = {}
     counts: dict[int | str, int] = {}
     found: dict[tuple[str, Any], Constant] = {}

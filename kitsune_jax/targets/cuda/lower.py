@@ -85,7 +85,7 @@ def generate_kernel(
     """
     _check(program)
     program, widened = _with_float32_sums(program)
-    found = dataclasses.replace(layout.of_kernel(program, arrangement, name), fetch=fetch)
+    found = dataclasses.replace(layout.lay_out(program, arrangement, name), fetch=fetch)
     source = print_kernel.source(found, _kinds(found, share))
     packed = (_packed_operands(found, found.operands.tables),)
     operands, size, most = found.operands.inputs, found.workspace.bytes, _registers(found)
@@ -98,7 +98,7 @@ def generate_call_kernel(call: Program, arrangements: tuple[Arrangement, ...], n
         _check(part.program)
         if len(call.parts) > 1 and pack.lanes_share_batch(part.program):
             raise CannotLower("weights that change with the batch or a loop have no code in a call of several phases on the GPU")
-    found = call_layout.layout_of_call(call, arrangements, name, fetch)
+    found = call_layout.lay_out_call(call, arrangements, name, fetch)
     layouts = [part.layout for part in found.parts]
     if any(at.exchanges for at in layouts):
         raise CannotLower("a loop whose weights are split over a cluster has no code in a call of several phases on the GPU")

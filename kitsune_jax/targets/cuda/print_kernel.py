@@ -1,4 +1,8 @@
-"""A laid-out kernel as one ``.cu`` file that is meant to be read; of one phase or of several."""
+"""Printing a laid-out kernel, of one phase or of several, as one ``.cu`` file that is meant to be read.
+
+Comes in: ``Layout`` or ``CallLayout``, and the kinds of its stages. Goes out: CUDA C++ that includes only ``kitsune/kitsune.h``.
+Nothing is decided here.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,17 @@ from collections.abc import Callable
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import pointwise, print_stage
-from kitsune_jax.targets.cuda.call_layout import CallLayout, LaidOut, Source
+from kitsune_jax.targets.cuda.call_layout import CallLayout, PartLayout, Source
 from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadBlocks, LoadResident, LoadStreamed, Result
 from kitsune_jax.targets.cuda.ir import Node, TopsStart
 from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
 from kitsune_jax.targets.cuda.print_stage import Spelling, name
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The functions of a kind of stages as C++: what its consumers set up, loop over and finish, and what its loader brings.
-#
-# Comes in: a ``Kind``. Goes out: C++. Nothing is decided here.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The functions of a kind of stages: consumer and loader -----------------------------------------------------------------------
 
 
 def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
-    """The consumers' function and the loader's."""
+    """(the consumers' function, the loader's function)."""
     spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields))
     many = "Stages" if len(kind.stages) > 1 else "Stage"
     title = ", ".join(program.stages[s].name for s in kind.stages)
@@ -40,14 +40,11 @@ def _role_function(title: str, arguments: str, kind: Kind, lines: list[str]) -> 
     return "\n".join([f"KITSUNE_DEVICE void {title}({arguments}{at}) {{", *(f"  {line}" for line in body), "}\n"])
 
 
-# -- consumers
-
-
 def _consumer(at: Spelling, code: Consumer) -> list[str]:
-    mine = "with_own_rows" if code.loop.own_rows else "mine"
+    mine = "with_own_rows" if code.loop.scalar_rows else "mine"
     lines = [f"const Lane lane = Lane::{mine}();", "(void)slab, (void)shared, (void)share, (void)instance;"]
     worker = "instance * kLanes + group" if code.ctas else "share.block * kLanes + group"
-    if code.loop.own_rows:
+    if code.loop.scalar_rows:
         worker = "group * share.blocks + share.block"
     lines += [f"const u32 worker = {worker};", _workers(code.ctas)]
     for node in code.setup:
@@ -58,7 +55,7 @@ def _consumer(at: Spelling, code: Consumer) -> list[str]:
 
 
 def _workers(ctas: int) -> str:
-    """The warpgroups that share out the tiles: fewer than were planned where the device at hand holds fewer instances."""
+    """Declares the number of warpgroups that share the tiles: fewer than planned where the device holds fewer instances."""
     return f"const u32 workers = {f'share.blocks / {ctas}' if ctas else 'share.blocks'} * kLanes;"
 
 
@@ -130,7 +127,7 @@ def _staged_type(node: frame.StagedArray) -> str:
 
 
 def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
-    # A lane's own tiles are counted without a register for their number.
+    # Computing a lane's tile from ``n`` needs no register for its number.
     lines, more, tile = list[str](), "n * workers + worker < kTiles", "static_cast<i64>(n) * workers + worker"
     first, following = "worker", "(tile + workers)"
     if loop.uniform or loop.consecutive:
@@ -145,9 +142,9 @@ def _tile_loop(at: Spelling, loop: frame.TileLoop) -> list[str]:
     lines += (
         ["(void)workers, (void)worker;", *_ROUNDS] if loop.batches else ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
     )
-    rows = (_BATCH, *_ROWS_OF_BATCH) if loop.batches else _OWN_ROWS if loop.own_rows else _ROWS_OF_TILE
+    rows = (_BATCH, *_ROWS_OF_BATCH) if loop.batches else _OWN_ROWS if loop.scalar_rows else _ROWS_OF_TILE
     body = [*([] if loop.batches else [f"const i64 tile = {tile};"]), *rows, "(void)valid;"]
-    apart = "kOwnRows / 2" if loop.own_rows else "8"
+    apart = "kOwnRows / 2" if loop.scalar_rows else "8"
     if loop.order is None:
         body.append(f"const i64 row[2] = {{first_row, first_row + {apart}}};")
     else:
@@ -187,9 +184,6 @@ _ROWS_OF_BATCH = (
 )
 
 
-# -- partial sums
-
-
 def _finish(at: Spelling, node: Node, part: str) -> list[str]:
     match node:
         case frame.FinishSinks(arrived, sinks, segments, tables):
@@ -219,7 +213,7 @@ def _partial(at: Spelling, result: Result, const: str = "") -> str:
 
 
 def _finish_gradients(at: Spelling, node: frame.FinishGradients, part: str) -> list[str]:
-    """Each lane's rows of the stage's weight gradients: stored, and added up by the lane that comes last of those with the same."""
+    """Store each lane's rows of the weight gradients; the last lane to arrive with the same rows adds them up."""
     arrived = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(node.arrived)} + (slab * kLanes + group) * 128)"
     lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], workers / kLanes, {part}, 1 + group}};"]
     for g, result, sums in node.gradients:
@@ -249,11 +243,8 @@ def _combine_columns(at: Spelling, total: frame.PanelSumStart, result: Result, s
         out = f"static_cast<u8*>({out}) + slab * {total.columns * pointwise.ITEM_SIZE[result.dtype]}"
     element = pointwise.ELEMENT[result.dtype]
     combine = f"{name(total.sums)}.combine<{element}>({out}, partial{k}, finish.workers, {total.columns});"
-    # Where the stage is split by the other operand, all of its CTAs have the same sums.
+    # If the stage is split by the other operand, all of its CTAs have the same sums.
     return combine if total.slabs or split == 1 else f"if (slab == 0) {combine}"
-
-
-# -- loader
 
 
 def _loader(at: Spelling, code: LoadResident | LoadStreamed | LoadBlocks) -> list[str]:
@@ -295,7 +286,7 @@ def _blocks(at: Spelling, code: LoadBlocks) -> list[str]:
 
 
 def _part(part: frame.Blocks) -> list[str]:
-    """Iterations that follow each other lie one behind the other."""
+    """The loader's code for the weights of a loop, whose iterations are adjacent in memory."""
     calls = [f"stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in part.runs]
     if part.seen is None:
         starts = [f"const u8* from{k} = of{k} + {first}ll;" for k, first, _ in part.places]
@@ -324,28 +315,24 @@ def _streamed(code: LoadStreamed) -> list[str]:
     return [*lines, "}"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A laid-out kernel as one short ``.cu`` file, which is meant to be read.
-#
-# Comes in: ``Layout`` and the kinds of its stages. Goes out: CUDA C++ that includes ``kitsune/kitsune.h`` and nothing else.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- A kernel of one phase --------------------------------------------------------------------------------------------------------
 
 
-def source(at: Layout, found: list[Kind]) -> str:
+def source(at: Layout, kinds: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
-    head = f"// {at.name}: {told(at)}\n{INCLUDES}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
-    fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # in whose memory a sink finds the identity
+    head = f"// {at.name}: {summary(at)}\n{INCLUDES}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
+    fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # their memory becomes that of the results
     fields += [] if at.fetch is None else [f"{at.fetch.declared};"]
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
     fields += ["u8* workspace;", "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
-    return "\n".join([head, struct("Params", fields), *roles(at, found), "}  // namespace\n", _entry(at)])
+    return "\n".join([head, struct("Params", fields), *roles(at, kinds), "}  // namespace\n", _entry(at)])
 
 
 INCLUDES = '#include "kitsune/kitsune.h"\n\nnamespace {\n\nusing namespace kitsune;\n\n'
 
 
-def told(at: Layout) -> str:
-    """What a reader wants to know of a part first."""
+def summary(at: Layout) -> str:
+    """The first comment of a part: its rows, arrangement and stages."""
     p, a = at.program, at.a
     how, stages = "spatial" if a.spatial else "vertical", ", ".join(s.name for s in p.stages)
     return f"{p.rows} rows, {how}, {a.instances(p)} instances of {a.ctas} CTAs, {a.lanes} lanes; stages {stages}"
@@ -357,11 +344,11 @@ def constants(at: Layout) -> str:
         return sizes
     rows = at.program.rows // max(1, at.program.batches)
     sizes += f"constexpr u32 kBatchTiles = {at.batch_tiles};\nconstexpr i64 kBatchRows = {rows};\n"
-    return f"{sizes}constexpr u32 kTogether = {at.together};\n"
+    return f"{sizes}constexpr u32 kTogether = {at.batches_at_once};\n"
 
 
 def params(at: Layout) -> list[str]:
-    """What a part reads, in the order of its operands."""
+    """The fields of a part's operands, in their order."""
     fields = [f"const void* in{k};" for k in at.operands.inputs]
     fields += [f"const u8* weights{k};" for k in range(len(at.operands.groups))]
     fields += ["const float* vectors;"] if at.operands.vectors else []
@@ -372,15 +359,15 @@ def struct(name: str, fields: list[str]) -> str:
     return f"struct {name} {{\n" + "".join(f"  {f}\n" for f in fields) + "};\n"
 
 
-def roles(at: Layout, found: list[Kind]) -> list[str]:
-    """The code of a part, whose ``Params`` are known: its barriers (``Header``, ``init``), the roles ``load`` and ``consume``."""
-    consumers, loaders = zip(*(functions(at.program, kind) for kind in found), strict=True)
-    parts = [_header(at), *(_places(kind) for kind in found if kind.fields), *consumers, *loaders]
-    if len(found) < len(at.stages):
-        parts.append(_role_table(at, found))
-    given, ranks = "const Params& p, Header& header, u8* base, Share share", _ranks(at, found)
-    load = [*ranks, *_calls(at, found, "load{s}(p, header, base, share, {slab}{at});")]
-    consume = [*ranks, *_calls(at, found, "consume{s}(p, header, base, share, group, instance, {slab}{at});")]
+def roles(at: Layout, kinds: list[Kind]) -> list[str]:
+    """The code of a part after its ``Params``: its barriers (``Header``, ``init``) and its roles (``load``, ``consume``)."""
+    consumers, loaders = zip(*(functions(at.program, kind) for kind in kinds), strict=True)
+    parts = [_header(at), *(_places(kind) for kind in kinds if kind.fields), *consumers, *loaders]
+    if len(kinds) < len(at.stages):
+        parts.append(_role_table(at, kinds))
+    given, ranks = "const Params& p, Header& header, u8* base, Share share", _ranks(at, kinds)
+    load = [*ranks, *_calls(at, kinds, "load{s}(p, header, base, share, {slab}{at});")]
+    consume = [*ranks, *_calls(at, kinds, "consume{s}(p, header, base, share, group, instance, {slab}{at});")]
     return [*parts, _init(at), _function(f"load({given})", load), _function(f"consume({given}, u32 group)", consume)]
 
 
@@ -388,10 +375,10 @@ def _function(title: str, lines: list[str]) -> str:
     return "\n".join([f"KITSUNE_DEVICE void {title} {{", *(f"  {line}" for line in lines), "}\n"])
 
 
-def _ranks(at: Layout, found: list[Kind]) -> list[str]:
-    """This CTA's place in its pipeline, and what it runs."""
+def _ranks(at: Layout, kinds: list[Kind]) -> list[str]:
+    """Declares this CTA's place in its pipeline instance, and its role."""
     place = f"const u32 instance = share.block / {at.a.ctas}, rank = share.block % {at.a.ctas};"
-    return [place, "(void)instance, (void)rank;", *(["const Role role = kRoles[rank];"] if len(found) < len(at.stages) else [])]
+    return [place, "(void)instance, (void)rank;", *(["const Role role = kRoles[rank];"] if len(kinds) < len(at.stages) else [])]
 
 
 def _header(at: Layout) -> str:
@@ -410,7 +397,7 @@ def _header(at: Layout) -> str:
 
 
 def _most_staged(at: Layout) -> int:
-    """Staged arrays of the stage that has most."""
+    """The largest number of staged arrays of a stage."""
     return max(len(stage.shape.staged) for stage in at.stages)
 
 
@@ -424,8 +411,8 @@ def _places(kind: Kind) -> str:
     return "\n".join([*lines, "};\n"])
 
 
-def _role_table(at: Layout, found: list[Kind]) -> str:
-    """For kernels in which stages share code: what the CTA of each rank runs."""
+def _role_table(at: Layout, kinds: list[Kind]) -> str:
+    """The table of what the CTA of each rank runs, for kernels in which stages share code."""
     lines = [
         "// What each CTA of an instance runs: the functions of a kind of stages, named for the first of them, with a row of its",
         "// places, on a slab.",
@@ -434,7 +421,7 @@ def _role_table(at: Layout, found: list[Kind]) -> str:
         "};",
         "KITSUNE_CONSTANT Role kRoles[] = {",
     ]
-    where = {s: (kind.number, place) for kind in found for place, s in enumerate(kind.stages)}
+    where = {s: (kind.number, place) for kind in kinds for place, s in enumerate(kind.stages)}
     for s in range(len(at.stages)):
         kind, place = where[s]
         roles = ", ".join(f"{{{kind}, {place}, {slab}}}" for slab in range(at.a.split[s]))
@@ -443,7 +430,7 @@ def _role_table(at: Layout, found: list[Kind]) -> str:
 
 
 def _init(at: Layout) -> str:
-    """Of the barriers, by one thread."""
+    """The function in which one thread initialises the barriers."""
     lines = ["init_resident(header.resident);", 'name(&header.resident, "resident");']
     for k in range(_most_staged(at)):
         init = f"StagedRows<u8, 1>::init(header.staged[{k}][l])"
@@ -464,7 +451,7 @@ def _init(at: Layout) -> str:
 
 def _entry(at: Layout) -> str:
     sync = "cluster_sync();" if at.a.cluster > 1 else "block_sync();"
-    # CTAs beyond those that have tiles only ask for weights.
+    # CTAs beyond those that have tiles only prefetch weights.
     share, mine = ("Share::all()", "") if at.grid == at.working else (f"Share::of(0, {at.working}, {at.a.ctas})", "share.is_mine()")
     lines = [
         f"static_assert(sizeof(Header) <= {at.header_bytes});\n",
@@ -494,45 +481,43 @@ def _entry(at: Layout) -> str:
     return "\n".join(lines)
 
 
-def _calls(at: Layout, found: list[Kind], call: str) -> list[str]:
-    """The call for each CTA's stage."""
-    lines, shares = [], len(found) < len(at.stages)
-    for k, kind in enumerate(found):
+def _calls(at: Layout, kinds: list[Kind], call: str) -> list[str]:
+    """Calls the function of the stage that the CTA runs."""
+    lines, shares = [], len(kinds) < len(at.stages)
+    for k, kind in enumerate(kinds):
         first, split = at.a.first_rank(kind.number), at.a.split[kind.number]
         place = f", kPlaces{kind.number}[role.place]" if kind.fields else ""
         slab = "0" if split == 1 else "role.slab" if shares else f"rank - {first}"
         text = call.format(s=kind.number, slab=slab, at=place)
-        if len(found) == 1:
+        if len(kinds) == 1:
             return [text]
         word = "if" if k == 0 else "else if"
         mine = f"role.kind == {kind.number}" if shares else f"rank < {first + split}"
-        lines.append(f"{word} ({mine}) {text}" if k + 1 < len(found) else f"else {text}")
+        lines.append(f"{word} ({mine}) {text}" if k + 1 < len(kinds) else f"else {text}")
     return lines
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A kernel of several phases as one ``.cu`` file.
-#
-# Comes in: ``CallLayout`` and the kinds of the stages of each part. Goes out: CUDA C++. A part is a namespace with what a kernel
-# of its own would have. Parts with the same text are one namespace, and those of one phase a loop, so that the updates of thirty
-# parameters are compiled once. In the kernel each role runs the parts in their order. Between two parts the CTA meets, between
-# two phases the grid.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- A kernel of several phases ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """The parts that run the same code, in the order of their phases. ``types``: of the pointers of its Params."""
+    """Parts that run the same code, in the order of their phases. ``types``: of the pointers of their ``Params``."""
 
     name: str
     text: str
     types: tuple[str, ...]
-    members: tuple[LaidOut, ...]
+    members: tuple[PartLayout, ...]
 
 
-def source_of_phases(call: CallLayout, found: list[list[Kind]]) -> str:
-    """The source of the kernel ``kitsune_region``."""
-    groups, a = _groups(call, found), call.parts[0].layout.a
+def source_of_phases(call: CallLayout, kinds: list[list[Kind]]) -> str:
+    """The source of the kernel ``kitsune_region``.
+
+    A part is a namespace with the contents of a kernel of its own. Parts with the same text share one namespace, and those of one
+    phase run in a loop, so that the updates of thirty parameters are compiled once. Every role runs the parts in their order. There
+    is a barrier of the CTA between two parts, and one of the grid between two phases.
+    """
+    groups, a = _groups(call, kinds), call.parts[0].layout.a
     phases = len({part.phase for part in call.parts})
     head = [
         f"// {call.name}: {len(call.parts)} parts in {phases} phases, {call.grid} CTAs, {a.lanes} lanes",
@@ -546,35 +531,33 @@ def source_of_phases(call: CallLayout, found: list[list[Kind]]) -> str:
     return "\n".join([*head, *spaces, params, headers, *given, "}  // namespace\n", _entry_of_phases(call, groups)])
 
 
-def _groups(call: CallLayout, found: list[list[Kind]]) -> list[_Group]:
-    """In the order of their first parts."""
+def _groups(call: CallLayout, kinds: list[list[Kind]]) -> list[_Group]:
+    """The groups of parts, in the order of their first parts."""
     by_text: dict[str, list[int]] = {}
-    for k, (part, kinds) in enumerate(zip(call.parts, found, strict=True)):
-        by_text.setdefault(_text(part, kinds), []).append(k)
+    for k, (part, own) in enumerate(zip(call.parts, kinds, strict=True)):
+        by_text.setdefault(_text(part, own), []).append(k)
     return [
         _Group(f"part{members[0]}", text, _types(call.parts[members[0]]), tuple(call.parts[k] for k in members))
         for text, members in by_text.items()
     ]
 
 
-def _text(part: LaidOut, kinds: list[Kind]) -> str:
+def _text(part: PartLayout, kinds: list[Kind]) -> str:
     at = part.layout
     fields = [*params(at), *(f"void* out{k};" for k in range(len(at.program.outputs)))]
     fields += ["u8* workspace;", "u8* counters;", "KITSUNE_DEVICE u8* zeroed() const { return counters; }"]
-    head = f"// {told(at)}\n{constants(at)}"
+    head = f"// {summary(at)}\n{constants(at)}"
     return "\n".join([head, struct("Params", fields), *roles(at, kinds)])
 
 
-def _types(part: LaidOut) -> tuple[str, ...]:
+def _types(part: PartLayout) -> tuple[str, ...]:
     given = [field.rsplit(" ", 1)[0] for field in params(part.layout)]
     return (*given, *("void*" for _ in part.layout.program.outputs), "u8*", "u8*")
 
 
-# -- what a part is given
-
-
 def _given(call: CallLayout, group: _Group) -> str:
-    """Where the pointers of a part point to. What an earlier phase writes is read behind the barrier, so its pointer is opaque."""
+    """The function that makes the ``Params`` of a part. Pointers to data of earlier phases are opaque: it is read after the
+    barrier."""
     opaque = [any(s.made for s in sources) for sources in zip(*(m.sources for m in group.members), strict=True)]
     if len(group.members) == 1:
         lines, pointers = list[str](), [_pointer(call, s, t) for s, t in zip(group.members[0].sources, group.types, strict=True)]
@@ -598,7 +581,7 @@ def _pointer(call: CallLayout, source: Source, type_: str) -> str:
 
 
 def _table(group: _Group) -> str:
-    """For each member its CTAs and the pointers that it is given."""
+    """The table of the CTAs and pointers of each member of a group."""
     name = group.name.title()
     lines = [f"struct {name} {{", "  u32 first, ctas;", f"  Pointer pointers[{len(group.types)}];", "};"]
     lines.append(f"KITSUNE_CONSTANT {name} k{name}[] = {{")
@@ -606,9 +589,6 @@ def _table(group: _Group) -> str:
         pointers = ", ".join(f"{{{s.buffer}, {s.byte}}}" for s in m.sources)
         lines.append(f"    {{{m.first}, {m.ctas}, {{{pointers}}}}},")
     return "\n".join([*lines, "};"])
-
-
-# -- the kernel
 
 
 def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
@@ -649,7 +629,7 @@ def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
 
 
 def _role(call: CallLayout, groups: list[_Group], run: str, end_of_phase: Callable[[int], list[str]]) -> list[str]:
-    """The parts in their order, with what comes behind phase number n of them: ``end_of_phase(n)``."""
+    """The parts in their order; ``end_of_phase(n)`` is the code between phases n and n + 1."""
     phases = sorted({part.phase for part in call.parts})
     lines: list[str] = []
     for n, phase in enumerate(phases):
@@ -664,7 +644,7 @@ def _role(call: CallLayout, groups: list[_Group], run: str, end_of_phase: Callab
 
 
 def _run(call: CallLayout, group: _Group, members: list[int], run: str) -> list[str]:
-    """Those ``members`` of the group, which follow each other."""
+    """Runs ``members`` of the group, which are consecutive."""
     ctas, name = group.members[0].layout.a.ctas, group.name
     if len(group.members) == 1:
         place, member, params = f"{group.members[0].first}, {group.members[0].ctas}", "0", f"{name}_params(p)"

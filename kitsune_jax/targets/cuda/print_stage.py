@@ -1,4 +1,7 @@
-"""What a lane does with a tile, as C++, node by node of the device IR."""
+"""Printing the nodes of the device IR as C++: what a lane does with a tile.
+
+Comes in: nodes of ``ir.py``. Goes out: lines of C++. Nothing is decided here.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,9 @@ from collections.abc import Iterable
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda.ir import Address, BlockLoop, Constant, Expr, Keep, Node, Ref
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops over the blocks of a tile as C++: names, expressions of elements and rows, and what is done block by block.
-#
-# Comes in: nodes of the device IR. Goes out: lines. Nothing is decided here.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Loops over the blocks of a tile ----------------------------------------------------------------------------------------------
 
-# An element (h, c = 2 * (ii >> 1) + e of block b) of an object, by how the object holds its elements.
+# The text that reads an element (h, c = 2 * (ii >> 1) + e of block b) of an object, by the form of the object.
 READS = {
     "scalar": "{name}",
     "row": "{name}[h]",
@@ -27,7 +26,7 @@ READS = {
     "index": "static_cast<i32>(bits({name}[c]))",
     "word of image": "from_word<{type}>({name}[2 * ii + e])",
     "pair of image": "unpack<{element}>({name}[ii], e)",
-    # both elements of a pair, as they are
+    # both elements of a pair as one word
     "pair of registers": "{name}[b * {pairs} + ii]",
     "pair of block": "{name}[ii]",
     "pair of rows": "{name}[ii & 1][ii >> 1]",
@@ -43,7 +42,7 @@ def each_row(statement: str) -> list[str]:
 
 
 class Spelling:
-    """Text of expressions. ``fields``: the constants that stand in a table, by name and key; others are literals."""
+    """Text of expressions. ``fields``: constants, by name and key, that are read from a table; others are literals."""
 
     def __init__(self, fields: frozenset[tuple[str, object]] = frozenset()):
         self.fields = fields
@@ -100,11 +99,11 @@ class Spelling:
         raise AssertionError(f"{x} is no expression")
 
     def of_row(self, x: Expr, h: int) -> str:
-        """The expression of a row value, for one of the thread's two rows."""
+        """The expression of a row value for row ``h`` of the thread's two rows."""
         return self.expression(x).replace("[h]", f"[{h}]")
 
     def segment_word(self, runs: Ref, how: str, dtype: str, x: str) -> str:
-        """What a row adds to its segment: nothing, where it has none."""
+        """The word that a row adds to its segment: the fold's identity if it belongs to none."""
         type_ = pointwise.COMPUTE[dtype]
         return f"to_word({name(runs)}.inside[h] ? {type_}({x}) : {self.expression(ir.Identity(how, dtype))})"
 
@@ -117,8 +116,8 @@ def _block(shift: int) -> str:
 
 
 def _from(slab: int, groups: int, rows: ir.Rows, width: int, block: str) -> str:
-    """What a slab of ``groups`` adds to the columns of block ``block`` of ``rows``: a group of it begins where that of the rows
-    does, and so many columns further on for each CTA before."""
+    """The offset of block ``block`` of a slab in the columns of ``rows``. A slab has a part of each of ``groups`` groups of
+    columns, and each CTA's part follows that of the CTA before."""
     if not slab:
         return ""
     each, blocks = slab // groups, tiles.blocks(width) // groups
@@ -144,7 +143,7 @@ def _store_rows(rows: ir.Rows, owned: int, column: str, out: str) -> str:
 
 
 def _offset(rows: ir.Rows) -> str:
-    """C++ lambda: element offset of a logical column of an array whose columns do not lie together."""
+    """A C++ lambda from a logical column to its element offset, for an array whose columns are not contiguous."""
     terms, inner = [], 1
     for extent, stride in rows.strides:
         terms.append(f"static_cast<i64>(column / {inner} % {extent}) * {stride}")
@@ -155,11 +154,11 @@ def _offset(rows: ir.Rows) -> str:
 class _Loop:
     def __init__(self, spelling: Spelling, loop: BlockLoop):
         self.spelling, self.loop = spelling, loop
-        self.pairs = tiles.owned(loop.width)  # of elements that a thread has in a block
-        self.ahead: list[str] = []  # in front of the loop
+        self.pairs = tiles.owned(loop.width)  # pairs of elements of a thread in a block
+        self.preamble: list[str] = []  # before the loop
         self.before: list[str] = []  # once per block
         self.element: list[str] = []
-        self.temporaries: list[str] = []  # both elements of a pair
+        self.temporaries: list[str] = []  # variables of both elements of a pair
         self.pair: list[str] = []  # after both elements of a pair
         self.after: list[str] = []  # once per block
 
@@ -169,7 +168,7 @@ class _Loop:
                 self._put(step)
             else:
                 self._fetch(step)
-        lines = [*self.ahead, "KITSUNE_UNROLL", f"for (int b = {self.loop.first}; b < {self.loop.last}; ++b) {{"]
+        lines = [*self.preamble, "KITSUNE_UNROLL", f"for (int b = {self.loop.first}; b < {self.loop.last}; ++b) {{"]
         lines += [f"  {line}" for line in self.before]
         lines += ["  KITSUNE_UNROLL", f"  for (int ii = 0; ii < {self.pairs}; ++ii) {{"]
         if self.element:
@@ -186,9 +185,10 @@ class _Loop:
         owned = self.pairs
         match step:
             case ir.MaskWords(ref, image, width):
-                self.ahead += [f"u32 {name(ref)}[{tiles.registers(width, 'bit')}];", "KITSUNE_UNROLL"]
+                self.preamble += [f"u32 {name(ref)}[{tiles.registers(width, 'bit')}];", "KITSUNE_UNROLL"]
                 vectors = tiles.image_vectors(width, "bit")
-                self.ahead.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({name(ref)}, i, {getter(image)}(i));")
+                vector = f"from_image_vector({name(ref)}, i, {getter(image)}(i))"
+                self.preamble.append(f"for (int i = 0; i < {vectors}; ++i) {vector};")
             case ir.ArrayBlock(ref, rows, shift, slab, groups):
                 type_, count = ("u32", owned // 2) if rows.pairs else (pointwise.COMPUTE[rows.dtype], owned)
                 first = _from(slab, groups, rows, slab or self.loop.width, _block(shift))
@@ -213,8 +213,6 @@ class _Loop:
         fill = f"for (int i = 0; i < {owned}; ++i) {x}[i] = from_word<{type_}>(bits({raw}[i]));"
         return [*lines, f"{type_} {x}[{owned}];", fill]
 
-    # -- what is done with the elements
-
     def _put(self, put: ir.Put) -> None:
         x, pairs, type_ = self.spelling.expression(put.x, self.pairs), self.pairs, pointwise.COMPUTE[put.dtype]
         inside = f"({self._first_column()} + c < {put.columns})" if put.columns != self.loop.width and not put.pair else ""
@@ -234,7 +232,7 @@ class _Loop:
                 self.element.append(f"rows.put(lane, h, {column} + {self._first_column()} + c, to_word({x}));")
             case ir.ToSegments(_, ref, how, dtype, runs):
                 runs = runs or Ref("runs", ref.of)
-                # Columns beyond the value's are folded as well, and not stored.
+                # Columns beyond the value's are folded too, but not stored.
                 word = self.spelling.segment_word(runs, how, dtype, x)
                 self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {pairs} + c, {word});")
                 self.after.append(f"{name(ref)}.block(rows, {name(runs)}, b);")
@@ -258,7 +256,7 @@ class _Loop:
 
     def _keep(self, keep: Keep, put: ir.Put, x: str, inside: str, type_: str) -> None:
         ref, pairs, to, block = name(keep.ref), self.pairs, keep.to, _block(keep.first)
-        own = f"{ref}_{-keep.first}" if keep.first < 0 else ref  # several parts of ``ref`` are made in one loop
+        own = f"{ref}_{-keep.first}" if keep.first < 0 else ref  # one loop makes several parts of ``ref``
         if inside:
             x = f"{inside} ? {x} : {type_}(0)"
         if keep.form == "pair":
@@ -278,7 +276,7 @@ class _Loop:
             self.after += ["KITSUNE_UNROLL", f"for (int i = 0; i < {vectors}; ++i) {put_vector}"]
 
     def _pack(self, ref: str, word: str, put: ir.Put, x: str) -> None:
-        """Both elements of a pair as a word."""
+        """Packs both elements of a pair into a word."""
         if put.pair:
             self.pair.append(f"{word} = {x};")
             return
@@ -288,7 +286,7 @@ class _Loop:
 
 
 def getter(image: Ref) -> str:
-    """What gives vector i of an image or of an entry of a queue."""
+    """The C++ function that returns vector i of an image or of a queue's entry."""
     return f"{name(image)}.get" if image.kind == "image" else name(image)
 
 
@@ -296,11 +294,7 @@ def putter(image: Ref) -> str:
     return f"{name(image)}.put" if image.kind == "image" else name(image)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Products for each row as C++.
-#
-# Comes in: nodes of ``ir.py``. Goes out: lines. Nothing is decided here.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Products for each row --------------------------------------------------------------------------------------------------------
 
 
 def product_lines(at: Spelling, node: Node) -> list[str]:
@@ -365,11 +359,7 @@ def _copies(operand: str, x: ir.RowOperand) -> list[str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What a lane does with a tile, as C++, node by node.
-#
-# Comes in: nodes of the device IR. Goes out: lines. Nothing is decided here.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Nodes of a tile --------------------------------------------------------------------------------------------------------------
 
 
 def lines(at: Spelling, nodes: Iterable[Node]) -> list[str]:
@@ -505,7 +495,7 @@ def _queues(at: Spelling, node: Node) -> list[str]:
 
 
 def _count(queue: Ref) -> str:
-    """Which entry of a queue is meant: a tile has one of each, and a ring of an exchange counts its own."""
+    """The counter of a queue's entries: a tile has one entry of each queue, but a ring of an exchange counts its own."""
     return f"n_{name(queue)}" if queue.kind == "exchange" else "n"
 
 
@@ -523,7 +513,7 @@ def _segments(at: Spelling, node: Node) -> list[str]:
             runs = runs or Ref("runs", ref.of)
             x = at.segment_word(runs, how, dtype, at.expression(row))
             return [
-                # The block has 8 columns, which are folded alike.
+                # The block has 8 columns, all with the same number.
                 *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {x});"),
                 f"{name(ref)}.block(rows, {name(runs)}, 0);",
             ]
@@ -600,7 +590,7 @@ def _operand(o: ir.Operand) -> str:
 
 
 def _setup(at: Spelling, node: Node) -> list[str]:
-    """Once per kernel, or once per tile in front of everything."""
+    """Nodes that run once per kernel, or once per tile before all others."""
     match node:
         case ir.LoadScalar(ref, dtype, address, once):
             type_, where = pointwise.COMPUTE[dtype], f"{'p.' if once else ''}{at.address(address)}"
@@ -642,7 +632,7 @@ def _setup(at: Spelling, node: Node) -> list[str]:
 
 
 def seen_blocks(at: Spelling, node: ir.SeenBlocks) -> str:
-    """Consumers and the loader know the first and the last row of the batch that the lanes of the CTA have."""
+    """``SeenBlocks`` of the first and last row of the batch that the lanes of the CTA have, for consumers and for the loader."""
     low, high = (("false", 0) if bound is None else ("true", bound) for bound in (node.low, node.high))
     template = f"{node.inner}, {node.extent}, {node.step}, {low[0]}, {low[1]}, {high[0]}, {high[1]}"
     rows = f"rows_at.first, rows_at.last, {node.count}"
@@ -658,7 +648,7 @@ def _panel_type(panel: ir.Panel) -> str:
 
 
 def _axes(extents: tuple[int, ...]) -> list[str]:
-    """The index along each stream axis of the thread's two rows: the row in mixed radix, the last axis fastest."""
+    """The index along each stream axis of the thread's two rows: the mixed-radix digits of the row, the last axis fastest."""
     if len(extents) == 1:
         return ["const i64 axis0[2] = {row[0], row[1]};"]
     found, inner = [], 1
