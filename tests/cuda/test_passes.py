@@ -14,7 +14,7 @@ from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.lower import arrangement
 from kitsune_jax.targets.cuda.stage import fitting
-from kitsune_jax.targets.cuda.stage.evaluation import Shape
+from kitsune_jax.targets.cuda.stage.builder import Shape
 from tests.support.cuda_run import Subject, arrangements, subject
 
 V = [Ref("v", k) for k in range(4)]
@@ -67,7 +67,7 @@ def of() -> Subject:
 def lowered(of: Subject, shape: Shape) -> fitting.Lowered:
     plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes1"]
     program = of.program(plan)
-    return fitting._Fitter(program, 0, arrangement(plan, program)).lower(shape)
+    return fitting._Fitter(program, 0, arrangement(plan, program)).lower_stage(shape)
 
 
 @pytest.mark.parametrize("columns", [64, 128])

@@ -145,7 +145,7 @@ def test_a_table_that_takes_most_of_the_shared_memory(width: int, n: int, kind: 
 
 def test_a_table_that_does_not_fit_is_refused_with_a_reason() -> None:
     n = tiles.MOST_TABLE_BYTES // (4 * 32)
-    with pytest.raises(CannotLower, match="not sorted into .* rows of 32: a lane holds 196608 bytes"):
+    with pytest.raises(CannotLower, match="unsorted indices into .* rows of 32 columns: a lane's table has 196608 bytes"):
         lower.generate_kernel(summed(100, 32, n), by_hand(summed(100, 32, n), 900, 1, 1), "program")
 
 

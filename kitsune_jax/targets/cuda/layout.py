@@ -24,7 +24,7 @@ from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, RowMemory, TopsStar
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.stage import facts, fitting, simplify
-from kitsune_jax.targets.cuda.stage.evaluation import queue_form
+from kitsune_jax.targets.cuda.stage.builder import queue_form
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
 
 # --- Layout -----------------------------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def _plans_of_blocks(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | N
 def _plan_of_lanes(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int) -> GpuPlan:
     """The plan of CTAs with ``lanes`` lanes, which take ``lanes`` tiles of one batch in a round."""
     machine, body = gpu.machine, program.stages[0].body
-    coarse = facts.coarse(program, body)
+    coarse = facts.coarse_exponentials(program, body)
     work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
     wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
     sample, rounds, seconds, fetched = _sample_rounds(wide), wide.tiles, list[float](), 0.0

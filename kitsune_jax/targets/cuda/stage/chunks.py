@@ -1,4 +1,10 @@
-"""Passes over the nodes of a stage: loops and products in chunks of columns, and lanes that take turns on the tensor cores."""
+"""Passes over the nodes of a stage: loops and products expanded in chunks of columns, and lanes in ping-pong.
+
+Comes in: the nodes of a stage. Goes out: nodes without ``Evaluate`` and ``SingleColumn``, in which each product is issued chunk by
+chunk and awaited before its results are read. Invariants: if two chunks are in flight, a ring of weights holds both; columns beyond
+the logical ones are zero in all values that are kept or passed on, because a later matmul multiplies them by zero, and NaN would
+survive that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Operand, Read, Ref, ToPanel
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
-from kitsune_jax.targets.cuda.stage.evaluation import (
+from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
     InArray,
     InImage,
@@ -25,33 +31,27 @@ from kitsune_jax.targets.cuda.stage.evaluation import (
     Value,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops and products spelled out: a pass from ``Evaluate`` and ``SingleColumn`` to what happens block by block.
-#
-# Comes in: the nodes of a stage. Goes out: nodes in which a product is issued chunk of columns by chunk, and waited for before
-# its results are read; between two such events a loop is cut, and so it is where its sources change. Each element's operators are
-# listed once. Invariants: where two chunks are in flight, a ring of weights holds both; columns beyond the logical ones are zero
-# in whatever is kept or handed on, because a later matmul multiplies them by zero and NaN would survive that.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Chunks of columns ------------------------------------------------------------------------------------------------------------
 
 _GROUP = 2  # Product::kGroup
 Homes = dict[int, Value]
 
 
-def spell_out_chunks(
+def expand_chunks(
     nodes: Sequence[Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
 ) -> tuple[Node, ...]:
-    """``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may be in flight."""
-    spelled = _Chunks(weights, resident, depth, overlap)
-    found = tuple(spelled.of(nodes))
-    if spelled.exchanges.keys() != spelled.met:
+    """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may
+    be in flight."""
+    expansion = _Chunks(weights, resident, depth, overlap)
+    found = tuple(expansion.of(nodes))
+    if expansion.exchanges.keys() != expansion.awaited:
         raise CannotLower("columns of other CTAs that no product waits for have no code on the GPU")
     return found
 
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """Chunks of a product so far; ``done``: blocks of K that are complete once one has been issued."""
+    """Chunks of a product issued and completed so far; ``done``: blocks of K that are complete when a chunk has been issued."""
 
     issued: int = 0
     completed: int = 0
@@ -63,13 +63,13 @@ class _Chunks:
         self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
         self.state: dict[int, _State] = {}
         self.nodes: list[Node] = []
-        self.homes: Homes = {}  # of what the loop at hand reads
+        self.homes: Homes = {}  # of the values that the current loop reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
-        self.loop = NO_LOOP  # the number of the loop around what is spelled out
+        self.loop = NO_LOOP  # the number of the loop around the current nodes
         self.counter = itertools.count()
-        self.exchanges: dict[Ref, int] = {}  # rings between the CTAs of a cluster -> the loop in whose steps they have an entry
-        self.met: set[Ref] = set()  # those that have been waited for
-        self.crowded = False  # are the chunks of the products that are in flight together more than the ring holds?
+        self.exchanges: dict[Ref, int] = {}  # ring between the CTAs of a cluster -> the loop whose steps have an entry in it
+        self.awaited: set[Ref] = set()  # the rings that have been waited for
+        self.crowded = False  # do the products in flight have more chunks than the ring holds?
 
     def of(self, nodes: Iterable[Node]) -> list[Node]:
         outer, self.nodes = self.nodes, []
@@ -91,12 +91,10 @@ class _Chunks:
                     if isinstance(node, ir.Entry) and node.queue.kind == "exchange":
                         self.exchanges[node.queue] = self.loop
                     if isinstance(node, ir.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
-                        self.met.add(node.queue)
+                        self.awaited.add(node.queue)
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
         return found
-
-    # -- loops
 
     def _evaluate(self, loop: ir.Evaluate) -> None:
         homes = dict(loop.homes)
@@ -104,8 +102,8 @@ class _Chunks:
         self.homes = homes
         self.nodes += _declarations(loop, homes)
         masks: dict[int, Ref] = {}
-        cuts = _cuts(loop, homes, products)
-        for first, last in itertools.pairwise(cuts):
+        borders = _borders(loop, homes, products)
+        for first, last in itertools.pairwise(borders):
             if products:
                 self._advance(products, first)
             self.nodes.append(_Blocks(loop, homes, first, last, masks, self.counter).loop())
@@ -117,22 +115,20 @@ class _Chunks:
             if isinstance(a, Keep) and a.form == "bit" and a.to:
                 self.nodes.append(ir.PutMask(a.ref, a.to, loop.width))
 
-    # -- products
-
     def _advance(self, products: Sequence[Multiply], first: int) -> None:
-        """Makes the chunks of ``products`` that hold block ``first`` available, and issues the next ones where that is allowed."""
+        """Make the chunks of ``products`` that hold block ``first`` available, and issue the next ones if that is allowed."""
         self.crowded = not self.resident and sum(p.shape.k_chunks for p in products) > self.depth
         for p in products:
             if self._state(p).issued <= _chunk_of(p, first):
                 self._issue(p)
-        ahead = len(products) == 1 and self._may_overlap(products[0])
-        if ahead:
+        next_too = len(products) == 1 and self._may_overlap(products[0])
+        if next_too:
             self._issue(products[0])
         rolling = any(self._rolling(p) for p in products)
         for k, p in enumerate(products):
             state = self._state(p)
             if state.completed <= _chunk_of(p, first):
-                pending = 1 if ahead else 0 if rolling else len(products) - 1 - k
+                pending = 1 if next_too else 0 if rolling else len(products) - 1 - k
                 owners = tuple(o.owner for o in p.operands)
                 ref = _accumulators(p, state.completed)
                 self.nodes.append(ir.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
@@ -142,7 +138,7 @@ class _Chunks:
         return self.state.setdefault(p.product, _State())
 
     def _rolling(self, p: Multiply) -> bool:
-        """Does the product wait as it goes?"""
+        """Must the product wait between its blocks of K?"""
         return self.crowded or any(o.fetched for o in p.operands)
 
     def _may_overlap(self, p: Multiply) -> bool:
@@ -150,7 +146,7 @@ class _Chunks:
         if self._rolling(p) or state.issued >= len(shape.chunks) or state.issued - state.completed > 1 or not self.overlap:
             return False
         if any(o.kind == "copy" for o in p.operands) or all(o.kind in ("array", "rows") for o in p.operands):
-            return False  # ptxas (13.0, 13.5) then puts a wait between the two, and may serialise the whole kernel (C7517, C7518)
+            return False  # ptxas (13.0, 13.5) would put a wait between the two, or serialise the whole kernel (C7517, C7518)
         return self.resident or 2 * shape.k_chunks <= self.depth
 
     def _issue(self, p: Multiply) -> None:
@@ -162,48 +158,35 @@ class _Chunks:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
             weights = ir.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
-        for o in map(self._awaited, p.operands):
+        for o in map(self._with_wait, p.operands):
             feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
-            if rolling:  # what ``Product`` waits for, in numbers
+            if rolling:  # the numbers of blocks that ``Product`` waits for
                 done = last if o.fetched else first + (-(-(last - first) // _GROUP) - 1) * _GROUP
             first = last
         state.done = done
         bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
         if p.start is not None:
             self._start(p, chunk)
-        # Of one operand at a time: a product waits for what it has fetched of one before it fetches the next.
+        # Fragments of one operand at a time: a product waits for those of one operand before it loads the next.
         fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
-        self.nodes.append(
-            ir.Issue(
-                ref,
-                columns,
-                shape.dtype,
-                rolling,
-                weights,
-                bias,
-                tuple(feeds),
-                p.weight,
-                chunk,
-                shape.k_chunks,
-                columns // 2 + fragments,
-                p.start is not None,
-            )
-        )
+        registers = columns // 2 + fragments
+        product = p.weight, chunk, shape.k_chunks, registers, p.start is not None
+        self.nodes.append(ir.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
         state.issued += 1
 
-    def _awaited(self, o: Operand) -> Operand:
-        """``o``, told to wait for the columns of other CTAs where it is the first to multiply with them."""
-        if o.owner.kind != "exchange" or o.owner in self.met:
+    def _with_wait(self, o: Operand) -> Operand:
+        """``o``, which waits for the columns of other CTAs if it is the first to multiply with them."""
+        if o.owner.kind != "exchange" or o.owner in self.awaited:
             return o
         if self.exchanges[o.owner] != self.loop:
             raise CannotLower("columns of other CTAs that only an inner loop multiplies with have no code on the GPU")
-        self.met.add(o.owner)
+        self.awaited.add(o.owner)
         return dataclasses.replace(o, awaited=True)
 
     def _start(self, p: Multiply, chunk: int) -> None:
-        """What the product is added to, to the accumulators of ``chunk``."""
+        """Copy the value that the product is added to into the accumulators of ``chunk``."""
         assert p.start is not None
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
@@ -211,7 +194,7 @@ class _Chunks:
         self.nodes.append(_Blocks(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
-        """The loader brings streamed weights in the order in which the stage takes them."""
+        """Raise ``CannotLower`` if the loader could not bring the weights in the order in which the stage uses them."""
         if self.resident and recipe.slices is not None:
             raise CannotLower("weights that change from tile to tile do not stay in shared memory")
         if not self.resident and recipe.loop != self.loop:
@@ -225,7 +208,7 @@ def _product(homes: Homes, v: int) -> Multiply:
 
 
 def _blocks(p: Multiply) -> list[int]:
-    """How many blocks each chunk of columns has."""
+    """The number of blocks of each chunk of columns."""
     return [columns // tiles.block(p.shape.slab) for columns in p.shape.chunks]
 
 
@@ -238,7 +221,7 @@ def _accumulators(p: Multiply, chunk: int) -> Ref:
 
 
 def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
-    """Registers of the values that the loop keeps; of masks on their way into an image, too."""
+    """Registers of the values that the loop keeps, and of masks that it writes to images."""
     found: list[Node] = []
     for a in loop.actions:
         if isinstance(a, Keep) and not a.over and (a.form == "bit" or not a.to):
@@ -247,25 +230,26 @@ def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
     return found
 
 
-def _cuts(loop: ir.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
-    """Where a loop is cut, so that between two cuts every source lies in one place."""
-    cuts = {0, tiles.blocks(loop.width)}
+def _borders(loop: ir.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
+    """The blocks at which a loop is split, so that between two of them every source is in one place."""
+    borders = {0, tiles.blocks(loop.width)}
     for p in products:
-        cuts.update(itertools.accumulate(_blocks(p)))
+        borders.update(itertools.accumulate(_blocks(p)))
     todo, seen = [a.value for a in loop.actions], set[int]()
     while todo:
         v = todo.pop()
         match homes[v].home if v not in seen else None:
             case Parts(parts):
-                cuts.update(itertools.accumulate(blocks for _, _, blocks in parts))
+                borders.update(itertools.accumulate(blocks for _, _, blocks in parts))
             case Expression(_, operands):
                 todo += operands
         seen.add(v)
-    return sorted(cuts)
+    return sorted(borders)
 
 
 class _Blocks:
-    """The blocks [first, last) of a loop, between which nothing changes place. What is read is brought in once per block."""
+    """The loop over blocks [first, last), in which all sources stay in place. Each source is loaded once per block, and each
+    operator is listed once."""
 
     def __init__(
         self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, Ref], counter: itertools.count[int]
@@ -285,7 +269,7 @@ class _Blocks:
         return ir.BlockLoop(self.source.width, self.first, self.last, tuple(self.steps), tuple(self.reads))
 
     def _ready_pair(self, v: int) -> Expr | None:
-        """The word of a pair of 16-bit values that lie in this form already, zeros beyond the columns included."""
+        """The word of a pair of 16-bit values that is packed already, with zeros beyond the columns; or None."""
         dtype = self.homes[v].dtype
         match self.homes[v].home:
             case InRegisters(ref, "pair", owner):
@@ -299,7 +283,7 @@ class _Blocks:
         return None
 
     def _read(self, v: int, shift: int) -> Expr:
-        """An element of ``v``, whose block is b - shift."""
+        """An element of ``v``, in its block b - shift."""
         if (v, shift) not in self.known:
             self.known[v, shift] = self._element(v, shift)
         return self.known[v, shift]
@@ -361,7 +345,7 @@ class _Blocks:
         return Ref(kind, next(self.counter))
 
     def _fetch(self, v: int, shift: int, step: Callable[[Ref], ir.Step]) -> Ref:
-        """The name of a block of ``v``, which ``step`` brings in once."""
+        """The name of a block of ``v``, which ``step`` loads once."""
         if (v, shift) not in self.fetched:
             self.fetched[v, shift] = ref = self._name("x")
             self.steps.append(step(ref))
@@ -383,25 +367,23 @@ class _Blocks:
 
 
 def _without_value(action: Action) -> Action:
-    return dataclasses.replace(action, value=-1)  # the number of a value tells equal stages apart
+    return dataclasses.replace(action, value=-1)  # equal stages differ in the numbers of their values
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Lanes that take turns: while one multiplies, the others do what stands between their products.
-#
-# Comes in: the nodes of a stage whose loop has two products or more, one after the other (the scores of attention, and their
-# product with the values). Goes out: the same with ``Turn``s, as FlashAttention-3 has them (named barriers, arXiv 2407.08608,
-# section 3.1): a lane has its turn from the second product of an iteration to the first of the next one, and the softmax between
-# the two runs under the products of the other lanes. All lanes of the CTA must run the same loops as often; those on tiles of one
-# batch do. Without turns the lanes would multiply at the same time, and then all be in their softmax.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Ping-pong: while one lane multiplies, the others run the code between their products -----------------------------------------
 
 
-def with_turns(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
-    """``nodes``, and whether there was a loop in which to take turns."""
+def with_ping_pong(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
+    """``nodes`` with ``Turn``s in loops that have two products or more, one after the other; and whether there is such a loop.
+
+    As in FlashAttention-3 (named barriers, arXiv 2407.08608, section 3.1), a lane has its turn from the second product of an
+    iteration to the first of the next one, and the softmax between the two runs during the products of other lanes. Without turns
+    all lanes would multiply at the same time, and then all be in their softmax. All lanes of the CTA must run the loops equally
+    often, as lanes on tiles of one batch do.
+    """
     found: list[Node] = []
     for node in nodes:
-        body = _body(node.body) if isinstance(node, ir.CountedLoop) else None
+        body = _body_with_turns(node.body) if isinstance(node, ir.CountedLoop) else None
         if body is None:
             found.append(node)
         else:
@@ -410,8 +392,8 @@ def with_turns(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
     return tuple(found), len(found) > len(nodes)
 
 
-def _body(body: Sequence[Node]) -> tuple[Node, ...] | None:
-    """The body of a loop, entered with the turn and left with it; None where it has less than two products."""
+def _body_with_turns(body: Sequence[Node]) -> tuple[Node, ...] | None:
+    """The body of a loop that the lane enters and leaves with the turn; None if it has less than two products."""
     products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, ir.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]

@@ -1,4 +1,7 @@
-"""Instructions that move elements within a row: broadcasts, concatenations, slices, transposes, pads, and picks by an index."""
+"""Lowering of instructions that move elements within a row: broadcasts, concatenations, slices, transposes, pads, take and put.
+
+Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: a home for its result.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda.ir import Address, Expr, Keep, Ref, ToScratch
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
-from kitsune_jax.targets.cuda.stage.evaluation import (
-    Evaluation,
+from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
     InArray,
     InImage,
@@ -28,39 +30,38 @@ from kitsune_jax.targets.cuda.stage.evaluation import (
     Number,
     Parts,
     Splat,
+    StageBuilder,
     Value,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Columns that change places: broadcasts, concatenations, slices, transposes, pads, and columns that are their own index.
-#
-# Comes in: an instruction that only moves elements within a row. Goes out: a home for its result. What an instruction does is
-# found by running it on the *indices* of its operands' columns, so there is one rule for all of them: if whole blocks move,
-# nothing is emitted; else the warp's rows go through shared memory in the new order.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Moves ------------------------------------------------------------------------------------------------------------------------
 
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
 _FILL = -1
-_MOST_FOLDED = 128  # columns of a row that are folded into one of several: each is a load from shared memory
+_MOST_FOLDED = 128  # columns of a row that are folded into one of several, at a load from shared memory for each
 
 
-def rearrange(at: Evaluation, instr: Instr) -> None:
-    """Gives the result of ``instr`` a home. Raises ``CannotLower``."""
+def rearrange(at: StageBuilder, instr: Instr) -> None:
+    """Give the result of ``instr`` a home. Raises ``CannotLower``.
+
+    One rule covers all moves: the instruction is run on the *indices* of its operands' columns. If whole blocks move, no code is
+    emitted; otherwise the warp's rows pass through shared memory in the new order.
+    """
     if instr.kind == "iota":
         _iota(at, instr)
     elif instr.kind == "broadcast_in_dim" and _stationary(at, instr.inputs[0]):
         _broadcast_stationary(at, instr)
     elif instr.outputs[0] in at.facts.joined or instr.outputs[0] in at.facts.only_multiplied:
-        at.new(instr)  # only products read it, part by part
+        at.new(instr)  # only products read it, piece by piece
     else:
         _move(at, instr)
 
 
-def _stationary(at: Evaluation, v: int) -> bool:
+def _stationary(at: StageBuilder, v: int) -> bool:
     return not at.program.values[v].tile
 
 
-def _iota(at: Evaluation, instr: Instr) -> None:
+def _iota(at: StageBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     shape = tuple(instr["shape"])[1:]
     _check_width(instr, shape)
@@ -73,7 +74,7 @@ def _iota(at: Evaluation, instr: Instr) -> None:
 
 
 def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
-    """Indices are computed for every column, here, and those of a stationary array may be many."""
+    """Raise ``CannotLower`` for arrays that are too wide: this module computes indices for every column."""
     if math.prod(shape) > tiles.MOST_COLUMNS:
         raise CannotLower(f"{instr.kind} of {math.prod(shape)} columns: the GPU has code for {tiles.MOST_COLUMNS} at most")
 
@@ -83,7 +84,7 @@ def table(words: Any) -> VectorRecipe:
     return VectorRecipe(None, (), (), (len(table),), tiles.padded(len(table)), table=table)
 
 
-def _broadcast_stationary(at: Evaluation, instr: Instr) -> None:
+def _broadcast_stationary(at: StageBuilder, instr: Instr) -> None:
     value, (x,), (v,) = at.new(instr), instr.inputs, instr.outputs
     if x in at.literals:
         at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
@@ -92,17 +93,17 @@ def _broadcast_stationary(at: Evaluation, instr: Instr) -> None:
     at.settle(v, InVector(Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
 
 
-def is_vector(at: Evaluation, instr: Instr) -> bool:
-    """Does a broadcast make a vector (or scalar) of a stationary array?"""
+def is_vector(at: StageBuilder, instr: Instr) -> bool:
+    """Does the broadcast make a vector (or scalar) from a stationary array?"""
     return _stationary(at, instr.inputs[0]) and instr.inputs[0] not in at.literals
 
 
-def broadcast_recipe(at: Evaluation, instr: Instr) -> VectorRecipe:
-    """How a stationary value that ``instr`` broadcasts to every row becomes a vector."""
+def broadcast_recipe(at: StageBuilder, instr: Instr) -> VectorRecipe:
+    """The recipe of the vector for a stationary value that ``instr`` broadcasts to every row."""
     (x,) = instr.inputs
     t = at.program.values[instr.outputs[0]]
     shape, dims = at.program.values[x].shape, tuple(instr["dims"])
-    kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension takes one of extent 1
+    kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension has extent 1
     row_shape = tuple(instr["shape"])[1:]
     split, groups = at.split if at.is_slab(instr.outputs[0]) else 1, at.facts.slabs.get(instr.outputs[0], 1)
     width = tiles.padded(math.prod(t.shape) // split)
@@ -110,16 +111,16 @@ def broadcast_recipe(at: Evaluation, instr: Instr) -> VectorRecipe:
     return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, split, groups=groups)
 
 
-def _move(at: Evaluation, instr: Instr) -> None:
+def _move(at: StageBuilder, instr: Instr) -> None:
     sources = [x for k, x in enumerate(instr.inputs) if not (instr.kind == "pad" and k == 1)]
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
     value = at.new(instr)
     if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
-        _group(at, instr, value, int(index[0, 1]) // len(index))
+        _slab_of_group(at, instr, value, int(index[0, 1]) // len(index))
         return
     if instr.kind == "concatenate" and value.slab == len(sources) > 1 and all(at.value(x).slab == 1 for x in sources):
-        _whole(at, instr.outputs[0], [(x, 0, tiles.blocks(at.value(x).width)) for x in sources])
+        _settle_blocks(at, instr.outputs[0], [(x, 0, tiles.blocks(at.value(x).width)) for x in sources])
         return
     if value.slab and len(sources) == 1 and at.value(sources[0]).row:
         at.settle(instr.outputs[0], Splat(sources[0]))
@@ -129,19 +130,19 @@ def _move(at: Evaluation, instr: Instr) -> None:
     place(at, instr, index, sources)
 
 
-def _group(at: Evaluation, instr: Instr, value: Value, group: int) -> None:
-    """A slab of one of the groups of columns of a value."""
+def _slab_of_group(at: StageBuilder, instr: Instr, value: Value, group: int) -> None:
+    """Settle a slice as the slab of one group of columns of its operand."""
     x, blocks = at.root(instr.inputs[0]), tiles.blocks(value.width)
-    if waits_for_product(at, x):  # whose chunks are those of another width
+    if waits_for_product(at, x):  # the product's chunks have another width
         at.materialize(x)
     at.settle(instr.outputs[0], Parts(((x, group * blocks, blocks),)))
 
 
-def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
-    """Gives the result of ``instr`` the columns that ``index`` says: [columns, 2], of which source and which column there."""
+def place(at: StageBuilder, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
+    """Give the result of ``instr`` the columns [source, column] of ``index``, one row for each column of the result."""
     (v,) = instr.outputs
     value, counts = at.value(v), [at.value(x).n for x in sources]
-    alone = len(sources) == 1 and bool((index[:, 0] >= 0).all())  # of columns that a pad leaves open, column 0 says nothing
+    alone = len(sources) == 1 and bool((index[:, 0] >= 0).all())  # and no column of a pad, for which ``index`` has column 0
     if alone and np.array_equal(index[:, 1], np.arange(counts[0])):
         at.alias(instr, sources[0])
     elif alone and counts[0] == 1 and (index[:, 1] == 0).all():
@@ -151,30 +152,30 @@ def place(at: Evaluation, instr: Instr, index: np.ndarray, sources: list[int]) -
         at.add(ir.LoadRow(ref, rows, int(index[0, 1])))
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
-        _whole(at, v, parts)
+        _settle_blocks(at, v, parts)
     else:
         _through_scratch(at, instr, v, index, sources)
 
 
-def _whole(at: Evaluation, v: int, parts: Sequence[tuple[int, int, int]]) -> None:
-    """``v`` is whole blocks of other values."""
+def _settle_blocks(at: StageBuilder, v: int, parts: Sequence[tuple[int, int, int]]) -> None:
+    """Settle ``v`` as whole blocks of other values: (value, first block, blocks)."""
     for x in dict.fromkeys(x for x, _, _ in parts):
-        if waits_for_product(at, x):  # whose chunks are those of another width
+        if waits_for_product(at, x):  # the product's chunks have another width
             at.materialize(x)
     at.settle(v, Parts(tuple(parts)))
     if at.repeated and at.uses[v] > 1:
-        _together(at, v, tuple(parts))
+        _evaluate_parts(at, v, tuple(parts))
 
 
-def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
-    """Computes the ``parts`` of ``v`` in one loop, straight to their places in ``v``: else every reader of ``v`` would compute them
-    again, and what they have in common once for each of them."""
+def _evaluate_parts(at: StageBuilder, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
+    """Evaluate the ``parts`` of ``v`` in one loop, directly into their places in ``v``. Otherwise every reader of ``v`` would
+    evaluate them again, and their common operands once for each part."""
     value, values = at.value(v), [at.value(x) for x, _, _ in parts]
     whole = all(first == 0 and blocks == tiles.blocks(x.width) for x, (_, first, blocks) in zip(values, parts, strict=True))
     alike = len({x.width for x in values}) == 1 and len({x for x, _, _ in parts}) == len(parts)
     if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, Expression) for x in values):
         return
-    ref = at.home_of_its_own(v)
+    ref = at.declare_home(v)
     starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
     image = ref if ref.kind == "image" else None
     actions = [
@@ -188,14 +189,14 @@ def _together(at: Evaluation, v: int, parts: tuple[tuple[int, int, int], ...]) -
         at.settle(x, Parts(((v, starts[x], blocks),)))
 
 
-def _rows_of(at: Evaluation, v: int) -> ir.Rows | None:
-    """The rows of an array that ``v`` is, where a thread can read one of their elements alone."""
+def _rows_of(at: StageBuilder, v: int) -> ir.Rows | None:
+    """The rows of the array that ``v`` is, if a thread can read a single element of them."""
     home = at.value(v).home
     return home.rows if isinstance(home, InArray) and not home.rows.strides and home.rows.access != "kStaged" else None
 
 
-def fold_part(at: Evaluation, instr: Instr, how: str) -> None:
-    """Gives the fold by ``how`` over a part of a row's dimensions a home: every column of the result reads its part of the row."""
+def fold_part(at: StageBuilder, instr: Instr, how: str) -> None:
+    """Give the fold by ``how`` over a part of a row's dimensions a home. Each column of the result reads its part of the row."""
     (x,), (v,) = instr.inputs, instr.outputs
     shape, axes = at.program.values[x].shape, sorted(a - 1 for a in instr["axes"])
     _check_width(instr, shape)
@@ -213,8 +214,8 @@ def fold_part(at: Evaluation, instr: Instr, how: str) -> None:
     at.materialize(v)
 
 
-def waits_for_product(at: Evaluation, v: int) -> bool:
-    """Is a product among what ``v`` is computed of, and nobody has asked for it yet?"""
+def waits_for_product(at: StageBuilder, v: int) -> bool:
+    """Is ``v`` computed from a pending product?"""
     match at.value(v).home:
         case Multiply():
             return True
@@ -223,8 +224,8 @@ def waits_for_product(at: Evaluation, v: int) -> bool:
     return False
 
 
-def _index(at: Evaluation, instr: Instr, sources: list[int]) -> np.ndarray:
-    """[columns, 2]: which source each column of the result comes from (-1: none), and its column there."""
+def _index(at: StageBuilder, instr: Instr, sources: list[int]) -> np.ndarray:
+    """[columns, 2]: the source of each column of the result (-1: none), and the column there."""
     operands, stride = [], 1 << 40
     _check_width(instr, at.program.values[instr.outputs[0]].shape)
     for k, x in enumerate(sources):
@@ -238,9 +239,9 @@ def _index(at: Evaluation, instr: Instr, sources: list[int]) -> np.ndarray:
 
 
 def _whole_blocks(
-    at: Evaluation, width: int, n: int, index: np.ndarray, sources: list[int]
+    at: StageBuilder, width: int, n: int, index: np.ndarray, sources: list[int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """The result as runs of whole blocks of its sources, or None."""
+    """The result as runs of whole blocks of its sources: (value, first block, blocks); or None."""
     size, runs = tiles.block(width), list[tuple[int, int, int]]()
     for b in range(tiles.blocks(width)):
         columns = index[b * size : min((b + 1) * size, n)]
@@ -258,14 +259,14 @@ def _whole_blocks(
     return tuple(runs)
 
 
-def to_scratch(at: Evaluation, sources: list[int]) -> list[int]:
-    """Writes ``sources`` to the warp's scratch rows, side by side; where each starts."""
+def to_scratch(at: StageBuilder, sources: list[int]) -> list[int]:
+    """Write ``sources`` to the warp's scratch rows, side by side; returns their first columns."""
     starts, words = [], 0
     for x in sources:
         starts.append(words)
         words += at.value(x).width
     at.scratch_words = max(at.scratch_words, words | 1)
-    at.add(ir.SyncWarp())  # whoever read the rows before is done
+    at.add(ir.SyncWarp())  # earlier readers of the rows are done
     for x, start in zip(sources, starts, strict=True):
         if at.value(x).row:
             at.add(ir.RowToScratch(start, at.row(x)))
@@ -275,13 +276,13 @@ def to_scratch(at: Evaluation, sources: list[int]) -> list[int]:
     return starts
 
 
-def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
+def _through_scratch(at: StageBuilder, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
     value, starts = at.value(v), to_scratch(at, sources)
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
     fill: Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
     if _FILL in where:
         if instr.kind != "pad":
-            raise AssertionError("only a pad leaves columns open")
+            raise AssertionError("only a pad has columns without a source")
         fill = at.row(instr.inputs[1])
     if value.row:
         at.set_row(v, fill if where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
@@ -290,27 +291,24 @@ def _through_scratch(at: Evaluation, instr: Instr, v: int, index: np.ndarray, so
         at.materialize(v)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Elements picked inside each row by an index that does not stream (``take``), and added up there (``put``, its gradient).
+# --- take, and put, its gradient: columns moved by an index that does not stream --------------------------------------------------
 #
-# Comes in: an instruction and the ``Evaluation`` of its stage. Goes out: nodes, and the home of its value. The index is known
-# before the stream begins, so XLA makes of it, in front of the call, which column of the operand each column of the result is
-# (``pack.GatheredColumns``), or which columns it adds up (``pack.ScatteredColumns``). The kernel reads these lists, and the warp's
-# rows pass through shared memory in the new order.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# XLA knows the index before the call, and makes lists from it: the source of each column (``pack.GatheredColumns``), or the columns
+# that each column of the result sums (``pack.ScatteredColumns``). The kernel reads these lists, and the warp's rows pass through
+# shared memory in the new order.
 
 
-def lower_take(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. Raises ``CannotLower``."""
+def lower_take(at: StageBuilder, instr: Instr) -> None:
+    """Lower ``instr``. Raises ``CannotLower``."""
     (v,), x = instr.outputs, at.root(instr.inputs[0])
     at.new(instr)
     _check(at, instr)
     (start,) = to_scratch(at, [x])
-    _settle(at, v, InScratch(picked_columns(at, instr, start), filling(instr, at.value(v).dtype)))
+    _settle(at, v, InScratch(take_columns(at, instr, start), fill_value(instr, at.value(v).dtype)))
 
 
-def lower_put(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. Raises ``CannotLower``."""
+def lower_put(at: StageBuilder, instr: Instr) -> None:
+    """Lower ``instr``. Raises ``CannotLower``."""
     (v,), (x, index) = instr.outputs, instr.inputs
     at.new(instr)
     _check(at, instr)
@@ -329,7 +327,7 @@ def lower_put(at: Evaluation, instr: Instr) -> None:
     _settle(at, v, InScratch(first, None, ir.ScratchList(part("list", max(1, outer * count * inner)))))
 
 
-def _settle(at: Evaluation, v: int, home: InScratch) -> None:
+def _settle(at: StageBuilder, v: int, home: InScratch) -> None:
     if not at.value(v).row:
         at.settle(v, home)
         at.materialize(v)
@@ -343,7 +341,7 @@ def _settle(at: Evaluation, v: int, home: InScratch) -> None:
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
 
-def _check(at: Evaluation, instr: Instr) -> None:
+def _check(at: StageBuilder, instr: Instr) -> None:
     x, index = instr.inputs
     if at.is_slab(x) or at.is_slab(instr.outputs[0]):
         raise CannotLower(f"a {instr.kind} of columns that are split over CTAs has no code on the GPU")
@@ -351,8 +349,8 @@ def _check(at: Evaluation, instr: Instr) -> None:
         raise CannotLower(f"a {instr.kind} by {at.program.values[index].dtype} indices has no code on the GPU")
 
 
-def picked_columns(at: Evaluation, instr: Instr, start: int) -> Address:
-    """The vector that says which column each column of the ``take`` is, from ``start`` on, and -1 for what it fills."""
+def take_columns(at: StageBuilder, instr: Instr, start: int) -> Address:
+    """The vector with the source column of each column of a ``take``, counted from ``start``; -1 where it fills."""
     x, index = (at.program.values[v] for v in instr.inputs)
     d = instr["axis"] - 1
     count, inner, outer = x.shape[d], math.prod(x.shape[d + 1 :]), math.prod(x.shape[:d])
@@ -361,7 +359,7 @@ def picked_columns(at: Evaluation, instr: Instr, start: int) -> Address:
     return at.vector(VectorRecipe(instr.inputs[1], (), (), (n,), tiles.padded(n), how=how))
 
 
-def filling(instr: Instr, dtype: str) -> Expr:
-    """What stands where an index is out of range."""
+def fill_value(instr: Instr, dtype: str) -> Expr:
+    """The value for an index out of range."""
     type_ = pointwise.COMPUTE[dtype]
     return ir.Literal(pointwise.literal(instr["fill"] if instr["mode"] == "fill" else 0, type_))

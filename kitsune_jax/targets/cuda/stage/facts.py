@@ -1,4 +1,7 @@
-"""What is known of a stage before it is lowered: aliases, readers, values split over CTAs, and rows that one thread owns."""
+"""Facts about a stage before it is lowered: aliases, readers, values split over CTAs, and rows that one thread owns.
+
+Comes in: a stage of a tile program, and the number of slabs that it is split into. Goes out: ``Facts``.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,26 @@ from kitsune_jax.targets.cuda.pack import WeightSlices
 from kitsune_jax.targets.cuda.stage.simplify import rounded_results
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which values of a stage are slabs: their columns shared out over the CTAs of the stage.
-#
-# Comes in: the stage's instructions and in how many slabs it is split. Goes out: the values, each with its *groups*. The results
-# of its matmuls are slabs, and so is whatever meets one in a pointwise operator; a matmul's operand never is, because it
-# contracts all columns. Of a weight gradient one operand is: the one whose columns become the columns of the accumulators.
-#
-# A stage with a loop carries slabs from step to step, so a product may read what is one: its CTAs then hand each other their
-# columns (``stage/products.py``). A value that is cut into equal parts, as the gates of an LSTM, has that many groups of columns,
-# and a slab of it is a slab of each group. Where such a product contracts more bytes than the sums that it makes have, as that of
-# the cotangents of gates does, it is *partial*: each CTA multiplies its columns with its rows of the weights, and they hand each
-# other the sums.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Slabs: values whose columns are split over the CTAs of a stage ---------------------------------------------------------------
 
 Joined = Mapping[int, Sequence[int]]  # concatenations that only matmuls read -> their parts
 
 
 def slabs_of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, joined: Joined) -> dict[int, int]:
-    """The slabs, with the groups of each. Raises ``CannotLower`` where the stage cannot be split so."""
+    """The slabs, each with the number of its groups of columns. Raises ``CannotLower`` where the stage cannot be split.
+
+    The results of matmuls are slabs, and so are values that a pointwise operator combines with slabs. A matmul's operand is no
+    slab, because it contracts all columns. Of a weight gradient, the operand whose columns become those of the accumulators is one.
+
+    A loop carries slabs from step to step, so its products may read them: the CTAs then exchange their columns
+    (``stage/products.py``). A value that is sliced into equal parts, as the gates of an LSTM, has as many groups of columns, and a
+    slab of it is a slab of each group. A product that contracts more bytes than its sums have, as that of the cotangents of gates,
+    is *partial*: each CTA multiplies its columns with its rows of the weights, and the CTAs exchange the sums.
+    """
     if split == 1:
         return {}
     if any(i.block is not None for i in instrs):
-        return _of_loops(instrs, program, split, joined)
+        return _loop_slabs(instrs, program, split, joined)
 
     found = {v for i in instrs if i.kind == "matmul" for v in i.outputs}
     for v in found:
@@ -46,7 +46,7 @@ def slabs_of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, la
     _spread(instrs, program, found)
     for i in instrs:
         if i.kind == "matmul_sink":
-            found = _of_gradient(i, instrs, program, split, lanes, found)
+            found = _with_gradient_slab(i, instrs, program, split, lanes, found)
     if any(i.kind == "matmul" and i.inputs[0] in found for i in instrs):
         raise CannotLower("a matmul reads columns that are split over CTAs")
     return dict.fromkeys(sorted(found), 1)
@@ -58,10 +58,10 @@ def _check_columns(program: TileProgram, v: int, parts: int) -> None:
         raise CannotLower(f"{columns} columns are not {parts} slabs of whole blocks of {BLOCK_COLUMNS}")
 
 
-def _of_gradient(
+def _with_gradient_slab(
     gradient: Instr, instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, found: set[int]
 ) -> set[int]:
-    """``found`` with the operand of ``gradient`` whose columns are shared out: the better one whose slabs leave the other whole."""
+    """``found`` and the operand of ``gradient`` to split: the one that needs fewest registers and leaves the other whole."""
     first, second = gradient.inputs
     half = is_half(program.values[first].dtype)
     for shape in gradient_shapes(_columns(program, first), _columns(program, second), half, split, lanes):
@@ -81,16 +81,16 @@ def _is_wide(program: TileProgram, v: int) -> bool:
     return program.values[v].tile and _columns(program, v) != 1
 
 
-_APART = frozenset({"matmul", "load", "pop", "push", "store", *SINKS})
+_NOT_POINTWISE = frozenset({"matmul", "load", "pop", "push", "store", *SINKS})
 
 
 def _spread(instrs: Sequence[Instr], program: TileProgram, found: set[int]) -> None:
-    """Adds what meets a slab in a pointwise operator."""
+    """Add to ``found`` all values that pointwise operators combine with slabs."""
     changed = True
     while changed:
         changed = False
         for i in instrs:
-            if i.kind in _APART or not i.outputs:
+            if i.kind in _NOT_POINTWISE or not i.outputs:
                 continue
             here = [v for v in (*i.inputs, *i.outputs) if _is_wide(program, v)]
             if any(v in found for v in here) and not all(v in found for v in here):
@@ -98,11 +98,8 @@ def _spread(instrs: Sequence[Instr], program: TileProgram, found: set[int]) -> N
                 changed = True
 
 
-# -- loops
-
-
-class _Alike:
-    """Values whose columns are shared out in the same way, as classes that grow together."""
+class _SplitClasses:
+    """Classes (union-find) of values whose columns are split in the same way."""
 
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}
@@ -118,35 +115,35 @@ class _Alike:
             self.parent[self.of(v)] = self.of(first)
 
 
-def _of_loops(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
+def _loop_slabs(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
     body = tuple(walk(instrs))
     if not any(i.kind == "matmul" for i in body):
-        raise CannotLower("a loop that multiplies with no weights is not split by columns")
+        raise CannotLower("a loop without weights is not split by columns")
     if any(i.kind in SINKS for i in body):
         raise CannotLower("sums over the steps of a loop whose weights are split over CTAs have no code on the GPU")
-    alike, cut = _Alike(), list[tuple[int, int]]()  # (a value, an equal part of it)
+    classes, parts = _SplitClasses(), list[tuple[int, int]]()  # (a value, an equal part of it)
     for i in body:
-        cut += _parts(i, program, joined)
-        for values in _same(i, program):
-            alike.join(values)
-    whole = {alike.of(x): _columns(program, x) // _columns(program, part) for x, part in cut}
-    if any(_columns(program, x) != whole[alike.of(x)] * _columns(program, part) or alike.of(part) in whole for x, part in cut):
-        raise CannotLower("columns that are cut into parts of several sizes are not split over CTAs")
-    found = {alike.of(v) for i in body if i.kind == "matmul" for v in i.outputs}
-    while more := {alike.of(b) for x in cut for a, b in (x, x[::-1]) if alike.of(a) in found} - found:
+        parts += _equal_parts(i, program, joined)
+        for values in _split_alike(i, program):
+            classes.join(values)
+    whole = {classes.of(x): _columns(program, x) // _columns(program, part) for x, part in parts}
+    if any(_columns(program, x) != whole[classes.of(x)] * _columns(program, p) or classes.of(p) in whole for x, p in parts):
+        raise CannotLower("columns that are sliced into parts of several sizes cannot be split over CTAs")
+    found = {classes.of(v) for i in body if i.kind == "matmul" for v in i.outputs}
+    while more := {classes.of(b) for x in parts for a, b in (x, x[::-1]) if classes.of(a) in found} - found:
         found |= more
-    slabs = {v: whole.get(alike.of(v), 1) for v in sorted(alike.parent) if alike.of(v) in found}
+    slabs = {v: whole.get(classes.of(v), 1) for v in sorted(classes.parent) if classes.of(v) in found}
     for v, groups in slabs.items():
         _check_columns(program, v, split * groups)
     sums = partial_products(instrs, program, slabs, joined)
     for i in body:
         if i.kind == "matmul" and i.outputs[0] not in sums and any(slabs.get(v, 1) > 1 for v in _pieces(i.inputs[0], joined)):
-            raise CannotLower("columns that are cut into parts are multiplied beside others, and not split over CTAs")
+            raise CannotLower("a product of sliced columns and others cannot be split over CTAs")
     return slabs
 
 
-def _same(instr: Instr, program: TileProgram) -> list[list[int]]:
-    """Values of ``instr`` whose columns are shared out alike."""
+def _split_alike(instr: Instr, program: TileProgram) -> list[list[int]]:
+    """Groups of values of ``instr`` whose columns must be split in the same way."""
     if instr.block is not None:
         count = len(instr.block.carries)
         places = zip(instr.inputs[-count:], instr.block.carries, instr.block.results, instr.outputs, strict=True) if count else ()
@@ -158,12 +155,12 @@ def _same(instr: Instr, program: TileProgram) -> list[list[int]]:
     else:
         groups = [[v for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]]
         if len({_columns(program, v) for v in groups[0]}) > 1:
-            groups = [[v] for v in groups[0]]  # one that moves columns, which has no code for slabs
+            groups = [[v] for v in groups[0]]  # it moves columns, which has no code for slabs
     return [group for group in groups if group]
 
 
 def partial_products(instrs: Sequence[Instr], program: TileProgram, found: Mapping[int, int], joined: Joined) -> frozenset[int]:
-    """The results of partial products. ``found``: the slabs, with their groups."""
+    """The results of partial products. ``found``: slab -> its groups."""
     body, sums = tuple(walk(instrs)), set[int]()
     makers = {v: i for i in body for v in i.outputs}
     for i in body:
@@ -178,22 +175,22 @@ def partial_products(instrs: Sequence[Instr], program: TileProgram, found: Mappi
 
 
 def _is_loaded(v: int, makers: Mapping[int, Instr]) -> bool:
-    """Does ``v`` come from an array, where every CTA finds all of its columns?"""
+    """Is ``v`` from an array, of which every CTA can read all columns?"""
     while v in makers and makers[v].kind == "reshape":
         v = makers[v].inputs[0]
     return v in makers and makers[v].kind in ("load", "load_slice")
 
 
 def _pieces(x: int, joined: Joined) -> list[int]:
-    """The values whose columns make up the operand ``x`` of a product."""
+    """The values whose columns make up operand ``x`` of a product."""
     found = [x]
     while any(p in joined for p in found):
         found = [part for p in found for part in joined.get(p, (p,))]
     return found
 
 
-def _parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[tuple[int, int]]:
-    """(A value, an equal part of its columns) of an instruction that cuts or puts together."""
+def _equal_parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[tuple[int, int]]:
+    """(a value, an equal part of its columns) for a slice or a concatenation."""
     if instr.kind == "slice":
         (x,), (part,) = instr.inputs, instr.outputs
         if _is_wide(program, x) and len(program.values[x].shape) == 1:
@@ -205,26 +202,20 @@ def _parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[
     return []
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What is known of a stage before it is lowered: other names of values, how often each is read, what need not be made at all.
-#
-# Comes in: a stage of a tile program. Goes out: ``Facts``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Facts ------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """``names``: what is only another name of a value -> that value. ``uses``: instructions that read each value. ``joined``: a
-    concatenation that only matmuls read, or other such concatenations, -> its parts: nothing need move. ``panel_sums``: (weight
-    gradient, its operand, sum over the rows that is made of the operand's panel). ``slabs``: values that are shared out over CTAs,
-    with the groups of columns of each; ``partial``: products whose CTAs hand each other sums (``stage/facts.py``). ``stacked``: a
-    concatenation -> its parts, where their columns follow each other; ``only_multiplied``: those that only products for each row
-    read, or other such concatenations; ``row_pieces``: the values that the operands of these products are made of. ``picked``: a
-    product for each row that only a ``take`` reads -> that ``take``. ``slices``: weights that change from tile to tile.
-    ``rounded``: a float32 value -> the only 16-bit form that is made of it; ``coarse``: exponentials that nobody reads but bfloat16
-    forms, of them or of multiples of them, and sums of columns, such as the probabilities of an attention in bfloat16.
-    ``compared``: values that have the same bits whatever stands around them (``program.passes.compared_values``);
-    ``rounded_results``: 16-bit values that are rounded where they are made, as ``jax.jit`` rounds them (``stage/simplify.py``).
+    """``names``: alias -> value. ``uses``: instructions that read each value. ``joined``: concatenation that only matmuls, or other
+    such concatenations, read -> its parts, which need not be moved. ``panel_sums``: (weight gradient, its operand, the sum over the
+    rows that is made from the operand's panel). ``slabs``: slab -> its groups of columns (``slabs_of_stage``); ``partial``: results
+    of partial products. ``stacked``: concatenation with adjacent columns -> its parts; ``only_multiplied``: those that only
+    products for each row, or other such concatenations, read; ``row_pieces``: the values that make up the operands of these
+    products. ``taken``: product for each row -> the ``take`` that alone reads it. ``slices``: weights that change from tile to
+    tile. ``rounded``: float32 value -> its only 16-bit form. ``coarse``: see ``coarse_exponentials``. ``compared``: values with the
+    same bits in every context (``program.passes.compared_values``); ``rounded_results``: 16-bit values that are rounded when they
+    are made, as ``jax.jit`` does (``stage/simplify.py``).
     """
 
     program: TileProgram
@@ -238,7 +229,7 @@ class Facts:
     stacked: dict[int, tuple[int, ...]]
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
-    picked: dict[int, Instr]
+    taken: dict[int, Instr]
     slices: WeightSlices
     rounded: dict[int, int]
     coarse: frozenset[int]
@@ -246,7 +237,7 @@ class Facts:
     rounded_results: frozenset[int]
 
     def only_store(self, v: int) -> Instr | None:
-        """The ``store`` that alone reads ``v``."""
+        """The ``store`` that is the only reader of ``v``, or None."""
         found = [i for i in self.instrs if any(self.names.get(x, x) == v for x in i.inputs) and i.outputs[:1] not in self._named]
         return found[0] if len(found) == 1 and found[0].kind == "store" else None
 
@@ -255,14 +246,14 @@ class Facts:
         return {(v,) for v in self.names}
 
     def pieces_of(self, v: int) -> list[int]:
-        """The values that, one after the other, make up the operand ``v`` of a product for each row."""
+        """The values that make up the operand ``v`` of a product for each row, in order."""
         v = self.names.get(v, v)
         parts = self.stacked.get(v)
         return [v] if parts is None else [p for part in parts for p in self.pieces_of(part)]
 
 
-def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
-    """Raises ``CannotLower`` where the stage cannot be split as asked."""
+def facts_of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
+    """The facts of stage ``stage``. Raises ``CannotLower`` where it cannot be split over ``split`` CTAs."""
     instrs = program.stages[stage].body
     names: dict[int, int] = {}
     uses: Counter[int] = Counter()
@@ -277,7 +268,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
             uses.update(names.get(x, x) for x in i.block.results)
     blocks = (instrs, *(i.block.body for i in body if i.block is not None))
     sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
-    for _, v, _ in sums:  # they do not read the value where it lies
+    for _, v, _ in sums:  # a panel sum reads the panel, not the value
         uses[names.get(v, v)] -= 1
     readers: dict[int, list[Instr]] = {}
     for i in body:
@@ -301,10 +292,10 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
         stacked,
         _only_multiplied(stacked, readers),
         frozenset(),
-        _picked(program, body, readers),
+        _taken_products(program, body, readers),
         pack.find_weight_slices(program),
         _rounded(program, body, names),
-        coarse(program, body) - compared,
+        coarse_exponentials(program, body) - compared,
         compared,
         rounded_results(program, [i for _, _, i in sums]),
     )
@@ -313,7 +304,7 @@ def of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
 
 
 def _is_name(program: TileProgram, instr: Instr) -> bool:
-    """Is its result another name of its operand?"""
+    """Is the result of ``instr`` an alias of its operand?"""
     if instr.kind != "reshape" and not is_other_name(program.values, instr):
         return False
     return program.values[instr.outputs[0]].tile
@@ -328,12 +319,13 @@ def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int
     return {x: v for x, v in found.items() if v >= 0}
 
 
-# What these make of a number is off by as much as the number, relatively.
+# Ops whose result has the same relative error as their operand.
 _SCALES = frozenset({"mul", "neg", "select_n", "broadcast_in_dim", "transpose"})
 
 
-def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
-    """``Facts.coarse`` of a stage."""
+def coarse_exponentials(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
+    """Exponentials that need only the precision of bfloat16: their readers are bfloat16 forms of them or of their multiples, and
+    sums of columns, as for the probabilities of an attention in bfloat16."""
     instrs = tuple(walk(body))
     names: dict[int, int] = {}
     for i in instrs:
@@ -341,7 +333,7 @@ def coarse(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
     exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
     rounded, others = set[int](), set[int]()
-    for i in reversed(instrs):  # who reads a value stands behind who makes it
+    for i in reversed(instrs):  # readers come after makers
         read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
         multiple = i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others
         if multiple or (is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16"):
@@ -379,8 +371,9 @@ def _only_multiplied(stacked: dict[int, tuple[int, ...]], readers: dict[int, lis
     return frozenset(found)
 
 
-def _picked(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:
-    """One column of a product is left to ``take``: it is a number of a row, which no image holds."""
+def _taken_products(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:
+    """product -> the ``take`` that alone reads it. A take of a single column is excluded: it has one number per row, and no
+    image."""
     products = [i.outputs[0] for i in instrs if i.kind == "dot" and math.prod(program.values[i.outputs[0]].shape) > 1]
     found = {}
     for v in products:
@@ -391,7 +384,7 @@ def _picked(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, 
 
 
 def _panel_sums(program: TileProgram, instrs: tuple[Instr, ...], names: dict[int, int]) -> list[tuple[Instr, int, Instr]]:
-    """Of 16-bit values of several columns; each with the first gradient that has the value for an operand."""
+    """Sums over the rows of 16-bit values of several columns, each with the first gradient that has the value as an operand."""
     found, known = [], set[int]()
     for gradient in (i for i in instrs if i.kind == "matmul_sink"):
         roots = [names.get(v, v) for v in gradient.inputs]
@@ -424,27 +417,23 @@ def _joined(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops over numbers: programs in which a thread has rows of its own.
-#
-# Comes in: a tile program. Goes out: whether all that its stage computes of a row are single numbers. In the layout of a tile
-# four threads share a row, because its columns are theirs; a number of the row is then computed four times. Where there are no
-# columns, a lane takes a tile of 256 rows, two for each thread.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Scalar rows: programs in which one thread computes whole rows ----------------------------------------------------------------
 
-SCALAR_TILE_ROWS = 256  # of a lane's tile (``kOwnRows`` in layout.h)
+SCALAR_TILE_ROWS = 256  # rows of a lane's tile (``kOwnRows`` in layout.h)
+
 _KINDS = frozenset({"load", "load_slice", "store", "store_slice", "row_index", "loop", "sink", "reshape", "broadcast_in_dim"})
 
 
 def has_scalar_rows(program: TileProgram) -> bool:
-    """Does a thread of the kernel of ``program`` have rows of its own?"""
+    """Does each row of the loop consist of single numbers? A thread then has whole rows: two of the 256 rows of a tile. In the
+    usual layout of a tile four threads share the columns of a row, and would all compute the same numbers."""
     if len(program.stages) != 1 or program.queues or program.batch_axes:
         return False
     body = list(walk(program.stages[0].body))
-    return any(i.kind == "loop" for i in body) and all(_of_numbers(program, i) for i in body)
+    return any(i.kind == "loop" for i in body) and all(_has_single_numbers(program, i) for i in body)
 
 
-def _of_numbers(program: TileProgram, instr: Instr) -> bool:
+def _has_single_numbers(program: TileProgram, instr: Instr) -> bool:
     carried = (*instr.block.carries, *instr.block.results) if instr.block is not None else ()
     values = [program.values[v] for v in (*instr.inputs, *instr.outputs, *carried)]
     if any(math.prod(t.shape) != 1 for t in values):

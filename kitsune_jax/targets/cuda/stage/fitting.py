@@ -1,4 +1,7 @@
-"""A stage in the shape that fits into the registers of a thread and the shared memory of a CTA."""
+"""Fitting a stage into the registers of a thread and the shared memory of a CTA.
+
+Comes in: a stage and its ``Arrangement``. Goes out: ``Fitted``: the nodes of the stage, and the sizes of the memory it uses.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,20 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import chunks, facts
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage import products as exchanges
-from kitsune_jax.targets.cuda.stage.evaluation import Evaluation, Shape, Value
+from kitsune_jax.targets.cuda.stage.builder import Shape, StageBuilder, Value
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# How many registers a stage keeps alive, as far as the device IR can tell.
-#
-# Comes in: the nodes of a stage. Goes out: ``Liveness``: the most registers alive at once, which values are alive there, and from
-# when to when each is. It counts what the nodes force (kept values, accumulators in flight), not addresses and temporaries.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
 
-# Of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk down its rows.
+# Registers of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk
+# down.
 _SEGMENTS, _RUNS = 10, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Liveness:
-    """``held``: registers that are alive for the whole kernel, the accumulators of sinks; ``peak``: the most at once, those
-    included; ``alive``: values that are kept then, largest first; ``lives``: first and last moment of each owner."""
+    """``held``: registers that are alive for the whole kernel, the accumulators of sinks; ``peak``: the most alive at once,
+    including these; ``alive``: values that are kept at that moment, largest first; ``lives``: first and last moment of each
+    owner."""
 
     held: int
     peak: int
@@ -40,7 +40,7 @@ class Liveness:
     end: int
 
     def life(self, v: int) -> tuple[int, int]:
-        """From when to when the value is kept; one that is not kept so far may be at any time."""
+        """First and last moment of value ``v``; a value that is not kept yet could be alive at any time."""
         return self.lives.get(Ref("v", v), (0, self.end))
 
 
@@ -53,6 +53,7 @@ class _Span:
 
 
 def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
+    """The liveness of values that nodes keep and of accumulators in flight; addresses and temporaries are not counted."""
     held, spans, of = sum(_held(node) for node in setup), list[_Span](), dict[Ref, list[_Span]]()
     moment = 0
     for moment, (owner, registers) in enumerate(_events(nodes), 1):
@@ -89,7 +90,7 @@ def _held(node: Node) -> int:
 
 
 def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
-    """(owner, registers that it gets) or (owner, None) where it is read, in the order of the device's work."""
+    """(owner, registers that it gets) or (owner, None) for a read, in the order in which the device runs."""
     for node in nodes:
         match node:
             case ir.Alive(owner, registers):
@@ -116,29 +117,29 @@ def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
                 inside = list(_events(body))
                 made = {owner for owner, registers in inside if registers is not None}
                 yield from inside
-                # What an iteration reads of the code around the loop, the next one reads again.
+                # The next iteration reads again what this one reads of the code around the loop.
                 yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Chunks that the ring of streamed weights must hold, or lanes wait for ever.
-#
-# Comes in: the nodes of a stage. Goes out: a number of chunks. A slot is loaded again when every lane of the CTA has given its
-# chunk back, so two things must fit: what a lane holds at once of the products that it has in flight; and, where lanes take
-# turns, what one multiplies with in a turn, because the others give nothing of that back before they have theirs.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- The least depth of the ring of streamed weights ------------------------------------------------------------------------------
 
 ROLLING_GROUP = 2  # blocks of K between two waits of a rolling product (``Product::kGroup``)
 
 
 def least_ring_depth(nodes: Iterable[Node]) -> int:
-    """Chunks without which a round of a stage with ``nodes`` does not come to its end; 0 where no weights are streamed."""
+    """Chunks that a ring needs so that lanes do not wait forever; 0 where no weights are streamed.
+
+    A slot is loaded again when every lane of the CTA has released its chunk. So the ring must hold the chunks that a lane holds at
+    once for the products that it has in flight; and, in ping-pong, those of a lane's turn, because the other lanes release none of
+    them before their own turns.
+    """
     events = list(_product_events(nodes))
-    return max(_chunks_in_flight(events), _turn(events))
+    return max(_chunks_in_flight(events), _chunks_in_turn(events))
 
 
 def _product_events(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Products, waits and turns in the order of the code; loops twice, because an iteration meets what the one before has left."""
+    """Products, waits and turns in the order of the code; loops twice, because an iteration starts with products of the one
+    before."""
     for node in nodes:
         if isinstance(node, ir.CountedLoop | ir.LayerLoop):
             body = list(_product_events(node.body))
@@ -148,11 +149,11 @@ def _product_events(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _chunks_in_flight(events: Sequence[Node]) -> int:
-    """Chunks of the products that a lane has in flight, at most."""
+    """The most chunks of the products that a lane has in flight."""
     most, flying = 0, dict[object, int]()
     for node in events:
         if isinstance(node, ir.Issue):
-            held, left = _rolled(node) if node.rolling else (node.k_chunks, node.k_chunks)
+            held, left = _rolling_chunks(node) if node.rolling else (node.k_chunks, node.k_chunks)
             most = max(most, sum(flying.values()) + held)
             flying[node.ref] = left
         elif isinstance(node, ir.Complete):
@@ -160,21 +161,21 @@ def _chunks_in_flight(events: Sequence[Node]) -> int:
     return most
 
 
-def _rolled(issue: ir.Issue) -> tuple[int, int]:
-    """Chunks that a product holds which waits as it goes, at most and at its end (``feed_rolling``, ``step_fetched``)."""
-    per, held, end, given = 2 if tiles.is_half(issue.dtype) else 1, 0, 0, 0
+def _rolling_chunks(issue: ir.Issue) -> tuple[int, int]:
+    """(most chunks that a rolling product holds, chunks that it holds at its end) (``feed_rolling``, ``step_fetched``)."""
+    per, held, end, released = 2 if tiles.is_half(issue.dtype) else 1, 0, 0, 0
     for operand, first, done in issue.feeds:
         blocks = tiles.blocks(operand.width)
         for start in range(0, blocks, ROLLING_GROUP):
-            end, given = first + min(start + ROLLING_GROUP, blocks), done // per
-            held = max(held, -(-end // per) - given)
+            end, released = first + min(start + ROLLING_GROUP, blocks), done // per
+            held = max(held, -(-end // per) - released)
             done = end if operand.fetched else first + start
-            given = done // per
-    return held, -(-end // per) - given
+            released = done // per
+    return held, -(-end // per) - released
 
 
-def _turn(events: Sequence[Node]) -> int:
-    """Chunks that a lane multiplies with while it has its turn, at most."""
+def _chunks_in_turn(events: Sequence[Node]) -> int:
+    """The most chunks that a lane multiplies with during its turn."""
     most = own = 0
     has_turn = False
     for node in events:
@@ -186,41 +187,35 @@ def _turn(events: Sequence[Node]) -> int:
     return most
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A stage in the shape that fits: registers of a thread, shared memory of a CTA.
-#
-# Comes in: a stage and what the arrangement asks of it. Goes out: ``Fitted``: its nodes and where its CTA keeps what. Shapes are
-# tried, best first; then values become images in shared memory, those first that take most registers where most are alive. Raises
-# ``CannotLower``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Fitting ----------------------------------------------------------------------------------------------------------------------
 
-MAX_DEPTH = 12  # chunks of 16 KiB: what hides an L2 round trip twice over
+MAX_DEPTH = 12  # chunks of 16 KiB: they hide an L2 round trip twice over
 _MIN_DEPTH = 2
-_STAGED_DEPTH = 6  # staged arrays leave a ring of weights as many chunks: what hides an L2 round trip
-# (two chunks of a product in flight, columns of a chunk), best first. In flight together, one chunk's epilogue hides behind the
-# other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor core's rate is that of wide ones.
+_STAGED_DEPTH = 6  # chunks of a ring of weights that staged arrays must leave room for: they hide an L2 round trip
+# (two chunks of a product in flight, columns of a chunk), best first. With two in flight, one chunk's epilogue runs during the
+# other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor cores are as fast as with wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
 _NARROW_SHAPES = ((True, 64), (False, 64))
-# Registers for values: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
+# Registers for values by lanes: setmaxnreg's share less addresses and temporaries (``pipeline.h``).
 _VALUE_REGISTERS = {1: 208, 2: 200, 3: 112}
-# Accumulators that live through the tile loop leave ptxas less room to order its work: so much less is asked of it where it can be.
+# Registers to leave free, if possible, beside accumulators that live through the tile loop, so that ptxas can order its work.
 _HELD_MARGIN = 16
-# Of two carries or more that products are added to (gradients by keys and values): they live through a loop with other products in
-# flight. What the loop only reads becomes an image, as far as there is room, and ptxas spills little or nothing. The registers of
-# three lanes leave no choice.
+# Registers to leave free where products are added to two carries or more (gradients by keys and values), which live beside other
+# products in flight. Values that the loop only reads then become images, as far as there is room, and ptxas spills little or
+# nothing. With three lanes there is no choice.
 _SUMS_MARGINS = (56, 40, 24, 0)
-# Of three lanes whose loop carries values that are no such sums (a recurrence). An image of 16 registers takes 64 bytes of a thread
-# in a step; without it ptxas spills 200 more in an LSTM of 64.
+# The same with three lanes whose loop carries other values (a recurrence). An image of 16 registers moves 64 bytes of a thread in a
+# step; without it ptxas spills 200 more in an LSTM of 64.
 _CARRIED_MARGINS = (16, 0)
-# Registers of a value that is kept in them again once others have become images: beside one of 128, as many as float32 tiles of 256
-# columns take, ptxas spills, though the estimate fits.
-_MOST_GIVEN_BACK = 64
+# Most registers of a value that returns from an image to registers: with one of 128, the size of float32 tiles of 256 columns,
+# ptxas spills although the estimate fits.
+_MOST_RETURNED = 64
 _SMALLEST_IMAGE = 32  # columns of a value that may become an image
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lowered:
-    """A stage as nodes. ``together``: values that must be images because what a loop over layers makes of them is one."""
+    """A stage as nodes. ``must_be_images``: values that a loop over layers or a product for each row writes to images."""
 
     setup: tuple[Node, ...]
     prologue: tuple[Node, ...]
@@ -231,7 +226,7 @@ class Lowered:
     scratch_words: int
     addresses: int
     product_bytes: int
-    together: frozenset[int]
+    must_be_images: frozenset[int]
     values: dict[int, Value]
     liveness: Liveness
 
@@ -245,9 +240,8 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneMemory:
-    """Bytes of a lane's part of shared memory, from its start on: images, then rows that change places, runs of segments, panels of
-    weight gradients, tiles of staged arrays, addresses and operands of products for each row, entries of exchanges. ``images``:
-    where each begins."""
+    """Offsets in a lane's part of shared memory: ``images``, then scratch rows, runs of segments, panels of weight gradients, tiles
+    of staged arrays, addresses and operands of products for each row, entries of exchanges. ``bytes``: all of it."""
 
     images: dict[int, int]
     rows: int
@@ -261,7 +255,7 @@ class LaneMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fitted:
-    """``depth``: chunks in the ring of streamed weights, of ``slot`` bytes. ``weight_bytes``: of what the CTA holds of weights."""
+    """``depth``: chunks in the ring of streamed weights, of ``slot`` bytes. ``weight_bytes``: of the CTA's weights."""
 
     lowered: Lowered
     shape: Shape
@@ -273,18 +267,18 @@ class Fitted:
 
     @property
     def fetches(self) -> list[ir.Issue]:
-        """Chunks of weights in the order of their use, which is the order in which the loader brings them."""
+        """Chunks of weights in the order of their use, in which the loader brings them."""
         return [issue for _, issue in _issues(self.lowered.nodes)]
 
     @property
     def loops(self) -> list[tuple[ir.CountedLoop | None, tuple[ir.Issue, ...]]]:
-        """The same, loop by loop; None: in no loop."""
+        """The same, grouped by the loop around them (None: no loop)."""
         runs = itertools.groupby(_issues(self.lowered.nodes), key=lambda found: found[0])
         return [(loop, tuple(issue for _, issue in run)) for loop, run in runs]
 
     @property
     def packed(self) -> list[ir.Issue]:
-        """Chunks of weights as they lie in memory: what loops have in common is there once."""
+        """Chunks of weights in the order of memory, where equal blocks of several loops are stored once."""
         known, found = set[tuple[object, ...]](), list[ir.Issue]()
         for loop, issues in self.loops:
             if loop is not None:
@@ -296,7 +290,7 @@ class Fitted:
         return found
 
     def blocks_of(self, issues: Sequence[ir.Issue]) -> tuple[object, ...]:
-        """What ``issues`` of a loop multiply with, told apart from that of other loops."""
+        """A key of the blocks that ``issues`` of a loop multiply with, equal for loops that share them."""
         found = []
         for i in issues:
             r = self.lowered.weights[i.weight]
@@ -305,8 +299,8 @@ class Fitted:
 
 
 def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
-    """Stage ``s`` of the first of ``programs``, which compute the same, or of a later one that needs less memory for images: what
-    is computed twice need not be kept. ``staging``: arrays may come through shared memory."""
+    """The fit of stage ``s`` of the first of ``programs``, which are equivalent, or of a later one that needs less memory for
+    images, because it computes values again instead of keeping them. ``staging``: arrays may be copied through shared memory."""
     best, why = None, None
     for program in programs:
         fitter = _Fitter(program, s, a)
@@ -326,7 +320,7 @@ def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: i
 
 
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
-    """The arrays whose tiles stage ``s`` would read from shared memory."""
+    """The arrays whose tiles stage ``s`` should copy to shared memory."""
     loads = {i["array"] for i in program.stages[s].body if i.kind == "load"}
     return frozenset(k for k in loads if frame_ir.is_staged(program, program.inputs[k]))
 
@@ -334,7 +328,7 @@ def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
 class _Fitter:
     def __init__(self, program: TileProgram, s: int, a: Arrangement):
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
-        self.facts = facts.of_stage(program, s, a.split[s], a.lanes)
+        self.facts = facts.facts_of_stage(program, s, a.split[s], a.lanes)
         self.split, self.slab_queues = a.split[s], a.slab_queues(program)
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
@@ -342,15 +336,15 @@ class _Fitter:
         margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
-    def lower(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
-        """All passes over the stage. ``in_turns``: lanes may take turns."""
-        at = Evaluation(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
+    def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
+        """Run all passes over the stage. ``in_turns``: allow ping-pong."""
+        at = StageBuilder(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
-        exchanges.give_back_entries(at, {})
+        exchanges.release_entries(at, {})
         at.add(*(ir.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
-        nodes = chunks.spell_out_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
+        nodes = chunks.expand_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
-            nodes, takes_turns = chunks.with_turns(nodes)
+            nodes, takes_turns = chunks.with_ping_pong(nodes)
             at.setup += [ir.Turn("first")] if takes_turns else []
         return Lowered(
             tuple(at.setup),
@@ -362,28 +356,28 @@ class _Fitter:
             at.scratch_words,
             len(at.addresses),
             at.product_bytes,
-            frozenset(at.together),
+            frozenset(at.must_be_images),
             at.values,
             liveness_of(at.setup, nodes),
         )
 
     def fitted(self, staged: frozenset[int], free: int) -> Fitted:
-        """With the lowest limit of registers that ``free`` bytes of shared memory have room for."""
+        """The fit with the lowest limit of registers for which ``free`` bytes of shared memory have room."""
         for limit in self.limits:
             try:
-                return self.memory(*self.registers(staged, limit), free)
+                return self.fit_memory(*self.fit_registers(staged, limit), free)
             except CannotLower:
                 if limit == self.limits[-1]:
                     raise
         raise AssertionError("there is no limit")
 
-    def registers(self, staged: frozenset[int], limit: int) -> tuple[Shape, Lowered]:
-        """The first shape that fits the registers, or else the one that needs fewest, with images until it fits."""
+    def fit_registers(self, staged: frozenset[int], limit: int) -> tuple[Shape, Lowered]:
+        """The first shape that fits the registers, or the one that needs fewest, with images until it fits."""
         best: tuple[Shape, Lowered] | None = None
-        copying = (True, False) if self.a.lanes < 3 else (False,)  # the registers of three lanes do not hold a copied operand
+        copying = (True, False) if self.a.lanes < 3 else (False,)  # three lanes have no registers for a copied operand
         for copies, (overlap, columns) in itertools.product(copying, self._shapes()):
             shape = Shape(columns, overlap, copies, staged=staged)
-            lowered = self.lower(shape)
+            lowered = self.lower_stage(shape)
             found = lowered.liveness
             if best is None or found.peak < best[1].liveness.peak:
                 best = shape, lowered
@@ -393,38 +387,38 @@ class _Fitter:
         return self._with_images(*best, limit)
 
     def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
-        """Values become images until the others fit ``limit`` registers; then small ones go back without which they fit as well."""
-        while lowered.liveness.peak > limit or lowered.together - shape.images:
+        """Turn values into images until the others fit ``limit`` registers; then return the small ones that are not needed."""
+        while lowered.liveness.peak > limit or lowered.must_be_images - shape.images:
             wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
             if self.sums_last:
-                wide.sort(key=lambda v: v in self.sums)  # what products are added to goes last
-            more = lowered.together - shape.images or frozenset(wide[:1])
+                wide.sort(key=lambda v: v in self.sums)  # carries that products are added to are the last choice
+            more = lowered.must_be_images - shape.images or frozenset(wide[:1])
             if not more:
                 peak = lowered.liveness.peak
                 raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
             shape = dataclasses.replace(shape, images=shape.images | more)
-            lowered = self.lower(shape)
+            lowered = self.lower_stage(shape)
         for v in sorted(shape.images) if len(shape.images) > 1 else ():
             fewer = dataclasses.replace(shape, images=shape.images - {v})
-            if lowered.values[v].registers <= _MOST_GIVEN_BACK:
-                without = self.lower(fewer)
-                if without.liveness.peak <= limit and not without.together - fewer.images:
+            if lowered.values[v].registers <= _MOST_RETURNED:
+                without = self.lower_stage(fewer)
+                if without.liveness.peak <= limit and not without.must_be_images - fewer.images:
                     shape, lowered = fewer, without
         return shape, lowered
 
     def _shapes(self) -> tuple[tuple[bool, int], ...]:
-        """Chunks to try. Beside two other lanes, or one and f32 operands, ptxas spills or serialises with chunks of 128 columns."""
+        """Chunks to try. With three lanes, or two and f32 operands, ptxas spills or serialises chunks of 128 columns."""
         single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in walk(self.instrs) if i.kind == "matmul")
         return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
 
-    def memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
-        """Shares out ``free`` bytes of the CTA; streamed weights get the ring that is left."""
+    def fit_memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
+        """Divide ``free`` bytes of the CTA's memory; a ring of streamed weights gets the rest. Raises ``CannotLower``."""
         lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
         resident = sum(r.shape.slab_bytes for r in lowered.weights)
         slot = max((r.shape.chunk_bytes(c) for r in lowered.weights for c in r.shape.chunks), default=0)
         if shape.staged and free - lanes * memory.bytes < (resident if self.resident else _STAGED_DEPTH * slot):
-            shape = dataclasses.replace(shape, staged=frozenset())  # rows are read where they lie
-            lowered = self.lower(shape)
+            shape = dataclasses.replace(shape, staged=frozenset())  # the rows are read from global memory
+            lowered = self.lower_stage(shape)
             memory = _lane_memory(self.program, shape, lowered)
         tile_bytes, depth, weights = lanes * memory.bytes, MAX_DEPTH, resident
         if not self.resident:
@@ -432,13 +426,11 @@ class _Fitter:
             if depth < _MIN_DEPTH:
                 raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
             if depth < MAX_DEPTH:
-                lowered = self.lower(shape, depth)
+                lowered = self.lower_stage(shape, depth)
             if depth < least_ring_depth(lowered.nodes):
-                lowered = self.lower(shape, depth, in_turns=False)  # each lane at its own pace: no chunk is waited for so long
+                lowered = self.lower_stage(shape, depth, in_turns=False)  # without turns lanes release chunks sooner
             if depth < (least := least_ring_depth(lowered.nodes)):
-                raise CannotLower(
-                    f"a ring of {depth} chunks of weights is all that fits; lanes would wait for each other below {least}"
-                )
+                raise CannotLower(f"only a ring of {depth} chunks of weights fits in shared memory; lanes need {least}")
             weights = depth * slot
         if weights + tile_bytes > free:
             raise CannotLower(
@@ -449,7 +441,7 @@ class _Fitter:
 
 
 def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
-    """The carries to which loops add products, under all their names; and has a loop several of them?"""
+    """(carries, under all their names, to which loops add products; has a loop several of them?)."""
     found: set[int] = set()
     most = 0
     for loop in walk(instrs):
@@ -486,9 +478,9 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
 
 
 def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
-    """Offsets of images in a lane's scratch; those that are never alive together share memory."""
+    """Offsets of images in a lane's memory. Images that are never alive at the same time share memory."""
     placed: dict[int, int] = {}
-    for v in sorted(values, key=lambda v: (lowered.liveness.life(v), v)):  # first come, first placed
+    for v in sorted(values, key=lambda v: (lowered.liveness.life(v), v)):  # in the order of their first moments
         size, (first, last) = lowered.image_bytes(v), lowered.liveness.life(v)
         at = 0
         for start, other in sorted((start, u) for u, start in placed.items()):
@@ -502,7 +494,7 @@ def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
 
 
 def _issues(nodes: Iterable[Node], loop: ir.CountedLoop | None = None) -> Iterator[tuple[ir.CountedLoop | None, ir.Issue]]:
-    """Each with the loop that it is in."""
+    """All products, each with the loop around it."""
     for node in nodes:
         if isinstance(node, ir.Issue):
             yield loop, node

@@ -1,4 +1,8 @@
-"""From each instruction of a tile program to nodes of the device IR, or to the home of its value; gathers and slices among them."""
+"""Lowering of each instruction of a tile program: to nodes of the device IR if it has an effect, otherwise to a home of its value.
+
+Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: nodes, and homes. Raises ``CannotLower`` for instructions
+without code; ``target.supports`` says the same of an op before a region is formed.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,7 @@ from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import columns, outputs, products
-from kitsune_jax.targets.cuda.stage.evaluation import (
-    Evaluation,
+from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
     InArray,
     InImage,
@@ -25,25 +28,22 @@ from kitsune_jax.targets.cuda.stage.evaluation import (
     InVector,
     Multiply,
     Splat,
+    StageBuilder,
     Value,
     queue_form,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Gathers: rows of a table in global memory, which a tile of indices says, in the place of the rows of a streamed array.
-#
-# Comes in: a ``gather`` and the ``Evaluation`` of its stage. Goes out: nodes, and the home of its value. Invariant: no address
-# lies outside of the table, whatever the indices are: one that is out of range has the nearest row ("clip", "promise_in_bounds"),
-# or a row of the number to fill with, which lies among the stationary vectors. So nothing need look at an index once its row has
-# an address.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Gathers ----------------------------------------------------------------------------------------------------------------------
 
-# Indices of a row: each has an address of its own, in registers.
-_MOST = 32
+_MOST = 32  # indices of a row, each of which has an address in registers
 
 
-def lower_table(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. Raises ``CannotLower``."""
+def lower_table(at: StageBuilder, instr: Instr) -> None:
+    """Lower a ``gather``: rows of a table in global memory, addressed by a tile of indices, take the place of an array's rows.
+
+    No address is ever outside of the table: an index out of range means the nearest row ("clip", "promise_in_bounds"), or a row of
+    the fill value among the stationary vectors. So no code after the addresses needs to test an index. Raises ``CannotLower``.
+    """
     (table, index), (v,) = instr.inputs, instr.outputs
     at.new(instr)
     if at.is_slab(v):
@@ -52,7 +52,7 @@ def lower_table(at: Evaluation, instr: Instr) -> None:
     if t.dtype not in pointwise.ITEM_SIZE:
         raise CannotLower(f"a table of {t.dtype} has no code on the GPU")
     if count > _MOST:
-        raise CannotLower(f"a gather by {count} indices for a row of the stream; the GPU has code for {_MOST} at most")
+        raise CannotLower(f"a gather by {count} indices for a row of the stream has no code on the GPU, at most {_MOST} have")
     at.tables[table] = None
     if count == 1:
         _table_rows(at, instr, v, Ref("gather", v), at.row(index))
@@ -66,7 +66,7 @@ def lower_table(at: Evaluation, instr: Instr) -> None:
     columns.place(at, instr, np.stack([which // each, which % each], axis=1), sources)
 
 
-def _indices(at: Evaluation, index: int) -> list[Expr]:
+def _indices(at: StageBuilder, index: int) -> list[Expr]:
     """Each index of a row, in all threads that share the row."""
     value = at.value(index)
     columns.to_scratch(at, [at.root(index)])
@@ -79,26 +79,26 @@ def _indices(at: Evaluation, index: int) -> list[Expr]:
     return found
 
 
-def _table_rows(at: Evaluation, instr: Instr, v: int, ref: Ref, index: Expr) -> None:
-    """The rows of the table that ``index`` says are the value ``v``, by addresses ``ref``."""
+def _table_rows(at: StageBuilder, instr: Instr, v: int, ref: Ref, index: Expr) -> None:
+    """Settle ``v`` as the rows ``index`` of the table, with addresses ``ref``."""
     t = at.program.values[instr.inputs[0]]
     n = math.prod(t.shape[1:])
     size = n * pointwise.ITEM_SIZE[t.dtype]
     table = Ref("table", instr.inputs[0])
-    at.add(ir.TableRows(ref, table, index, t.shape[0], size, _otherwise(at, instr, n, t.dtype)))
+    at.add(ir.TableRows(ref, table, index, t.shape[0], size, _fill_row(at, instr, n, t.dtype)))
     rows = ir.Rows(ref, t.dtype, n, str(frame_ir.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
     if n > 1:
         at.settle(v, InArray(rows, -1))
         if v in at.facts.row_pieces:
-            at.address_number(ref)  # now, so that no address need stay in registers until the product
+            at.address_number(ref)  # now, so that no address stays in registers until the product
         return
     kept = Ref("r", ref.of, ref.part)
     at.add(ir.LoadRow(kept, rows))
     at.settle(v, InRegisters(kept, "row", kept))
 
 
-def _otherwise(at: Evaluation, instr: Instr, n: int, dtype: str) -> Address | None:
-    """A row of the number to fill with."""
+def _fill_row(at: StageBuilder, instr: Instr, n: int, dtype: str) -> Address | None:
+    """The vector of a row of the fill value, or None."""
     if instr["mode"] != "fill":
         return None
     row = np.full(n, instr["fill"], np_dtype(dtype)).view(np.uint8)
@@ -106,16 +106,11 @@ def _otherwise(at: Evaluation, instr: Instr, n: int, dtype: str) -> Address | No
     return at.vector(VectorRecipe(None, (), (), (len(words),), len(words), table=tuple(map(int, words))))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Slices of arrays at the number of a loop: the rows of one time step come in, and those of another go out.
-#
-# Comes in: a ``load_slice`` or ``store_slice``, and the ``Evaluation`` of its stage. Goes out: nodes, and where the slice's rows
-# are. Invariant: an access is as wide as the slice's pitch, width and every step of the loop allow.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Slices of arrays at the number of a loop: the rows of one time step ----------------------------------------------------------
 
 
-def lower_load_slice(at: Evaluation, instr: Instr) -> None:
-    """The slice is read from its rows where a loop over columns, or a product, asks for it."""
+def lower_load_slice(at: StageBuilder, instr: Instr) -> None:
+    """Lower a ``load_slice``, which is read from its rows by the loop over columns or the product that needs it."""
     (v,) = instr.outputs
     value, rows = at.new(instr), _slice_rows(at, instr, "in", instr.inputs)
     if value.row:
@@ -126,18 +121,20 @@ def lower_load_slice(at: Evaluation, instr: Instr) -> None:
         at.settle(v, InArray(rows, instr["array"]))
 
 
-def lower_store_slice(at: Evaluation, instr: Instr) -> None:
+def lower_store_slice(at: StageBuilder, instr: Instr) -> None:
+    """Lower a ``store_slice``. Raises ``CannotLower``."""
     (x, *numbers) = instr.inputs
     value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
     if value.row:
         at.add(ir.StoreRow(rows, at.row(x), at.split > 1))
     elif at.split > 1 and not value.slab:
-        raise CannotLower("a loop that is split by columns stores a value that is not")
+        raise CannotLower("a loop that is split by columns cannot store a value that is not")
     else:
         at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0, value.slab or 1)])
 
 
-def _slice_rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.Rows:
+def _slice_rows(at: StageBuilder, instr: Instr, role: str, numbers: object) -> ir.Rows:
+    """The rows of a slice. An access is as wide as the slice's pitch, its width and every step of the loop allow."""
     k = instr["array"]
     array = at.program.inputs[k] if role == "in" else at.program.outputs[k]
     whole = Ref(role, k, "_whole")
@@ -147,22 +144,22 @@ def _slice_rows(at: Evaluation, instr: Instr, role: str, numbers: object) -> ir.
     ref, size = Ref("cut", at.counter), pointwise.ITEM_SIZE[array.dtype]
     strides = dim_strides(array.shape)
     assert isinstance(numbers, (tuple, list))
-    cuts = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
-    terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in cuts)
+    steps = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
+    terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in steps)
     at.add(ir.SliceRows(ref, whole, terms, role == "in"))
     extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
     columns = [(extent.get(d, array.shape[d]), strides[d]) for d in array.kept]
-    return _of_columns(array, role, ref, columns, [bytes_ for _, bytes_ in terms])
+    return _rows_of_slice(array, role, ref, columns, [bytes_ for _, bytes_ in terms])
 
 
-def _of_columns(array: ArrayType, role: str, ref: Ref, columns: list[tuple[int, int]], steps: list[int]) -> ir.Rows:
+def _rows_of_slice(array: ArrayType, role: str, ref: Ref, columns: list[tuple[int, int]], steps: list[int]) -> ir.Rows:
     """``columns``: (extent, element stride) of the slice's dimensions, outermost first."""
-    n, inner, together = math.prod(extent for extent, _ in columns), 1, True
+    n, inner, contiguous = math.prod(extent for extent, _ in columns), 1, True
     for extent, stride in reversed(columns):
-        together &= extent == 1 or stride == inner
+        contiguous &= extent == 1 or stride == inner
         inner *= extent
     size = pointwise.ITEM_SIZE[array.dtype]
-    if not together:
+    if not contiguous:
         return ir.Rows(ref, array.dtype, n, str(size), tuple(reversed(columns)), False)
     access = frame_ir.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
@@ -174,19 +171,14 @@ def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> ir.RowAddresse
     return ir.RowAddresses(ref, ir.parameter(role, k), strides, False)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What each instruction of a tile program becomes: nodes of the device IR where it has an effect, else the home of its value.
-#
-# Comes in: an instruction and the ``Evaluation`` of its stage. Raises ``CannotLower`` for what has no code; ``target.py`` says
-# as much of an op before a region is formed.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- All instructions -------------------------------------------------------------------------------------------------------------
 
 _ORDERED = ("Max", "Min")
 REDUCTIONS = {f"reduce_{how}": name for how, name in outputs.HOW.items()}
 
 
-def lower(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. One whose result does not stream is made by XLA, in front of the call; another name needs no code."""
+def lower_instruction(at: StageBuilder, instr: Instr) -> None:
+    """Lower ``instr``. XLA makes results that do not stream, before the call; an alias needs no code."""
     if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
         return
     if instr.kind in columns.REARRANGING:
@@ -195,7 +187,7 @@ def lower(at: Evaluation, instr: Instr) -> None:
         _HANDLERS.get(instr.kind, _pointwise)(at, instr)
 
 
-def _load(at: Evaluation, instr: Instr) -> None:
+def _load(at: StageBuilder, instr: Instr) -> None:
     (v,) = instr.outputs
     value, rows = at.new(instr), at.rows("in", instr["array"])
     if value.row:
@@ -206,8 +198,8 @@ def _load(at: Evaluation, instr: Instr) -> None:
         at.settle(v, InArray(rows, instr["array"]))
 
 
-def _pop(at: Evaluation, instr: Instr) -> None:
-    """The entry stays in its slot, and is read from there, until the tile is done."""
+def _pop(at: StageBuilder, instr: Instr) -> None:
+    """A queue's entry stays in its slot, and is read from there, until the tile is done."""
     value, q, (v,) = at.new(instr), instr["queue"], instr.outputs
     form = queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
@@ -221,7 +213,7 @@ def _pop(at: Evaluation, instr: Instr) -> None:
         at.settle(v, InImage(pop, form, Ref("v", v)))
 
 
-def _pointwise(at: Evaluation, instr: Instr) -> None:
+def _pointwise(at: StageBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     compared = v in at.facts.compared
     if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
@@ -242,8 +234,8 @@ def _pointwise(at: Evaluation, instr: Instr) -> None:
         at.settle(v, Expression(template, tuple(at.root(x) for x in instr.inputs)))
 
 
-def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
-    """An addition of a stationary vector to a matmul that nobody else reads: its accumulators start from the vector."""
+def _with_bias(at: StageBuilder, instr: Instr) -> Multiply | None:
+    """The product whose accumulators start from a stationary vector, for an addition of that to a matmul with no other reader."""
     if instr.kind != "add":
         return None
     for x, bias in (instr.inputs, instr.inputs[::-1]):
@@ -255,9 +247,9 @@ def _with_bias(at: Evaluation, instr: Instr) -> Multiply | None:
     return None
 
 
-def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
-    """An addition of a tile to a matmul that nobody else reads: its accumulators start from the tile, so a result that a loop
-    rescales and adds to needs no second set of registers."""
+def _with_start(at: StageBuilder, instr: Instr) -> Multiply | None:
+    """The product whose accumulators start from a tile, for an addition of that to a matmul with no other reader. A result that a
+    loop rescales and adds to then needs no second set of registers."""
     if instr.kind != "add" or not at.repeated:
         return None
     for x, other in (instr.inputs, instr.inputs[::-1]):
@@ -270,7 +262,7 @@ def _with_start(at: Evaluation, instr: Instr) -> Multiply | None:
     return None
 
 
-def _row_index(at: Evaluation, instr: Instr) -> None:
+def _row_index(at: StageBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     at.name_axes()
     index: Expr = ir.RowIndex(tuple((a, at.program.axes[a]) for a in instr["axes"]))
@@ -284,7 +276,7 @@ def _row_index(at: Evaluation, instr: Instr) -> None:
     at.settle(v, Splat(row))
 
 
-def _reduce(at: Evaluation, instr: Instr) -> None:
+def _reduce(at: StageBuilder, instr: Instr) -> None:
     (x,), (v,) = instr.inputs, instr.outputs
     if at.is_slab(x):
         raise CannotLower("a reduction along columns that are split over CTAs has no code on the GPU")
@@ -303,7 +295,7 @@ def _reduce(at: Evaluation, instr: Instr) -> None:
         _rounded(at, v)
 
 
-def _matmul(at: Evaluation, instr: Instr) -> None:
+def _matmul(at: StageBuilder, instr: Instr) -> None:
     if instr in at.done:
         return
     (v,), pieces = instr.outputs, products.exchanged_pieces(at, instr.inputs[0])
@@ -322,7 +314,7 @@ def _matmul(at: Evaluation, instr: Instr) -> None:
     _rounded(at, v)
 
 
-def _product(at: Evaluation, instr: Instr, pieces: list[int]) -> Multiply:
+def _product(at: StageBuilder, instr: Instr, pieces: list[int]) -> Multiply:
     at.new(instr)
     if at.next_weight is None:
         at.weights.append(weight_recipe(at, instr))
@@ -333,8 +325,8 @@ def _product(at: Evaluation, instr: Instr, pieces: list[int]) -> Multiply:
     return Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
 
 
-def _rounded(at: Evaluation, v: int) -> None:
-    """Rounds ``v``, which a product or a sum has made in float32, to its 16 bits, where it is compared or read with its digits."""
+def _rounded(at: StageBuilder, v: int) -> None:
+    """Round ``v``, a float32 product or sum, to its 16 bits, if it is compared or its digits are read."""
     value = at.value(v)
     if v not in at.facts.compared | at.facts.rounded_results or not tiles.is_half(value.dtype):
         return
@@ -347,8 +339,8 @@ def _rounded(at: Evaluation, v: int) -> None:
         at.settle(v, Expression(template, (at.unnamed(value),)))
 
 
-def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
-    """How XLA packs the weights of ``instr``."""
+def weight_recipe(at: StageBuilder, instr: Instr) -> WeightRecipe:
+    """The recipe by which XLA packs the weights of ``instr``."""
     x, w = instr.inputs
     of_x, of_w = at.program.values[x], at.program.values[w]
     left = [d for d in range(1, len(of_x.shape) + 1) if d not in instr["x_contract"]]
@@ -357,12 +349,12 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     if of_w.tile:
         raise CannotLower("a matrix product of two streamed values has no code on the GPU")
     pairs = sorted(zip(instr["x_contract"], instr["w_contract"], strict=True))
-    batch = instr["w_batch"]  # of one element each, as those of x
+    batch = instr["w_batch"]  # of extent 1, as those of x
     free = [d for d in range(len(of_w.shape)) if d not in instr["w_contract"] and d not in batch]
-    before = 1 + len(left)  # dimensions of the result in front of those of w: batch ones, rows, others of x
+    before = 1 + len(left)  # dimensions of the result before those of w: batch, rows, others of x
     order = [free[p - before] for p in instr["out_perm"] if p >= before]
     if of_w.dtype != of_x.dtype or of_x.dtype not in pointwise.OPERAND:
-        raise CannotLower(f"matrix product of {of_x.dtype} and {of_w.dtype}")
+        raise CannotLower(f"a matrix product of {of_x.dtype} and {of_w.dtype} has no code on the GPU")
     operands = products.exchanged_pieces(at, x)
     pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
     n = math.prod(of_w.shape[d] for d in order)
@@ -376,7 +368,7 @@ def weight_recipe(at: Evaluation, instr: Instr) -> WeightRecipe:
     return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, slices, groups, runs)
 
 
-_HANDLERS: dict[str, Callable[[Evaluation, Instr], None]] = {
+_HANDLERS: dict[str, Callable[[StageBuilder, Instr], None]] = {
     "load": _load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink", "sink_at"), outputs.lower_output),

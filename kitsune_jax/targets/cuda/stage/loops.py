@@ -1,4 +1,8 @@
-"""Loops of a stage: loops with carries, runs of equal layers as a loop, and the bodies of both."""
+"""Lowering of the instructions of a stage in order, of loops with carries, and of runs of equal layers as loops.
+
+Comes in: instructions, and the ``StageBuilder`` of their stage. Goes out: nodes, with a ``CountedLoop`` for each loop and a
+``LayerLoop`` for each run of equal layers. Raises ``CannotLower``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions, products
-from kitsune_jax.targets.cuda.stage.evaluation import (
-    Evaluation,
+from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
     InArray,
     InImage,
@@ -23,33 +26,31 @@ from kitsune_jax.targets.cuda.stage.evaluation import (
     Multiply,
     Parts,
     Splat,
+    StageBuilder,
     Value,
 )
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops with carries: a recurrence over time, or over blocks of keys.
-#
-# Comes in: a ``loop`` of the tile program, and the ``Evaluation`` of its stage. Goes out: a ``CountedLoop`` whose body is the
-# instructions of the loop's block. A carry has registers of its own for as long as the loop runs, or an image in shared memory
-# where it does not fit. Invariants: what the body reads of the code around it has a home before the loop begins, because a value
-# that waits to be evaluated would be evaluated, and kept, inside; and all next carries are made before the first carry changes.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 
-# Registers of a streamed value that the body reads in every iteration: a wider one is read from its array again.
-_MOST_KEPT = 32
-Body = Callable[[Evaluation, Sequence[Instr]], None]
+_MOST_KEPT = 32  # registers of a streamed value that is kept for all iterations; wider ones are read from their arrays again
+Body = Callable[[StageBuilder, Sequence[Instr]], None]
 
 
-def lower_counted_loop(at: Evaluation, instr: Instr, lower_body: Body) -> None:
-    """Lowers ``instr`` and, by ``lower_body``, what it repeats."""
+def lower_counted_loop(at: StageBuilder, instr: Instr, lower_body: Body) -> None:
+    """Lower ``instr``, with ``lower_body`` for its body.
+
+    A carry has registers for as long as the loop runs, or an image in shared memory if it does not fit. Values that the body reads
+    from outside get homes before the loop begins, because pending values would be evaluated, and kept, inside. All next carries are
+    made before the first carry changes.
+    """
     block = instr.block
     assert block is not None
-    seen, which = _seen(at, instr)
+    seen, which = _seen_blocks(at, instr)
     if any(i.kind == "sink_at" and i["sorted"] for i in block.body):
-        raise CannotLower("a sink by sorted indices in a loop: each iteration has an order of its own")
-    for v in _from_outside(block):
-        _bring_home(at, v)
+        raise CannotLower("a sink by sorted indices in a loop has no code on the GPU: every iteration has an order of its own")
+    for v in _outer_values(block):
+        _give_home(at, v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
     number = Ref("number", block.index)
     at.values[block.index] = Value(1, "int32", True, LoopNumber(number))
@@ -59,27 +60,25 @@ def lower_counted_loop(at: Evaluation, instr: Instr, lower_body: Body) -> None:
     with at.body_of_loop() as body:
         products.begin_exchange(at, block.body, carries)
         lower_body(at, block.body)
-        _hand_on(at, carries, [at.root(v) for v in block.results])
-        products.give_back_entries(at, known)
+        _update_carries(at, carries, [at.root(v) for v in block.results])
+        products.release_entries(at, known)
     at.repeated = repeated
-    at.row_tiles = row_tiles  # those of the body are out of sight behind it
+    at.row_tiles = row_tiles  # those of the body are not visible after it
     at.add(ir.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
     for v, carry in zip(instr.outputs, carries, strict=True):
         at.values[at.root(v)] = at.values[carry]
 
 
-def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
-    """The blocks that a loop has to look at, and which of them it takes. The lanes of a CTA, which share the blocks, look at those
-    that one of them sees: what a mask hides from a lane's rows it hides there as well."""
+def _seen_blocks(at: StageBuilder, instr: Instr) -> tuple[Ref | None, str]:
+    """(the blocks that a loop runs, which of them). The lanes of a CTA share the blocks, so each lane runs the blocks that any of
+    them sees; the loop itself masks what a lane's rows do not see."""
     within = instr.get("within")
     if within is None:
         return None, "all"
     if not pack.lanes_share_batch(at.program):
-        raise CannotLower(
-            "a loop that leaves out iterations by the rows of a tile, and has no weights of its own, has no code on the GPU"
-        )
+        raise CannotLower("a loop that skips iterations by the rows of a tile needs weights of its own on the GPU")
     if instr.get("reverse"):
-        raise CannotLower("a loop that leaves out iterations and counts down has no code on the GPU")
+        raise CannotLower("a loop that skips iterations and counts down has no code on the GPU")
     axis, step, low, high, which = within
     inner = math.prod(at.program.axes[axis + 1 :])
     bounds = (inner, at.program.axes[axis], step, low, high, instr["count"], *_shift(at, instr))
@@ -89,8 +88,8 @@ def _seen(at: Evaluation, instr: Instr) -> tuple[Ref | None, str]:
     return ref, which
 
 
-def _shift(at: Evaluation, instr: Instr) -> tuple[Address, int, str, int] | tuple[()]:
-    """Where the number lies that shifts the bounds of a loop, and how it does."""
+def _shift(at: StageBuilder, instr: Instr) -> tuple[Address, int, str, int] | tuple[()]:
+    """(address of the number that shifts the bounds of a loop, sign, guard, size), or ()."""
     if (shifted := instr.get("shifted")) is None:
         return ()
     array, sign, guard, size = shifted
@@ -98,11 +97,11 @@ def _shift(at: Evaluation, instr: Instr) -> tuple[Address, int, str, int] | tupl
     for home in (at.value(v).home for i in loads for v in i.outputs):
         if isinstance(home, InVector):
             return home.address, sign, guard, size
-    raise CannotLower("bounds of a loop that are shifted by a number which the stage does not load")
+    raise CannotLower("the bounds of a loop are shifted by a number that the stage does not load")
 
 
-def _from_outside(block: Block) -> list[int]:
-    """What the body reads, and does not make."""
+def _outer_values(block: Block) -> list[int]:
+    """Values that the body reads but does not make."""
     inside, read = set[int](), dict[int, None]()
     made = [*block.carries, block.index]
     for i in walk(block.body):
@@ -116,13 +115,13 @@ def _from_outside(block: Block) -> list[int]:
     return [v for v in read if v not in inside]
 
 
-def _bring_home(at: Evaluation, v: int) -> None:
-    """Gives ``v`` a home that stays the same in all iterations."""
+def _give_home(at: StageBuilder, v: int) -> None:
+    """Give ``v`` a home that stays the same in all iterations."""
     if v in at.facts.joined:
         for part in at.facts.joined[v]:
-            _bring_home(at, part)
+            _give_home(at, part)
         return
-    if at.root(v) not in at.values:  # a stationary value, which has no home of its own
+    if at.root(v) not in at.values:  # a stationary value needs none
         return
     value = at.value(v)
     match value.home:
@@ -131,17 +130,17 @@ def _bring_home(at: Evaluation, v: int) -> None:
         case InArray() if not value.row and value.registers <= _MOST_KEPT:
             at.materialize(v)
         case Splat(of):
-            _bring_home(at, of)
+            _give_home(at, of)
         case Parts(parts):
             for part, _, _ in parts:
-                _bring_home(at, part)
+                _give_home(at, part)
 
 
-def _carry(at: Evaluation, carry: int, initial: int) -> int:
-    """Gives ``carry`` its home, which holds ``initial``."""
+def _carry(at: StageBuilder, carry: int, initial: int) -> int:
+    """Give ``carry`` a home that holds ``initial``."""
     source = at.value(initial)
     if at.is_slab(carry) and not source.slab:
-        raise CannotLower("a loop that begins with the same numbers for all rows, split over CTAs, has no code on the GPU")
+        raise CannotLower("a loop that is split over CTAs cannot start from the same numbers for all rows")
     value = dataclasses.replace(source, home=None)
     at.values[carry] = value
     if value.row:
@@ -161,21 +160,21 @@ def _carry(at: Evaluation, carry: int, initial: int) -> int:
     return carry
 
 
-def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> None:
-    """The next iteration finds ``results`` where the carries are."""
+def _update_carries(at: StageBuilder, carries: Sequence[int], results: Sequence[int]) -> None:
+    """Move ``results`` to the homes of the carries, for the next iteration."""
     moved = [(carry, made) for carry, made in zip(carries, results, strict=True) if carry != made]
-    fresh = [(carry, _row_of_its_own(at, made, carries)) for carry, made in moved if at.value(carry).row]
+    fresh = [(carry, _copied_row(at, made, carries)) for carry, made in moved if at.value(carry).row]
     moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
     direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
-    added = [(carry, made) for carry, made in moved if _is_added_to(at, carry, made, moved)]
+    added = [(carry, made) for carry, made in moved if _is_added_in_place(at, carry, made, moved)]
     direct += added
-    for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _waits(at, made)]):
+    for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _is_pending(at, made)]):
         at.evaluate(width, [at.keep(v) for v in some])
-    copied = [(carry, _tile_of_its_own(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
-    alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # so that accumulators of one product at a time are alive
+    copied = [(carry, _copied_tile(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
+    alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # the accumulators of one product at a time are alive
     later = {carry for _, some in alone for carry in some}
     for width, some in (*_by_width(at, [carry for carry, _ in direct if carry not in later]), *alone):
-        at.evaluate(width, [_over(at, carry, made) for carry, made in direct if carry in some])
+        at.evaluate(width, [_overwrite(at, carry, made) for carry, made in direct if carry in some])
         at.add(*(ir.Alive(_home(at, carry).owner) for carry in some))
     for carry, made in copied:
         _copy(at, carry, made)
@@ -185,20 +184,20 @@ def _hand_on(at: Evaluation, carries: Sequence[int], results: Sequence[int]) -> 
         at.add(ir.CopyRegisters(to.ref, ref, 2))
 
 
-def _by_width(at: Evaluation, values: Sequence[int]) -> list[tuple[int, list[int]]]:
+def _by_width(at: StageBuilder, values: Sequence[int]) -> list[tuple[int, list[int]]]:
     found: dict[int, list[int]] = {}
     for v in dict.fromkeys(values):
         found.setdefault(at.value(v).width, []).append(v)
     return list(found.items())
 
 
-def _waits(at: Evaluation, v: int) -> bool:
+def _is_pending(at: StageBuilder, v: int) -> bool:
     return isinstance(at.value(v).home, (Expression, Multiply))
 
 
-def _is_elementwise(at: Evaluation, v: int) -> bool:
-    """Is ``v`` still to be made, of the same columns of other values? Then a loop may write it over a carry that it reads: it
-    writes a block of images after it has read that of all."""
+def _is_elementwise(at: StageBuilder, v: int) -> bool:
+    """Is ``v`` a pending value of the same columns of other values? A loop may then overwrite a carry that it reads: it reads a
+    block of all images before it writes one."""
 
     def visit(v: int) -> bool:
         match at.value(v).home:
@@ -211,9 +210,9 @@ def _is_elementwise(at: Evaluation, v: int) -> bool:
     return isinstance(at.value(v).home, Expression) and visit(v)
 
 
-def _is_added_to(at: Evaluation, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
-    """Is ``made`` a product that is added to ``carry``, column by column, and does no other next carry wait for it? Then each chunk
-    of columns takes the place of those that its accumulators started from."""
+def _is_added_in_place(at: StageBuilder, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
+    """Is ``made`` a product added to ``carry``, column by column, which no other next carry reads? Each chunk of columns then
+    replaces the registers that its accumulators started from."""
     home = at.value(made).home
     if not isinstance(at.value(carry).home, InRegisters) or not isinstance(home, Multiply) or home.start is None:
         return False
@@ -222,8 +221,8 @@ def _is_added_to(at: Evaluation, carry: int, made: int, moved: Sequence[tuple[in
     return started and at.uses[made] == 1 and not any(_reads(at, v, carry) for v in others)
 
 
-def _reads(at: Evaluation, v: int, carry: int) -> bool:
-    """Does what is still to be made of ``v`` read ``carry``?"""
+def _reads(at: StageBuilder, v: int, carry: int) -> bool:
+    """Does the pending value ``v`` read ``carry``?"""
     if v == carry:
         return True
     match at.value(v).home:
@@ -238,22 +237,22 @@ def _reads(at: Evaluation, v: int, carry: int) -> bool:
     return False
 
 
-def _home(at: Evaluation, carry: int) -> InImage | InRegisters:
+def _home(at: StageBuilder, carry: int) -> InImage | InRegisters:
     home = at.value(carry).home
     assert isinstance(home, (InImage, InRegisters))
     return home
 
 
-def _over(at: Evaluation, carry: int, made: int) -> Keep:
-    """``made`` takes the place of ``carry``."""
+def _overwrite(at: StageBuilder, carry: int, made: int) -> Keep:
+    """The action that writes ``made`` to the home of ``carry``."""
     form, home = at.value(carry).form, _home(at, carry)
     if isinstance(home, InImage):
         return Keep(made, home.ref, form, to=home.ref, push=True, reads=1)
     return Keep(made, home.ref, form, push=True, reads=1, over=True)
 
 
-def _row_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> Ref:
-    """Two registers with the number of each row that ``v`` is, which no carry's next value changes."""
+def _copied_row(at: StageBuilder, v: int, carries: Sequence[int]) -> Ref:
+    """Two registers with the row value ``v`` that updating the carries does not change."""
     home = at.value(v).home
     if isinstance(home, InRegisters) and v not in carries:
         return home.ref
@@ -263,15 +262,15 @@ def _row_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> Ref:
     return ref
 
 
-def _tile_of_its_own(at: Evaluation, v: int, carries: Sequence[int]) -> int:
-    """``v``, or a copy of it where it is one of the carries, or lies where no loop over columns has put it."""
+def _copied_tile(at: StageBuilder, v: int, carries: Sequence[int]) -> int:
+    """``v``, or a copy if it is a carry, or has no registers or image of its own."""
     home = at.value(v).home
     own = v not in carries and isinstance(home, (InRegisters, InImage)) and home.ref.kind != "pop"
     return v if own else _in_registers(at, v)
 
 
-def _in_registers(at: Evaluation, v: int) -> int:
-    """A copy of ``v``."""
+def _in_registers(at: StageBuilder, v: int) -> int:
+    """A copy of ``v`` in registers."""
     value = at.value(v)
     copy = at.unnamed(dataclasses.replace(value, home=None))
     ref = Ref("c", v, f"_{-copy}")
@@ -281,11 +280,11 @@ def _in_registers(at: Evaluation, v: int) -> int:
     return copy
 
 
-def _copy(at: Evaluation, carry: int, made: int) -> None:
-    """``made``, which has registers or an image, to where ``carry`` is."""
+def _copy(at: StageBuilder, carry: int, made: int) -> None:
+    """Copy ``made``, which has registers or an image, to the home of ``carry``."""
     to = at.value(carry)
     if isinstance(to.home, InImage):
-        at.evaluate(to.width, [_over(at, carry, made)])
+        at.evaluate(to.width, [_overwrite(at, carry, made)])
         at.add(ir.Alive(to.home.owner))
         return
     if isinstance(at.value(made).home, InImage):
@@ -295,21 +294,17 @@ def _copy(at: Evaluation, carry: int, made: int) -> None:
     at.add(ir.CopyRegisters(to.home.ref, source.ref, to.registers), ir.Alive(source.owner), ir.Alive(to.home.owner))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Equal layers: runs of equal instructions that a kernel can loop over instead of spelling each out.
-#
-# Comes in: the instructions of a stage. Goes out: ``Run``s: matmul-headed segments that are equal but for their stationary
-# operands, each fed by the one before. A loop keeps the kernel short: it compiles faster, and its instructions stay in the
-# instruction cache.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Equal layers -----------------------------------------------------------------------------------------------------------------
 
-_LONGEST = 32  # instructions of a segment
+_LONGEST = 32  # most instructions of a layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """``segments[k]``: the tile instructions of layer k. ``entry``: the value that feeds layer 0; ``exits[k]``: what layer k
-    makes.
+    """A run of equal layers, each fed by the one before. ``segments[k]``: the tile instructions of layer k; ``entry``: the operand
+    of layer 0; ``exits[k]``: the result of layer k.
+
+    A loop over them keeps the kernel short, so that it compiles faster and its instructions stay in the instruction cache.
     """
 
     segments: tuple[tuple[Instr, ...], ...]
@@ -318,7 +313,7 @@ class Run:
 
 
 def find_equal_layers(program: TileProgram, instrs: Sequence[Instr]) -> list[Run]:
-    """Disjoint runs of at least two equal layers, in order."""
+    """Disjoint runs of two or more layers, each headed by a matmul, that are equal except for their stationary operands."""
     tile = [i for i in instrs if not i.outputs or program.values[i.outputs[0]].tile]
     readers: dict[int, list[int]] = {}
     for k, instr in enumerate(tile):
@@ -346,7 +341,7 @@ def _run_at(program: TileProgram, tile: Sequence[Instr], readers: dict[int, list
             segment = tuple(tile[start : start + period])
             signature = _signature(program, segment, entry)
             (exit_,) = segment[-1].outputs or (-1,)
-            if signature is None or wanted not in (None, signature) or not _closed(segment, start, readers, exit_):
+            if signature is None or wanted not in (None, signature) or not _is_closed(segment, start, readers, exit_):
                 break
             if program.values[exit_] != program.values[entry]:
                 break
@@ -354,7 +349,7 @@ def _run_at(program: TileProgram, tile: Sequence[Instr], readers: dict[int, list
             segments.append(segment)
             exits.append(exit_)
             entry, start = exit_, start + period
-        while len(segments) > 1 and not _handed_on_only(segments, exits, at, period, readers):
+        while len(segments) > 1 and not _feeds_next_only(segments, exits, at, period, readers):
             segments.pop()
             exits.pop()
         if len(segments) > 1:
@@ -362,14 +357,14 @@ def _run_at(program: TileProgram, tile: Sequence[Instr], readers: dict[int, list
     return None
 
 
-def _closed(segment: Sequence[Instr], start: int, readers: dict[int, list[int]], exit_: int) -> bool:
-    """Nobody outside reads what the segment makes, its last value apart."""
+def _is_closed(segment: Sequence[Instr], start: int, readers: dict[int, list[int]], exit_: int) -> bool:
+    """Are all values of the segment, except its last, read only inside of it?"""
     inside = range(start, start + len(segment))
     return all(k in inside for i in segment for v in i.outputs if v != exit_ for k in readers.get(v, ()))
 
 
-def _handed_on_only(segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]) -> bool:
-    """What a layer makes is read by the next layer alone (the last one's by anybody)."""
+def _feeds_next_only(segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]) -> bool:
+    """Is the result of each layer, except the last, read only by the next layer?"""
     for k, v in enumerate(exits[:-1]):
         first = at + (k + 1) * period
         if any(r not in range(first, first + period) for r in readers.get(v, ())):
@@ -378,7 +373,7 @@ def _handed_on_only(segments: Sequence[Any], exits: Sequence[int], at: int, peri
 
 
 def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tuple[Any, ...] | None:
-    """What a segment computes, with its operands as positions; None if it does more than compute values."""
+    """The computation of a segment, with its operands as positions; None if it has effects or loads."""
     literals = dict(program.literals)
     made: dict[int, int] = {}
     lines = []
@@ -402,27 +397,20 @@ def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tu
     return tuple(lines)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A loop over equal layers.
-#
-# Comes in: a ``Run`` of ``stage/loops.py``. Goes out: a ``LayerLoop`` whose body is the first layer's, and recipes of all
-# layers' operands at equal distances. The value that goes from layer to layer lives in registers of its own, or in two images
-# that take turns.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
-_ALL = 1 << 30  # whoever reads a layer's result reads what the loop hands on
+_ALL = 1 << 30  # readers: all readers of a layer's result read what the loop passes on
 
 
-def lower_layers(at: Evaluation, run: Run) -> None:
-    """Lowers all layers of ``run``."""
+def lower_layers(at: StageBuilder, run: Run) -> None:
+    """Lower all layers of ``run`` as a ``LayerLoop`` with the body of the first layer. The operands of all layers are packed at
+    equal distances; the value that passes from layer to layer has its own registers, or two images that alternate."""
     entry, out = at.root(run.entry), at.root(run.exits[0])
     value = at.value(entry)
     if value.row:
-        raise CannotLower("a loop over layers of one column")
+        raise CannotLower("a loop over layers of one column has no code on the GPU")
     in_images = bool(at.shape.images & {entry, out})
     if in_images:
-        at.together |= {entry, out}
-    handover = _Images(at, run, entry, out) if in_images else _Copy(at, run, entry)
+        at.must_be_images |= {entry, out}
+    handover = _LayerImages(at, run, entry, out) if in_images else _LayerRegisters(at, run, entry)
     handover.enter()
     first_weight, per_layer = len(at.weights), sum(i.kind == "matmul" for i in run.segments[0])
     _vectors(at, run)
@@ -430,8 +418,8 @@ def lower_layers(at: Evaluation, run: Run) -> None:
     with at.body_of_loop() as body:
         at.settle(entry, handover.inside())
         for instr in run.segments[0]:
-            instructions.lower(at, instr)
-        handover.hand_on(out)
+            instructions.lower_instruction(at, instr)
+        handover.pass_on(out)
     at.add(ir.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
@@ -439,8 +427,8 @@ def lower_layers(at: Evaluation, run: Run) -> None:
     at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=handover.after())
 
 
-def _vectors(at: Evaluation, run: Run) -> None:
-    """Vectors of all layers one after the other; those of layer 0 know where they are, and how far the next layer's."""
+def _vectors(at: StageBuilder, run: Run) -> None:
+    """Add the vectors of all layers, one after the other; those of layer 0 get addresses with the distance to the next layer's."""
     broadcasts = [k for k, i in enumerate(run.segments[0]) if i.kind == "broadcast_in_dim" and columns.is_vector(at, i)]
     recipes = [[columns.broadcast_recipe(at, segment[k]) for k in broadcasts] for segment in run.segments]
     if not broadcasts:
@@ -453,16 +441,16 @@ def _vectors(at: Evaluation, run: Run) -> None:
         offset += recipe.words
 
 
-def _weights(at: Evaluation, run: Run) -> None:
-    """Recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
+def _weights(at: StageBuilder, run: Run) -> None:
+    """Add the recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
     at.next_weight = len(at.weights)
     at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
 
 
-class _Copy:
-    """What a loop hands on, in registers: the results of a layer are copied to where the next one expects them."""
+class _LayerRegisters:
+    """The value that passes from layer to layer, in registers: a layer's result is copied to where the next layer reads it."""
 
-    def __init__(self, at: Evaluation, run: Run, entry: int):
+    def __init__(self, at: StageBuilder, run: Run, entry: int):
         self.at, self.entry, self.value = at, entry, at.value(entry)
         self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # of the first layer
         self.ref = Ref("h", entry)
@@ -474,7 +462,7 @@ class _Copy:
     def inside(self) -> InRegisters | InImage:
         return InRegisters(self.ref, self.value.form, self.ref)
 
-    def hand_on(self, out: int) -> None:
+    def pass_on(self, out: int) -> None:
         self.at.materialize(out)
         made = self.at.value(out).home
         assert isinstance(made, InRegisters)
@@ -485,10 +473,10 @@ class _Copy:
         return self.inside()
 
 
-class _Images:
-    """The same in two images of shared memory, which change places with every layer."""
+class _LayerImages:
+    """The value that passes from layer to layer, in two images in shared memory, which alternate."""
 
-    def __init__(self, at: Evaluation, run: Run, entry: int, out: int):
+    def __init__(self, at: StageBuilder, run: Run, entry: int, out: int):
         self.at, self.value = at, at.value(entry)
         self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
         self.values, self.layers = (entry, out), len(run.segments)
@@ -507,7 +495,7 @@ class _Images:
         self.at.add(ir.TurnImages(*self.refs))
         return InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
 
-    def hand_on(self, out: int) -> None:
+    def pass_on(self, out: int) -> None:
         to = Ref("image", self.values[0], "_out")
         self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
         self.at.add(*map(ir.Alive, self.owners))
@@ -517,13 +505,12 @@ class _Images:
         return InImage(self.refs[last], self.value.form, self.owners[last])
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The instructions of a stage, or of a loop in it, one after the other; those of equal layers as a loop over the layers.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- All instructions -------------------------------------------------------------------------------------------------------------
 
 
-def _rounded_first(at: Evaluation, instrs: Sequence[Instr]) -> tuple[Instr, ...]:
-    """``instrs`` with what rounds a value right behind what makes the value: a loop that folds it then keeps the 16-bit form."""
+def _with_early_rounding(at: StageBuilder, instrs: Sequence[Instr]) -> tuple[Instr, ...]:
+    """``instrs`` with each rounding right after the instruction that makes its value, so that a loop that folds the value keeps its
+    16-bit form."""
     makers = {v for i in instrs for v in i.outputs}
     moved: dict[int, list[Instr]] = {}
     for i in instrs:
@@ -536,9 +523,9 @@ def _rounded_first(at: Evaluation, instrs: Sequence[Instr]) -> tuple[Instr, ...]
     return tuple(found)
 
 
-def lower_body(at: Evaluation, instrs: Sequence[Instr]) -> None:
-    """Lowers ``instrs``. Raises ``CannotLower``."""
-    instrs = _rounded_first(at, instrs) if at.repeated else tuple(instrs)
+def lower_body(at: StageBuilder, instrs: Sequence[Instr]) -> None:
+    """Lower ``instrs``, with loops over equal layers. Raises ``CannotLower``."""
+    instrs = _with_early_rounding(at, instrs) if at.repeated else tuple(instrs)
     around, at.instrs = at.instrs, instrs
     found = [] if at.facts.slices.makers else find_equal_layers(at.program, instrs)
     runs = {run.segments[0][0]: run for run in found}
@@ -551,5 +538,5 @@ def lower_body(at: Evaluation, instrs: Sequence[Instr]) -> None:
         elif i.kind == "loop":
             lower_counted_loop(at, i, lower_body)
         else:
-            instructions.lower(at, i)
+            instructions.lower_instruction(at, i)
     at.instrs = around

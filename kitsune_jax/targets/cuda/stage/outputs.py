@@ -1,4 +1,7 @@
-"""What leaves a stage: pushes into queues, stores to arrays, sinks, weight gradients, and sums of a segment softmax."""
+"""Lowering of a stage's outputs: pushes into queues, stores to arrays, sinks, weight gradients, and sums of a segment softmax.
+
+Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: nodes.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,17 @@ from kitsune_jax.targets.cuda.ir import (
     parameter,
 )
 from kitsune_jax.targets.cuda.stage import columns, facts
-from kitsune_jax.targets.cuda.stage.evaluation import Evaluation, InScratch, queue_form
+from kitsune_jax.targets.cuda.stage.builder import InScratch, StageBuilder, queue_form
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Weight gradients: both operands go to panels in shared memory, which the lanes of the CTA multiply together.
-#
-# Comes in: a ``matmul_sink`` and the ``Evaluation`` of its stage. Goes out: nodes. The gradients of a stage use the panels in
-# turn. Sums over the rows of an operand (the gradient of a bias) are made from its panel.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Weight gradients -------------------------------------------------------------------------------------------------------------
 
 
-def lower_gradient(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. Raises ``CannotLower``."""
+def lower_gradient(at: StageBuilder, instr: Instr) -> None:
+    """Lower a ``matmul_sink``. Raises ``CannotLower``.
+
+    Both operands are written to panels in shared memory, which the lanes of the CTA multiply together. The gradients of a stage use
+    the panels one after the other. Sums over the rows of an operand (the gradient of a bias) are made from its panel.
+    """
     if (instr["x_contract"], instr["y_contract"], instr["x_batch"], instr["y_batch"]) != ((0,), (0,), (), ()):
         raise CannotLower("a product that contracts the stream and other dimensions has no code on the GPU")
     sink = at.program.sinks[instr["sink"]]
@@ -51,7 +53,7 @@ def lower_gradient(at: Evaluation, instr: Instr) -> None:
     (x_value, x), (y_value, y) = _panels(at, instr)
     for v, panel in ((x_value, x), (y_value, y)):
         if panel in at.prologue or _holds(at, v, panel):
-            continue  # written already, in the loop of another effect, or for an earlier gradient
+            continue  # written already, with another effect or for an earlier gradient
         _declare(at, v, panel)
         if at.value(v).row:
             at.add(ir.RowToPanel(panel.ref, at.row_tile(v)))
@@ -69,8 +71,9 @@ def lower_gradient(at: Evaluation, instr: Instr) -> None:
     at.done.add(instr)
 
 
-def early_panel(at: Evaluation, effect: Instr) -> list[ToPanel]:
-    """The panel of the stage's next gradient that holds the value of ``effect``: it is written in the same loop."""
+def early_panel(at: StageBuilder, effect: Instr) -> list[ToPanel]:
+    """The action that writes the value of ``effect`` to the panel of the stage's next gradient, in the same loop as ``effect``; or
+    []."""
     instrs, root = at.instrs, at.root(effect.inputs[0])
     instr = next((i for i in instrs if i.kind == "matmul_sink" and i not in at.done), None)
     if instr is None or instrs.index(instr) < instrs.index(effect):
@@ -85,27 +88,27 @@ def early_panel(at: Evaluation, effect: Instr) -> list[ToPanel]:
     return [ToPanel(root, panel.ref)]
 
 
-def _panels(at: Evaluation, instr: Instr) -> tuple[tuple[int, Panel], tuple[int, Panel]]:
-    """The operand whose columns are the rows of the accumulators, and the other; each with its panel."""
+def _panels(at: StageBuilder, instr: Instr) -> tuple[tuple[int, Panel], tuple[int, Panel]]:
+    """The operand whose columns are the rows of the accumulators, and the other operand, each with its panel."""
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
     behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
     return (x, Panel(Ref("panel", k, "x"), dtype, x_width, 0)), (y, Panel(Ref("panel", k, "y"), dtype, y_width, behind))
 
 
-def _width(at: Evaluation, v: int) -> int:
-    """Of the panel of ``v``, which the stage may not have made yet."""
+def _width(at: StageBuilder, v: int) -> int:
+    """Columns of the panel of ``v``, which may not have been made yet."""
     columns = math.prod(at.program.values[v].shape)
     return tiles.padded(columns // at.split if at.is_slab(v) else columns)
 
 
-def _holds(at: Evaluation, v: int, panel: Panel) -> bool:
-    """Does ``v`` lie in the place of ``panel`` still? In a step of a loop two weights have gradients with one cotangent."""
+def _holds(at: StageBuilder, v: int, panel: Panel) -> bool:
+    """Does ``panel`` still hold ``v``? In a step of a loop, the gradients of two weights may share a cotangent."""
     return at.repeated and at.panels.get(panel.at, ())[:2] == (at.root(v), panel.width)
 
 
-def _declare(at: Evaluation, v: int, panel: Panel) -> None:
-    """``v`` goes to ``panel``, and what lay there is gone."""
+def _declare(at: StageBuilder, v: int, panel: Panel) -> None:
+    """Note that ``panel`` holds ``v``, and that panels that it overlaps are overwritten."""
     at.once_per_tile(panel)
     end = panel.at + tiles.panel_bytes(panel.width, tiles.is_half(panel.dtype))
     at.panels = {place: of for place, of in at.panels.items() if place >= end or of[2] <= panel.at}
@@ -114,8 +117,8 @@ def _declare(at: Evaluation, v: int, panel: Panel) -> None:
         at.setup.append(ir.ClearPanel(panel))
 
 
-def _shape(at: Evaluation, instr: Instr) -> tiles.GradientShape:
-    """The accumulators of a weight gradient: of a split stage, those whose slabs the stage's other values agree with."""
+def _shape(at: StageBuilder, instr: Instr) -> tiles.GradientShape:
+    """The shape of a gradient's accumulators. In a split stage its slabs must be those of the stage."""
     n = [math.prod(at.program.values[v].shape) for v in instr.inputs]
     half = tiles.is_half(at.program.values[instr.inputs[0]].dtype)
     shapes = tiles.gradient_shapes(n[0], n[1], half, at.split, at.lanes)
@@ -127,17 +130,15 @@ def _shape(at: Evaluation, instr: Instr) -> tiles.GradientShape:
     return shapes[0]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Sums of a segment softmax: the largest scores of the runs of a tile, and the sinks whose rows are scaled by them.
-#
-# Comes in: ``run_max``, and a ``sink_at`` with three operands (``program/build.py``), and the ``Evaluation`` of their stage.
-# Goes out: nodes, and the home of the scores. A run is one of the 16 rows of a warp: the rows of a tile that have an index may be
-# several runs with a top each, which the sink joins as it joins tiles (``stage/online.h``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sums of a segment softmax ----------------------------------------------------------------------------------------------------
 
 
-def lower_run_max(at: Evaluation, instr: Instr) -> None:
-    """Gives the largest scores of each row's run a home. Raises ``CannotLower``."""
+def lower_run_max(at: StageBuilder, instr: Instr) -> None:
+    """Give the largest scores of each row's run a home. Raises ``CannotLower``.
+
+    A run is among the 16 rows of a warp. The rows of a tile with the same index may be several runs, each with its largest score;
+    the sink joins them as it joins tiles (``stage/online.h``).
+    """
     (x, index), (v,) = instr.inputs, instr.outputs
     if at.split > 1:
         raise CannotLower("the largest scores of segments in a stage that is split by columns have no code on the GPU")
@@ -156,8 +157,8 @@ def lower_run_max(at: Evaluation, instr: Instr) -> None:
         at.materialize(v)
 
 
-def _runs(at: Evaluation, index: int, rows: int) -> Ref:
-    """The runs of ``index``, which all sums of the softmaxes by it share."""
+def _runs(at: StageBuilder, index: int, rows: int) -> Ref:
+    """The runs of ``index``, which all sums of softmaxes by it share."""
     key = at.root(index), rows
     if key not in at.runs:
         at.runs[key] = Ref("of_index", key[0])
@@ -165,8 +166,8 @@ def _runs(at: Evaluation, index: int, rows: int) -> Ref:
     return at.runs[key]
 
 
-def lower_online_sink(at: Evaluation, instr: Instr) -> tuple[Tops, Ref]:
-    """What the rows of a sink are scaled by, and their runs."""
+def online_scaling(at: StageBuilder, instr: Instr) -> tuple[Tops, Ref]:
+    """(the scaling of the rows of a sink by the largest scores, their runs)."""
     v, _, scores = instr.inputs
     if at.root(scores) not in at.tops:
         raise CannotLower("a sum that is scaled by other numbers than the largest scores of its runs has no code on the GPU")
@@ -175,29 +176,25 @@ def lower_online_sink(at: Evaluation, instr: Instr) -> tuple[Tops, Ref]:
     return Tops(tops, math.prod(shape), bool(instr["finite"])), runs
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What leaves a stage: pushes into queues, stores to arrays, sinks. All that is done with one value is done in one loop.
-#
-# Comes in: an instruction with an effect, and the ``Evaluation`` of its stage. Goes out: nodes. Invariant: an effect may come
-# earlier than its place in the stage, never later: a wait for a queue's free slot depends on earlier tiles only.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Effects ----------------------------------------------------------------------------------------------------------------------
 
 HOW = {spec.fold: str(spec.cuda["any"]) for spec in OPS.values() if spec.family == "reduce" and spec.cuda}
-# What the L2 folds, by the dtype of the fold.
+# Atomic operations of the L2: fold -> dtypes.
 _ATOMIC = {"sum": ("float32",), "max": ("float32", "int32", "uint32"), "min": ("float32", "int32", "uint32")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Effect:
-    """``action``: None where the nodes in front do everything (a value with one number per row)."""
+    """``action``: None if the nodes before and after do all, as for a value with one number per row."""
 
     before: tuple[Node, ...]
     action: Action | None = None
     after: tuple[Node, ...] = ()
 
 
-def lower_output(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``, and with it every other effect of its value that the stage has further on."""
+def lower_output(at: StageBuilder, instr: Instr) -> None:
+    """Lower ``instr`` and all later effects of its value, in one loop. An effect may come earlier than its place in the stage,
+    never later, as a wait for a free slot of a queue may only depend on earlier tiles."""
     batch = [_MAKERS[i.kind](at, i) for i in _with_same_value(at, instr)]
     for effect in batch:
         at.add(*effect.before)
@@ -208,20 +205,19 @@ def lower_output(at: Evaluation, instr: Instr) -> None:
         at.add(*effect.after)
 
 
-def _with_same_value(at: Evaluation, instr: Instr) -> list[Instr]:
-    """The effects of the value of ``instr`` that nothing has been done about: none, or it and those further on."""
-    done = at.done.union(i for _, _, i in at.facts.panel_sums)  # these come with their gradient
+def _with_same_value(at: StageBuilder, instr: Instr) -> list[Instr]:
+    """``instr`` and the later effects of its value, except those that have been lowered; [] if ``instr`` has been."""
+    done = at.done.union(i for _, _, i in at.facts.panel_sums)  # lowered with their gradient
     root = at.root(instr.inputs[0])
     found = [i for i in at.instrs if i.kind in _MAKERS and at.root(i.inputs[0]) == root and i not in done]
-    later = [
-        i for i in found if i.kind == "sink_at" and i is not instr
-    ]  # its indices may not be there yet, nor its scratch rows free
+    # A later sink's indices may not have been made yet, nor need its scratch rows be free.
+    later = [i for i in found if i.kind == "sink_at" and i is not instr]
     found = [i for i in found if i not in later]
     at.done.update(found)
     return found
 
 
-def _push(at: Evaluation, instr: Instr) -> _Effect:
+def _push(at: StageBuilder, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
     value, queue, push = at.value(v), Ref("queue", q), Ref("push", q)
     acquire, release = ir.QueueCall(queue, "wr_acquire"), ir.QueueCall(queue, "wr_release")
@@ -233,22 +229,22 @@ def _push(at: Evaluation, instr: Instr) -> _Effect:
     return _Effect((acquire, entry), Keep(v, Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
-def _store(at: Evaluation, instr: Instr) -> _Effect:
+def _store(at: StageBuilder, instr: Instr) -> _Effect:
     (v,), value = instr.inputs, at.value(instr.inputs[0])
     if value.row:
         row = at.row(v)
         return _Effect((ir.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
     if _once(at, v):
-        raise CannotLower("a stage that is split by columns stores a value that is not")
+        raise CannotLower("a stage that is split by columns cannot store a value that is not")
     return _Effect((), Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
 
 
-def _once(at: Evaluation, v: int) -> bool:
-    """Does one CTA hand ``v`` on for all? Those of a split stage all have what is no slab."""
+def _once(at: StageBuilder, v: int) -> bool:
+    """Must only one CTA output ``v``? All CTAs of a split stage have the values that are no slabs."""
     return at.split > 1 and not at.is_slab(v)
 
 
-def _sink(at: Evaluation, instr: Instr) -> _Effect:
+def _sink(at: StageBuilder, instr: Instr) -> _Effect:
     (v,), k = instr.inputs, instr["sink"]
     sink, value, rank = at.program.sinks[k], at.value(v), len(at.program.values[v].shape)
     if sink.how not in HOW:
@@ -266,7 +262,7 @@ def _sink(at: Evaluation, instr: Instr) -> _Effect:
     return _Effect((), Fold(v, how, ref, stream=True, scalar=scalar))
 
 
-def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
+def _sink_at(at: StageBuilder, instr: Instr) -> _Effect:
     (v, index), k = instr.inputs[:2], instr["sink"]
     sink, value = at.program.sinks[k], at.value(v)
     if sink.how not in HOW:
@@ -276,15 +272,15 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
     if instr.get("unordered"):
-        return _added(at, v, index, k)
+        return _atomic_fold(at, v, index, k)
     how, ref, width = HOW[sink.how], Ref("segments", k), value.width
     rows = 0 if instr["sorted"] else sink.shape[0]
     if rows and tiles.table_bytes(rows, width) > tiles.MOST_TABLE_BYTES:
         raise CannotLower(
-            f"a sink by indices that are not sorted into {rows} rows of {value.n}: a lane holds {tiles.MOST_TABLE_BYTES} bytes at "
-            "most; stream in the order of the indices"
+            f"a sink by unsorted indices into {rows} rows of {value.n} columns: a lane's table has {tiles.MOST_TABLE_BYTES} bytes "
+            "at most; sort the indices, or use fewer rows"
         )
-    tops, found = lower_online_sink(at, instr) if len(instr.inputs) > 2 else (None, None)
+    tops, found = online_scaling(at, instr) if len(instr.inputs) > 2 else (None, None)
     start = ir.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
     at.segment_bytes += start.bytes
     at.setup.append(start)
@@ -298,20 +294,18 @@ def _sink_at(at: Evaluation, instr: Instr) -> _Effect:
     return _Effect((runs, ir.SyncWarp()), ToSegments(v, ref, how, sink.dtype, found), (join,))
 
 
-def _added(at: Evaluation, v: int, index: int, k: int) -> _Effect:
-    """A fold in whatever order: a sum, to which every thread adds its part of a row, a maximum or a minimum. The result is of
-    32 bits until XLA converts it."""
+def _atomic_fold(at: StageBuilder, v: int, index: int, k: int) -> _Effect:
+    """A fold in any order by atomic operations: every thread adds its part of a row, or folds it into a maximum or minimum. The
+    result has 32 bits; XLA converts it."""
     sink, value, ref = at.program.sinks[k], at.value(v), Ref("sums", k)
     if sink.dtype not in _ATOMIC.get(sink.how, ()):
         raise CannotLower(f"a {sink.how} of {sink.dtype} by atomic operations has no code on the GPU")
     if at.program.outputs[sink.array].dtype != sink.dtype:
-        raise CannotLower(
-            f"a {sink.how} of {at.program.outputs[sink.array].dtype} by atomic operations where other phases may read it"
-        )
+        narrow = at.program.outputs[sink.array].dtype
+        raise CannotLower(f"a {sink.how} of {narrow} by atomic operations has no code in a call of several phases on the GPU")
     if sink.how != "sum":
-        to = ir.FoldedRows(
-            ref, HOW[sink.how], sink.dtype, value.width, parameter("out", sink.array), at.row(index), sink.shape[0], value.n
-        )
+        out, n = parameter("out", sink.array), value.n
+        to = ir.FoldedRows(ref, HOW[sink.how], sink.dtype, value.width, out, at.row(index), sink.shape[0], n)
         if value.row:
             return _Effect((to, ir.FoldRowAt(ref, at.row(v))))
         at.scratch_words = max(at.scratch_words, tiles.block(value.width) | 1)

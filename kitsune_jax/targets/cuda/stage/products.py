@@ -1,4 +1,7 @@
-"""Products for each row, and columns that the CTAs of a cluster exchange for a product."""
+"""Lowering of products for each row, and of the columns that the CTAs of a cluster exchange for a product.
+
+Comes in: an instruction or an operand, and the ``StageBuilder`` of its stage. Goes out: nodes, and a home of the value.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,20 @@ from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda.ir import Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns
-from kitsune_jax.targets.cuda.stage.evaluation import Evaluation, Expression, InArray, InImage, InRegisters, Multiply, Value
+from kitsune_jax.targets.cuda.stage.builder import Expression, InArray, InImage, InRegisters, Multiply, StageBuilder, Value
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Products for each row (``dot``): both operands stream, and a warp multiplies those of one row after the other.
-#
-# Comes in: a ``dot`` and the ``Evaluation`` of its stage. Goes out: nodes, and an image as the home of the product; or of what a
-# ``take`` that alone reads it picks. Operands are copied to shared memory row by row from where their pieces lie: rows of arrays
-# and tables straight from global memory, values of the stage from the warp's scratch rows.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Products for each row: both operands stream ----------------------------------------------------------------------------------
 
-_WORKING = 56  # registers of a thread while it multiplies: 16 sums, fragments on their way, addresses
-_Operand = tuple[int, bool]  # (free elements, whether K is the outer dimension)
+_WORKING = 56  # registers of a thread during the product: 16 sums, fragments, addresses
+_Operand = tuple[int, bool]  # (free elements, is K the outer dimension?)
 
 
-def lower_row_product(at: Evaluation, instr: Instr) -> None:
-    """Lowers ``instr``. Raises ``CannotLower``."""
+def lower_row_product(at: StageBuilder, instr: Instr) -> None:
+    """Lower the ``dot`` ``instr``, whose result, or the ``take`` that alone reads it, gets an image. Raises ``CannotLower``.
+
+    A warp multiplies the operands of one row after the other. It copies them to shared memory piece by piece: rows of arrays and
+    tables from global memory, values of the stage from the warp's scratch rows.
+    """
     x, y = instr.inputs
     dtype, other = (at.program.values[v].dtype for v in (x, y))
     if dtype != other or dtype not in pointwise.OPERAND or instr["accumulate"] != "float32":
@@ -36,16 +37,16 @@ def lower_row_product(at: Evaluation, instr: Instr) -> None:
     k, of_x, of_y = shape(at.program, instr)
     value = at.new(instr)
     if value.row:
-        _inner(at, instr, x, y)
+        _inner_product(at, instr, x, y)
         return
     copied = _copied(at, dtype, k, dict.fromkeys(((x, of_x), (y, of_y))))
     operands = [ir.RowOperand(of[0], of[1], copied[v, of]) for v, of in ((x, of_x), (y, of_y))]
-    taken = at.facts.picked.get(instr.outputs[0])
+    taken = at.facts.taken.get(instr.outputs[0])
     list_ = fill = None
     if taken is not None:
         at.done.add(taken)
         value = at.new(taken)
-        list_, fill = columns.picked_columns(at, taken, 0), columns.filling(taken, value.dtype)
+        list_, fill = columns.take_columns(at, taken, 0), columns.fill_value(taken, value.dtype)
     (v,) = (taken or instr).outputs
     image, rows, store = Ref("image", v), None, at.facts.only_store(v)
     if store is not None and not at.rows("out", store["array"]).strides:
@@ -59,13 +60,13 @@ def lower_row_product(at: Evaluation, instr: Instr) -> None:
     at.add(ir.SyncWarp(), ir.Alive(work, _WORKING), node, ir.Alive(work))
     if rows is None:
         at.once_per_tile(ir.Image(image))
-        at.together.add(v)
+        at.must_be_images.add(v)
         at.add(ir.Alive(Ref("v", v), 0))
         at.settle(v, InImage(image, value.form, Ref("v", v)))
 
 
 def shape(program: TileProgram, instr: Instr) -> tuple[int, _Operand, _Operand]:
-    """(K, how x lies, how y lies). Raises ``CannotLower`` where the dimensions are in another order."""
+    """(K, layout of x, layout of y). Raises ``CannotLower`` where the dimensions are in another order."""
     x, y = (program.values[v].rows_first for v in instr.inputs)
     if any(x[d] != 1 for d in instr["x_batch"]):
         raise CannotLower("a product for each row with further batch dimensions has no code on the GPU")
@@ -73,10 +74,10 @@ def shape(program: TileProgram, instr: Instr) -> tuple[int, _Operand, _Operand]:
     if [b for _, b in pairs] != sorted(b for _, b in pairs):
         raise CannotLower("a product for each row that contracts dimensions in another order has no code on the GPU")
     k = math.prod(x[a] for a, _ in pairs)
-    return k, _lies(x, [a for a, _ in pairs]), _lies(y, [b for _, b in pairs])
+    return k, _operand_layout(x, [a for a, _ in pairs]), _operand_layout(y, [b for _, b in pairs])
 
 
-def _lies(dims: Sequence[int], contract: Sequence[int]) -> _Operand:
+def _operand_layout(dims: Sequence[int], contract: Sequence[int]) -> _Operand:
     real = [d for d, n in enumerate(dims) if d and n != 1]
     free = [d for d in real if d not in contract]
     if real not in ([*free, *contract], [*contract, *free]):
@@ -84,8 +85,8 @@ def _lies(dims: Sequence[int], contract: Sequence[int]) -> _Operand:
     return math.prod(dims[d] for d in free), bool(free) and bool(contract) and free[0] > contract[0]
 
 
-def _inner(at: Evaluation, instr: Instr, x: int, y: int) -> None:
-    """One number for a row: the sum of products of elements."""
+def _inner_product(at: StageBuilder, instr: Instr, x: int, y: int) -> None:
+    """A product with one number for a row: a sum over the columns."""
     (v,) = instr.outputs
     ref = Ref("r", v)
     product = at.unnamed(Value(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
@@ -96,32 +97,32 @@ def _inner(at: Evaluation, instr: Instr, x: int, y: int) -> None:
 
 
 def _copied(
-    at: Evaluation, dtype: str, k: int, operands: dict[tuple[int, _Operand], None]
+    at: StageBuilder, dtype: str, k: int, operands: dict[tuple[int, _Operand], None]
 ) -> dict[tuple[int, _Operand], tuple[ir.Copied, ...]]:
-    """How the elements of each operand reach its slot."""
+    """The copies that bring the elements of each operand to its slot."""
     pieces = {v: at.facts.pieces_of(v) for v, _ in operands}
     computed: dict[int, None] = {}
     for p in dict.fromkeys(at.root(p) for of in pieces.values() for p in of):
-        if not _lies_in_rows(at, p, dtype):
+        if not _is_in_rows(at, p, dtype):
             computed[p] = None
     starts = dict(zip(computed, columns.to_scratch(at, list(computed)) if computed else [], strict=True))
     found = {}
     for v, (free, across) in operands:
         run, first, parts = free if across else k, 0, list[ir.Copied]()
         for p in map(at.root, pieces[v]):
-            part = _piece(at, p, starts.get(p), first, run)
+            part = _copy_of_piece(at, p, starts.get(p), first, run)
             parts[-1:] = _joined(parts[-1], part) if parts else [part]
             first += at.value(p).n
         found[v, (free, across)] = tuple(parts)
     return found
 
 
-def _lies_in_rows(at: Evaluation, v: int, dtype: str) -> bool:
+def _is_in_rows(at: StageBuilder, v: int, dtype: str) -> bool:
     home = at.value(v).home
     return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
 
 
-def _piece(at: Evaluation, v: int, start: int | None, first: int, run: int) -> ir.Copied:
+def _copy_of_piece(at: StageBuilder, v: int, start: int | None, first: int, run: int) -> ir.Copied:
     value = at.value(v)
     if start is not None:
         return ir.Copied("scratch", start, 1, first, value.n)
@@ -134,56 +135,52 @@ def _piece(at: Evaluation, v: int, start: int | None, first: int, run: int) -> i
 
 
 def _joined(a: ir.Copied, b: ir.Copied) -> list[ir.Copied]:
-    """Pieces of one kind whose addresses follow each other are copied together."""
+    """``a`` and ``b`` as one copy if they are of the same kind and their addresses are consecutive."""
     if a.how == b.how != "scratch" and a.count == b.count and a.source + a.pieces == b.source:
         return [ir.Copied(a.how, a.source, a.pieces + 1, a.first, a.count)]
     return [a, b]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Columns of a carry, or of what a step makes, that the CTAs of a cluster hand each other: a product contracts all of them.
-#
-# Comes in: an operand of a product, and the ``Evaluation`` of a stage with a loop that is split over a cluster. Goes out: the value
-# with all of its columns. Each CTA holds a slab of every weight's columns still, so what it makes in a step is a slab, and the next
-# product needs those of the others as well: every lane stores its slab into the entry of a ring in the shared memory of each CTA
-# (``ClusterQueue``, of which all are writers and readers), waits for the slabs of all where it multiplies with them first
-# (``stage/chunks.py``), and multiplies from there. An entry is given back at the end of the step: a carry, which is sent when a
-# step begins, has a ring of two, in which a fast CTA may be a step ahead of a slow one; for what is made in a step one entry does.
-# Of a partial product (``stage/facts.py``) they hand each other sums: every CTA has those of its part of K for all columns, sends
-# each other CTA the slab that it needs, and adds up what it has got, in the order of the CTAs, so all runs give the same bits.
-# Invariant: all CTAs of a cluster take the same steps on the same tiles, so entry n is the same value in all of them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
 
 
-def whole_value(at: Evaluation, v: int, depth: int = 1) -> int:
-    """``v``, or where that is a slab the value of which it is one, by way of a ring of ``depth`` entries."""
+def whole_value(at: StageBuilder, v: int, depth: int = 1) -> int:
+    """The value of which ``v`` is a slab, received through a ring of ``depth`` entries; ``v`` itself if it is no slab.
+
+    Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
+    Every lane stores its slab into an entry of a ring in the shared memory of each CTA (``ClusterQueue``, which all write and
+    read), waits for all slabs before it first multiplies with them (``stage/chunks.py``), and multiplies from the entry, which it
+    releases at the end of the step. A carry, sent when a step begins, has a ring of two entries, as a fast CTA may be a step ahead
+    of a slow one; other values need one entry. All CTAs of a cluster run the same steps on the same tiles, so entry n is the same
+    value in all.
+    """
     v = at.root(v)
     value = at.value(v)
     if not value.slab:
         return v
     if v not in at.gathered:
         made = at.unnamed(Value(value.n * at.split, value.dtype, False))
-        # All of an array's columns are there for every CTA.
+        # Every CTA can read all columns of an array.
         at.settle(made, value.home if isinstance(value.home, InArray) else _exchanged(at, v, value, depth))
         at.gathered[v] = made
     return at.gathered[v]
 
 
-def begin_exchange(at: Evaluation, body: Sequence[Instr], carries: Collection[int]) -> None:
-    """Sends the carries that products of ``body`` contract on their way, in front of all else that a step does."""
+def begin_exchange(at: StageBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
+    """Send the carries that products of ``body`` contract, before all else in a step."""
     for i in body:
         for v in exchanged_pieces(at, i.inputs[0]) if i.kind == "matmul" else ():
             if at.root(v) in carries:
                 whole_value(at, v, tiles.EXCHANGE_DEPTH)
 
 
-def exchanged_pieces(at: Evaluation, x: int) -> list[int]:
-    """The values whose columns make up the operand: the parts of a concatenation that nobody else needs as one."""
+def exchanged_pieces(at: StageBuilder, x: int) -> list[int]:
+    """The values whose columns make up operand ``x``: the parts of a concatenation that only products read."""
     parts = at.facts.joined.get(x)
     return [x] if parts is None else [p for part in parts for p in exchanged_pieces(at, part)]
 
 
-def _exchanged(at: Evaluation, v: int, value: Value, depth: int) -> InImage:
+def _exchanged(at: StageBuilder, v: int, value: Value, depth: int) -> InImage:
     ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
     vectors = tiles.image_vectors(value.width, value.form)
     at.setup.append(ir.Exchange(ring, vectors * at.split, depth))
@@ -193,9 +190,13 @@ def _exchanged(at: Evaluation, v: int, value: Value, depth: int) -> InImage:
     return InImage(entry, value.form, ring)
 
 
-def add_up_partial_sums(at: Evaluation, products: Sequence[tuple[int, Multiply]]) -> None:
-    """Gives slabs of the sums of partial ``products`` homes. Those of one are on their way while the next one multiplies."""
-    for v, ring in [(v, _handed_out(at, v, product)) for v, product in products]:
+def add_up_partial_sums(at: StageBuilder, products: Sequence[tuple[int, Multiply]]) -> None:
+    """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
+
+    Each CTA has the sums over its part of K for all columns (``stage/facts.py``). It sends every other CTA the slab that it needs,
+    and adds up the slabs that it gets in the order of the CTAs, so that all runs give the same bits.
+    """
+    for v, ring in [(v, _send_partial_sums(at, v, product)) for v, product in products]:
         value, parts = at.value(v), list[int]()
         part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
         at.add(ir.QueueCall(ring, "rd_acquire"))
@@ -208,8 +209,8 @@ def add_up_partial_sums(at: Evaluation, products: Sequence[tuple[int, Multiply]]
         at.add(ir.QueueCall(ring, "rd_release"))
 
 
-def _handed_out(at: Evaluation, v: int, product: Multiply) -> Ref:
-    """The ring by which each CTA gets its slab of what ``product`` has made in every other."""
+def _send_partial_sums(at: StageBuilder, v: int, product: Multiply) -> Ref:
+    """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
     ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split
     mine = at.unnamed(Value(n, "float32", False, product))
     vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split
@@ -220,13 +221,13 @@ def _handed_out(at: Evaluation, v: int, product: Multiply) -> Ref:
     return ring
 
 
-def _name(at: Evaluation, kind: str) -> Ref:
+def _name(at: StageBuilder, kind: str) -> Ref:
     at.counter += 1
     return Ref(kind, at.counter, "_all")
 
 
-def give_back_entries(at: Evaluation, known: dict[int, int]) -> None:
-    """The entries of what was put together since ``known``: nobody reads it any more."""
+def release_entries(at: StageBuilder, known: dict[int, int]) -> None:
+    """Release the entries of values that were gathered since ``known`` and are no longer read."""
     for v, made in at.gathered.items():
         home = at.value(made).home
         if v not in known and isinstance(home, InImage):

@@ -1,4 +1,4 @@
-"""Passes over a tile program before a GPU stage is lowered: summed products, values of loops, and rounded values."""
+"""Passes over a tile program before a GPU stage is lowered: joined products, values of loops as tiles, and rounded values."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from kitsune_jax.program.ir import Instr, TileProgram, TileType, walk
 from kitsune_jax.program.passes import VIEWS, compared_values
 from kitsune_jax.targets.cuda import pack
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Sums of two products become one product: ``x @ a + h @ b`` of a recurrent cell is ``[x h] @ [a; b]``.
-#
-# Comes in: a tile program. Goes out: one that computes the same with one set of accumulators for such a sum. The operands lie
-# together nowhere (a concatenation that only products read costs nothing), and XLA puts the weights together where it packs them.
-# The operand that comes from an array goes first: what a step waits for, columns of other CTAs, may arrive under its part of the
-# product.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Sums of two products as one product ------------------------------------------------------------------------------------------
 
 _SAME_CONTRACTION = ("x_contract", "w_contract", "x_batch", "w_batch", "out_perm", "accumulate")
 
 
 def sums_of_products_as_one(program: TileProgram) -> TileProgram:
-    return _Joining(program).done()
+    """``program`` with ``[x h] @ [a; b]`` in place of ``x @ a + h @ b``, as in a recurrent cell, which needs one set of
+    accumulators.
+
+    The concatenation of the operands is never made, because only products read it, and XLA joins the weights when it packs them.
+    The operand from an array comes first, so that a step multiplies with it while it waits for columns of other CTAs.
+    """
+    return _JoinProducts(program).run()
 
 
-class _Joining:
+class _JoinProducts:
     def __init__(self, program: TileProgram):
         self.program, self.values = program, list(program.values)
         body = [i for s in program.stages for i in walk(s.body)]
@@ -39,7 +38,7 @@ class _Joining:
         self.makers = {v: i for i in body for v in i.outputs}
         self.kept = compared_values(program) | pack.find_weight_slices(program).makers.keys()
 
-    def done(self) -> TileProgram:
+    def run(self) -> TileProgram:
         stages = tuple(dataclasses.replace(s, body=self._body(s.body)) for s in self.program.stages)
         return dataclasses.replace(self.program, stages=stages, values=tuple(self.values))
 
@@ -49,17 +48,17 @@ class _Joining:
         gone: set[Instr] = set()
         for i in body:
             pair = [here[v] for v in i.inputs if v in here] if i.kind == "add" else []
-            if len(pair) == 2 and self._one(i, *pair):
+            if len(pair) == 2 and self._joinable(i, *pair):
                 gone.update(pair)
-                found += self._together(i, *sorted(pair, key=self._waits))
+                found += self._joined(i, *sorted(pair, key=self._waits))
             elif i.block is not None:
                 found.append(dataclasses.replace(i, block=dataclasses.replace(i.block, body=self._body(i.block.body))))
             else:
                 found.append(i)
         return tuple(i for i in found if i not in gone)
 
-    def _one(self, add: Instr, a: Instr, b: Instr) -> bool:
-        """Are both products of whole rows with whole matrices, which nobody else reads?"""
+    def _joinable(self, add: Instr, a: Instr, b: Instr) -> bool:
+        """Do both products multiply whole rows with whole matrices, and does only ``add`` read them?"""
         if a is b or not a.kind == b.kind == "matmul" or any(a.get(name) != b.get(name) for name in _SAME_CONTRACTION):
             return False
         x, w, y, u = (self.values[v] for i in (a, b) for v in i.inputs)
@@ -71,13 +70,13 @@ class _Joining:
         return plain and alike and len(dtypes) == 1 and not read and not compared
 
     def _waits(self, product: Instr) -> bool:
-        """Does the product read what a step makes or carries?"""
+        """Does the product read a value that a step makes or carries?"""
         maker = self.makers.get(product.inputs[0])
         while maker is not None and maker.kind == "reshape":
             maker = self.makers.get(maker.inputs[0])
         return maker is None or maker.kind not in ("load", "load_slice")
 
-    def _together(self, add: Instr, a: Instr, b: Instr) -> list[Instr]:
+    def _joined(self, add: Instr, a: Instr, b: Instr) -> list[Instr]:
         x, y = (self.values[i.inputs[0]] for i in (a, b))
         w, u = (self.values[i.inputs[1]] for i in (a, b))
         rows = self._new(TileType(True, (x.shape[0] + y.shape[0],), x.dtype))
@@ -93,33 +92,29 @@ class _Joining:
         return len(self.values) - 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Stationary values that change with a loop or a batch become tiles: the same for all rows of a tile.
-#
-# Comes in: a tile program. Goes out: one that computes the same, in which what depends on the number of a loop, is carried by
-# one, or depends on the batch of a tile, is a tile. XLA makes the other stationary values in front of the call, and these it
-# cannot make there. Raises ``CannotLower`` where an instruction has no form for tiles.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Stationary values that change with a loop or a batch, as tiles ---------------------------------------------------------------
 
 _SLICES = ("load_slice", "store_slice")
-_SAME = frozenset({"pointwise", "convert", "reduce"})  # families whose ops are the same of tiles, up to axes
+_SAME = frozenset({"pointwise", "convert", "reduce"})  # families whose ops need at most other axes for tiles
 _Params = dict[str, Param]
 
 
 def loop_values_as_tiles(program: TileProgram) -> TileProgram:
-    """``program`` itself where it has no loop and no batches."""
+    """``program`` in which stationary values that depend on a loop's number or carries, or on the batch of a tile, are tiles whose
+    rows are all the same. XLA makes the other stationary values before the call, which it cannot do for these. Unchanged if there
+    is no loop and no batch. Raises ``CannotLower`` where an instruction has no form for tiles.
+    """
     if not program.batch_axes and not any(i.kind == "loop" or i.kind in _SLICES for s in program.stages for i in walk(s.body)):
         return program
     weights = pack.find_weight_slices(program).makers.keys()
-    found = {v for s in program.stages for v in _varying(program, s.body)} - weights
+    found = {v for s in program.stages for v in _varying_values(program, s.body)} - weights
     values = [dataclasses.replace(t, tile=t.tile or v in found) for v, t in enumerate(program.values)]
-    stages = tuple(dataclasses.replace(s, body=_body(s.body, found, program, values)) for s in program.stages)
+    stages = tuple(dataclasses.replace(s, body=_body_with_tiles(s.body, found, program, values)) for s in program.stages)
     return dataclasses.replace(program, values=tuple(values), stages=stages)
 
 
-def _varying(program: TileProgram, body: Sequence[Instr]) -> set[int]:
-    """Stationary values of ``body`` that are made by loops, of their numbers and carries, or cut out of arrays by these or by a
-    batch."""
+def _varying_values(program: TileProgram, body: Sequence[Instr]) -> set[int]:
+    """Stationary values of ``body`` that are made from a loop's number or carries, or loaded by these or by a batch."""
     found: set[int] = set()
 
     def visit(instrs: Iterable[Instr]) -> None:
@@ -134,25 +129,26 @@ def _varying(program: TileProgram, body: Sequence[Instr]) -> set[int]:
     return {v for v in found if not program.values[v].tile}
 
 
-def _body(body: Sequence[Instr], found: set[int], program: TileProgram, values: list[TileType]) -> tuple[Instr, ...]:
-    """``values``: those of the program; new ones are added."""
+def _body_with_tiles(body: Sequence[Instr], found: set[int], program: TileProgram, values: list[TileType]) -> tuple[Instr, ...]:
+    """``body`` in which the values ``found`` are tiles. New values are appended to ``values``."""
     made = []
     for i in body:
         if i.block is not None:
-            i = dataclasses.replace(i, block=dataclasses.replace(i.block, body=_body(i.block.body, found, program, values)))
+            own = _body_with_tiles(i.block.body, found, program, values)
+            i = dataclasses.replace(i, block=dataclasses.replace(i.block, body=own))
         elif i.kind not in _SLICES and not found.isdisjoint(i.inputs):
             if i.kind == "broadcast_in_dim" and program.values[i.outputs[0]].tile and 0 in i["dims"]:
                 made.append(drop := _without_rows(i, values))
                 dims = tuple(d for d in i["dims"] if d != 0)
                 i = dataclasses.replace(_with(i, dims=(0, *dims)), inputs=drop.outputs)
             else:
-                i = _of_tiles(i, found, program)
+                i = _for_tiles(i, found, program)
         made.append(i)
     return tuple(made)
 
 
 def _without_rows(instr: Instr, values: list[TileType]) -> Instr:
-    """The operand of a broadcast of a stationary value without its dimension of extent 1 that is repeated along the rows."""
+    """A reshape that drops the dimension, of extent 1, that ``instr`` broadcasts along the rows."""
     (x,), k = instr.inputs, instr["dims"].index(0)
     t = values[x]
     if t.shape[k] != 1:
@@ -162,12 +158,12 @@ def _without_rows(instr: Instr, values: list[TileType]) -> Instr:
     return Instr("reshape", (x,), (len(values) - 1,), make_params(new_sizes=kept.rows_first), instr.op)
 
 
-def _of_tiles(instr: Instr, found: set[int], program: TileProgram) -> Instr:
-    """``instr``, some of whose operands have become tiles."""
+def _for_tiles(instr: Instr, found: set[int], program: TileProgram) -> Instr:
+    """``instr`` for operands that have become tiles."""
     stationary = bool(instr.outputs) and not program.values[instr.outputs[0]].tile
     spec = OPS.get(instr.kind)
     if instr.kind == "broadcast_in_dim":
-        # Of whole arrays, or a stationary value to every row, which then has no dimension for the rows yet.
+        # A broadcast of whole arrays, or of a stationary value to every row, has no dimension for the rows yet.
         dims = tuple(instr["dims"])
         shape = (ROWS, *instr["shape"]) if stationary else tuple(instr["shape"])
         return _with(instr, shape=shape, dims=(0, *(d + stationary for d in dims)))
@@ -178,7 +174,7 @@ def _of_tiles(instr: Instr, found: set[int], program: TileProgram) -> Instr:
             raise CannotLower(f"{instr.kind} with a table or weights that change with a loop has no code on the GPU")
         return instr
     if spec is None or spec.family not in _SAME and instr.kind not in ("copy", *_SHIFTED):
-        raise CannotLower(f"{instr.kind} of what a loop changes, and no row has, has no code on the GPU")
+        raise CannotLower(f"{instr.kind} of a value that changes with a loop but not with the rows has no code on the GPU")
     if spec.family == "reduce":
         return _with(instr, axes=tuple(a + 1 for a in instr["axes"]))
     shift = _SHIFTED.get(instr.kind)
@@ -189,7 +185,7 @@ def _with(instr: Instr, **params: Param) -> Instr:
     return dataclasses.replace(instr, params=tuple(sorted({**dict(instr.params), **params}.items())))
 
 
-# The parameters that speak of dimensions, with the rows in front.
+# Parameters that name dimensions, shifted by the dimension of the rows.
 _SHIFTED: dict[str, Callable[[_Params], _Params]] = {
     "reshape": lambda p: {"new_sizes": (ROWS, *p["new_sizes"])},
     "slice": lambda p: {"start": (0, *p["start"]), "limit": (ROWS, *p["limit"]), "strides": (1, *p["strides"])},
@@ -198,34 +194,30 @@ _SHIFTED: dict[str, Callable[[_Params], _Params]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which 16-bit values of a stage are rounded by the operator that makes them, although operators compute in float.
-#
-# Comes in: a tile program. Goes out: the values that ``jax.jit`` on a GPU rounds and whose digits somebody would read otherwise:
-# XLA computes bfloat16 and float16 operator by operator, and compensated sums (``s = a + b; e = b - (s - a)``) rely on it. What
-# is kept, queued, stored or multiplied as a matrix is rounded there in any case. Values that are compared with others are rounded
-# everywhere, for another reason (``program.passes.compared_values``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- 16-bit values that are rounded by the operator that makes them ---------------------------------------------------------------
 
 _MOVES = frozenset([*(kind for kind, spec in OPS.items() if spec.moves), "take", "cut", "paste", *VIEWS])
-# The largest of rounded numbers is the largest number, rounded.
+# Rounding keeps the order, so the largest of rounded numbers is the rounded largest number.
 SAME_DIGITS = HAND_ON | _MOVES | {"reduce_max", "reduce_min", "run_max"}
-_ROUNDED = frozenset({"pointwise", "convert", "reduce"})  # families of what is rounded, and of what reads it
+_ROUNDED = frozenset({"pointwise", "convert", "reduce"})  # families of ops that round results and read rounded operands
 _READERS = _ROUNDED | {"argreduce", "cumulative", "scatter"}
 _SUMS = frozenset({"sink", "sink_at"})
 
 
 def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> frozenset[int]:
-    """The 16-bit results of operators, conversions, reductions and products that are rounded because an operator that computes, a
-    sum or a conversion to a wider float reads them, through whatever hands them on. ``elsewhere``: sums that are made of values
-    which have been kept.
+    """The 16-bit results of operators, conversions, reductions and products that must be rounded, because an operator that
+    computes, a sum, or a conversion to a wider float reads their digits, directly or through moves. ``elsewhere``: sums that read
+    kept values.
 
-    Not rounded are, because cuBLASLt's epilogues or JAX's attention keep float32 there, the sums of a product on their way to a
-    bias and what a loop over blocks makes (the scores and exponentials of an attention); because XLA leaves the conversion out, a
-    float that is converted to 16 bits and back right away; because ``stage/simplify.py`` makes one product of both where it can,
-    the addition of two products; and what is computed of the largest scores of a segment, to which an online sum scales its rows.
-    An elementary function in a step of a loop is not rounded for lack of registers: an LSTM of 64 in bfloat16 would spill 372 bytes
-    a thread instead of 296 (three lanes, NVRTC 13.0).
+    XLA on a GPU rounds bfloat16 and float16 after every operator, which compensated sums (``s = a + b; e = b - (s - a)``) rely on,
+    while operators here compute in float. Values that are kept, queued, stored or multiplied as a matrix are rounded anyway;
+    compared values for another reason (``program.passes.compared_values``).
+
+    Not rounded are: products before their bias is added, and values of loops over blocks (scores and exponentials of an attention),
+    as cuBLASLt's epilogues and JAX's attention keep float32 there; a float that is converted to 16 bits and back at once, where XLA
+    omits the conversion; the addition of two products, which may become one product (``sums_of_products_as_one``); values computed
+    from the largest scores of a segment, to which an online sum scales its rows; elementary functions in the step of a loop, for
+    lack of registers: an LSTM of 64 in bfloat16 would spill 372 bytes a thread instead of 296 (three lanes, NVRTC 13.0).
     """
     body = [i for stage in program.stages for i in walk(stage.body)]
     if not any(program.values[v].dtype in NARROW for i in body for v in i.outputs):
@@ -237,9 +229,9 @@ def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> 
             widened.update(i.inputs)
         elif i not in elsewhere and computes(i.kind, [(program.values[v].dtype, literals.get(v)) for v in i.inputs]):
             read.update(i.inputs)
-    by_operators = _behind(program, body, read)
-    by_all = by_operators | _behind(program, body, widened)
-    unrounded = _of_blocks(body) | _of_largest_scores(body) | _of_products(body) | _of_functions_in_loops(body)
+    by_operators = _sources(program, body, read)
+    by_all = by_operators | _sources(program, body, widened)
+    unrounded = _made_in_blocks(body) | _from_largest_scores(body) | _sums_of_products(body) | _functions_in_loops(body)
     found = set[int]()
     for i in body:
         if i.kind in SAME_DIGITS or i.kind not in OPS or OPS[i.kind].family not in _ROUNDED:
@@ -255,7 +247,7 @@ def rounded_results(program: TileProgram, elsewhere: Collection[Instr] = ()) -> 
 
 
 def _products_without_bias(program: TileProgram, body: Sequence[Instr]) -> set[int]:
-    """16-bit products that something else reads than one addition: all of its readers have the same bits, those of a kept one."""
+    """16-bit products with other readers than one addition: all readers get the same bits, those of the kept product."""
     readers: dict[int, list[str]] = {}
     for i in body:
         for v in i.inputs:
@@ -265,8 +257,8 @@ def _products_without_bias(program: TileProgram, body: Sequence[Instr]) -> set[i
 
 
 def computes(kind: str, operands: Sequence[tuple[str, Scalar | None]]) -> bool:
-    """Do the digits of its operands matter to an op of this kind, beyond those that it hands on? ``operands``: their dtypes, and
-    their numbers where they are constants.
+    """Does an op of this kind compute with the digits of its operands, beyond moving them? ``operands``: (dtype, number if it is a
+    constant).
 
     >>> computes("add", [("bfloat16", None), ("bfloat16", 1.0)]), computes("gt", [("bfloat16", None), ("bfloat16", 0.0)])
     (True, False)
@@ -278,9 +270,9 @@ def computes(kind: str, operands: Sequence[tuple[str, Scalar | None]]) -> bool:
     return kind in _SUMS or (kind in OPS and OPS[kind].family in _READERS)
 
 
-def _behind(program: TileProgram, body: Sequence[Instr], values: Iterable[int]) -> frozenset[int]:
-    """``values``, and those whose digits these are. What a loop carries is kept between its iterations, with 16 bits, unless it is
-    one number of each row."""
+def _sources(program: TileProgram, body: Sequence[Instr], values: Iterable[int]) -> frozenset[int]:
+    """``values``, and those from which they get their digits through moves. Carries of several numbers do not count: they are kept,
+    in 16 bits, between the iterations."""
     before: dict[int, tuple[int, ...]] = {}
     for i in body:
         if i.kind in SAME_DIGITS:
@@ -298,7 +290,7 @@ def _behind(program: TileProgram, body: Sequence[Instr], values: Iterable[int]) 
 
 
 def _literals(program: TileProgram, body: Sequence[Instr]) -> dict[int, Scalar]:
-    """The constants, by whatever view of them is read."""
+    """The constants and all views of them."""
     found = dict(program.literals)
     for i in body:
         if i.kind in VIEWS and i.inputs[0] in found:
@@ -306,31 +298,31 @@ def _literals(program: TileProgram, body: Sequence[Instr]) -> dict[int, Scalar]:
     return found
 
 
-def _of_blocks(body: Sequence[Instr]) -> set[int]:
-    """What loops make that work off a dimension in blocks. (A loop over steps takes one slice for each.)"""
+def _made_in_blocks(body: Sequence[Instr]) -> set[int]:
+    """Values of loops that process a dimension in blocks. (A loop over steps takes one slice in each.)"""
     loops = [i.block for i in body if i.block is not None]
     blocks = [b for b in loops if any(b.index in i.inputs and max(i.get("sizes", (1,))) > 1 for i in walk(b.body))]
     return {v for b in blocks for i in walk(b.body) for v in i.outputs}
 
 
 def is_elementary(kind: str) -> bool:
-    """Is an op of this kind a function that the device approximates, such as ``exp``?"""
+    """Is the op a function that the device approximates, such as ``exp``?"""
     return kind in OPS and OPS[kind].special and not OPS[kind].exact
 
 
-def _of_functions_in_loops(body: Sequence[Instr]) -> set[int]:
-    """What elementary functions make in the step of a loop."""
+def _functions_in_loops(body: Sequence[Instr]) -> set[int]:
+    """Results of elementary functions in the step of a loop."""
     return {v for i in body if i.block is not None for j in walk(i.block.body) if is_elementary(j.kind) for v in j.outputs}
 
 
-def _of_products(body: Sequence[Instr]) -> set[int]:
-    """Additions of one product to another."""
+def _sums_of_products(body: Sequence[Instr]) -> set[int]:
+    """Sums of two products."""
     products = {v for i in body if i.kind == "matmul" for v in i.outputs}
     return {v for i in body if i.kind == "add" and products.issuperset(i.inputs) for v in i.outputs}
 
 
-def _of_largest_scores(body: Sequence[Instr]) -> set[int]:
-    """What is computed, row by row, of the largest scores of segments."""
+def _from_largest_scores(body: Sequence[Instr]) -> set[int]:
+    """Values computed from the largest scores of segments."""
     found = {v for i in body if i.kind == "run_max" for v in i.outputs}
     for i in body:
         if i.block is None and not found.isdisjoint(i.inputs):

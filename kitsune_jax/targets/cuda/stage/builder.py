@@ -1,4 +1,8 @@
-"""Values of a stage while it is lowered: where each one is, and the loops that evaluate them."""
+"""The state of a stage while it is lowered: the place (*home*) of each value, and the loops that evaluate values.
+
+Comes in: ``Facts`` of the stage, and a ``Shape`` with which the code generator tries to fit it. Goes out: nodes of the device IR in
+the order in which they run; loops over blocks are ``Evaluate`` nodes still.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,12 @@ from kitsune_jax.targets.cuda.ir import Action, Address, Expr, Keep, KeepAddress
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage.facts import Facts
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Where a value of a stage is while the stage is lowered: its *home*.
-#
-# Comes in: nothing. Goes out: ``Value`` and the homes. A value is *pending* (an ``Expression`` or a ``Multiply`` that nobody has
-# asked for) until a loop evaluates it; what is read more than once then gets registers or an image in shared memory.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Homes of values --------------------------------------------------------------------------------------------------------------
 
 
 class Home(Node):
-    """Where a value is."""
+    """The place of a value. A pending value (``Expression``, ``Multiply``) is evaluated by the first loop that reads it; it is then
+    kept in registers or in an image in shared memory if it is read again."""
 
 
 class Number(Home):
@@ -33,18 +33,18 @@ class Number(Home):
 
 
 class Expression(Home):
-    """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated where it is needed."""
+    """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated wherever it is read."""
 
     template: str
     operands: tuple[int, ...]
 
 
 class Multiply(Home):
-    """A matmul whose products are issued by the loop that reads it first.
+    """A matmul, whose products the first loop that reads it issues.
 
-    ``product``: the value by which its accumulators are named. ``weight``: index of its recipe. ``pieces``: the values that make up
-    its K. ``bias``: the vector that the accumulators start from, with its width; ``start``: the value that they start from, of a
-    product of one chunk of columns. ``operands``: the pieces, once they have homes.
+    ``product``: the value that names its accumulators. ``weight``: index of its recipe. ``pieces``: the values that make up its K.
+    ``bias``: (vector that the accumulators start from, its width); ``start``: the value that they start from, for a product of one
+    chunk of columns. ``operands``: the pieces, once they have homes.
     """
 
     product: int
@@ -58,7 +58,7 @@ class Multiply(Home):
 
 class InRegisters(Home):
     """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
-    row). ``owner``: whose registers they are (``stage/fitting.py``)."""
+    row). ``owner``: the object whose registers they are (``stage/fitting.py``)."""
 
     ref: Ref
     form: str
@@ -81,15 +81,15 @@ class InArray(Home):
 
 
 class InVector(Home):
-    """A stationary vector, or the scalar ``scalar`` that was loaded of one."""
+    """A stationary vector, or the scalar ``scalar`` that was loaded from it."""
 
     address: Address
     scalar: Ref | None = None
 
 
 class InScratch(Home):
-    """Columns of the warp's scratch rows; the vector at ``table`` says which, -1 stands for ``fill``. ``fold``: each is the fold of
-    several, the first of which the vector says, or the sum of those in a list that begins where the vector says."""
+    """Columns of the warp's scratch rows, listed by the vector at ``table``; -1 means ``fill``. ``fold``: each is the fold of
+    several columns, of which the vector lists the first, or the sum of a list of columns, of which the vector lists the start."""
 
     table: Address
     fill: Expr | None
@@ -97,13 +97,13 @@ class InScratch(Home):
 
 
 class LoopNumber(Home):
-    """The number of an iteration of a loop: the same for all rows."""
+    """The number of a loop's iteration, which is the same for all rows."""
 
     ref: Ref
 
 
 class Splat(Home):
-    """One number per row (or a constant), seen as a tile."""
+    """One number per row (or a constant), read as a tile."""
 
     of: int
 
@@ -115,8 +115,8 @@ class Parts(Home):
 
 
 class Value(Node):
-    """``n``: logical columns of a row; ``row``: it is one number per row; ``slab``: it is one slab of a wider value, which has so
-    many groups of columns; 0 if it is none."""
+    """``n``: columns of a row; ``row``: there is one number per row; ``slab``: if the value is a slab of a wider one, the number of
+    groups of columns of that, else 0."""
 
     n: int
     dtype: str
@@ -130,40 +130,32 @@ class Value(Node):
 
     @property
     def form(self) -> str:
-        """How its elements lie in registers. A mask is bits, but of a slab: other stages read several slabs as one value."""
+        """The form of its elements in registers. Masks are bits, but not slabs: other stages read several slabs as one value."""
         return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
 
     @property
     def registers(self) -> int:
-        """32-bit registers a thread needs to hold it."""
+        """32-bit registers of a thread."""
         return 2 if self.row else tiles.registers(self.width, self.form)
 
 
 def queue_form(dtype: str, slabs: bool) -> str:
-    """How the elements of a queue's entries lie. ``slabs``: a split stage writes or reads it."""
+    """The form of the elements of a queue's entries. ``slabs``: a split stage writes or reads the queue."""
     return Value(2, dtype, False, slab=slabs).form
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Values of a stage, and the loops that evaluate them.
-#
-# Comes in: the facts of a stage and a ``Shape``, with which code generation tries to fit it. Goes out: nodes of the device IR, in
-# the order in which things happen; whole loops are ``Evaluate`` nodes still. Instructions hand their values in here: what has an
-# effect is evaluated at once, and pointwise values and matmuls wait until a loop asks for them. So an epilogue is part of the
-# loop that reads the accumulators, a value that is used once is never kept, and the accumulators of a wide matmul live one chunk
-# at a time.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Lowering a stage -------------------------------------------------------------------------------------------------------------
 
-# Blocks of an input that a product reads into registers before it starts, for each product again. A wider one is fetched on the
-# way, which makes the product wait as it goes.
+# A product reads inputs of at most so many blocks into registers before it starts, again for each product. Wider ones are loaded
+# during the product, which then waits for them.
 _NARROW = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """What may be tried so that a stage fits. ``columns`` of a chunk at most; ``overlap``: two chunks of a product may be in
-    flight; ``copies``: matmuls of several chunks take entries of queues from registers; ``images``: values kept in shared memory;
-    ``staged``: input arrays whose tiles come through shared memory."""
+    """Choices that make a stage fit. ``columns``: most columns of a chunk; ``overlap``: two chunks of a product may be in flight;
+    ``copies``: matmuls of several chunks read a queue's entry from registers; ``images``: values kept in shared memory; ``staged``:
+    input arrays whose tiles are copied to shared memory."""
 
     columns: int = tiles.CHUNK_COLUMNS
     overlap: bool = True
@@ -172,40 +164,43 @@ class Shape:
     staged: frozenset[int] = frozenset()
 
 
-class Evaluation:
-    """One stage on its way from values to nodes. ``slab_queues``: those with a split stage at an end."""
+class StageBuilder:
+    """Builds the nodes of one stage. ``slab_queues``: queues that a split stage writes or reads.
+
+    Instructions register their values here. Effects are evaluated at once; pointwise values and matmuls wait until a loop reads
+    them. So an epilogue is part of the loop that reads the accumulators, a value that is read once is never kept, and only one
+    chunk of the accumulators of a wide matmul is alive at a time.
+    """
 
     def __init__(self, facts: Facts, shape: Shape, split: int, lanes: int, slab_queues: frozenset[int]):
         self.facts, self.program, self.shape = facts, facts.program, shape
         self.split, self.lanes, self.slab_queues = split, lanes, slab_queues
-        self.instrs = facts.instrs  # of the stage, or of the loop that is being lowered
+        self.instrs = facts.instrs  # of the stage, or of the loop body being lowered
         self.nodes: list[Node] = []
-        self.prologue: list[Node] = []  # once per tile, in front of everything
+        self.prologue: list[Node] = []  # once per tile, before all else
         self.setup: list[Node] = []  # once per kernel
         self.weights: list[WeightRecipe] = []
-        self.vectors: list[tuple[VectorRecipe, ...]] = []  # groups, whose members follow each other
-        self.tables: dict[int, None] = {}  # stationary values that are read row by row
+        self.vectors: list[tuple[VectorRecipe, ...]] = []  # groups, whose members are adjacent
+        self.tables: dict[int, None] = {}  # stationary values that are gathered from
         self.values: dict[int, Value] = {}
         self.literals = dict(facts.program.literals)
         self.names, self.uses = dict(facts.names), facts.uses.copy()
         self.layer_vectors: dict[int, ir.Address] = {}
-        self.next_weight: int | None = None  # of the matmul that comes next, in a loop over layers
+        self.next_weight: int | None = None  # of the next matmul, in a loop over layers
         self.scalars: dict[int, Ref] = {}
         self.row_tiles: dict[int, Ref] = {}
         self.segment_bytes = 0  # of the lane's memory for sinks by sorted indices
-        self.runs: dict[tuple[int, int], Ref] = {}  # of an index into so many rows, where several sums share them
-        self.tops: dict[int, tuple[Ref, Ref]] = {}  # largest scores of runs, as the lane keeps them, and these runs
-        self.scratch_words = 0  # of the widest row that changes places
-        self.addresses: dict[Ref, int] = {}  # of rows that the lane keeps in shared memory, with their numbers
+        self.runs: dict[tuple[int, int], Ref] = {}  # (index, rows of the result) -> runs, which several sums share
+        self.tops: dict[int, tuple[Ref, Ref]] = {}  # largest scores -> (where the lane keeps them, their runs)
+        self.scratch_words = 0  # of the widest scratch row
+        self.addresses: dict[Ref, int] = {}  # rows -> number of their addresses in the lane's shared memory
         self.product_bytes = 0  # of the lane's memory for a product for each row
-        self.together: set[int] = set()  # values that must be images because what a loop makes of them is one
-        self.repeated = False  # what is being lowered is the body of a loop
-        self.panels: dict[int, tuple[int, int, int]] = {}  # place of a panel -> the value in it, its width, where it ends
+        self.must_be_images: set[int] = set()  # values that are written to images as a whole
+        self.repeated = False  # a loop body is being lowered
+        self.panels: dict[int, tuple[int, int, int]] = {}  # offset of a panel -> (the value in it, its width, its end)
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
-        self.gathered: dict[int, int] = {}  # slabs -> the values of which they are slabs (``stage/products.py``)
+        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/products.py``)
         self.counter = 0
-
-    # -- nodes
 
     def add(self, *nodes: Node) -> None:
         self.nodes += nodes
@@ -216,22 +211,20 @@ class Evaluation:
 
     @contextlib.contextmanager
     def body_of_loop(self) -> Iterator[list[Node]]:
-        """Collects the nodes that are added meanwhile."""
+        """Collects the nodes that are added within the block."""
         outer, self.nodes, self.panels = self.nodes, [], {}
         known, self.gathered = self.gathered, dict(self.gathered)
         yield self.nodes
         self.nodes, self.panels, self.gathered = outer, {}, known
 
-    # -- names
-
     def root(self, v: int) -> int:
-        """The value that ``v`` is another name of; itself if it is none."""
+        """The value that ``v`` is an alias of, or ``v`` itself."""
         while v in self.names:
             v = self.names[v]
         return v
 
     def alias(self, instr: Instr, x: int) -> None:
-        """The result of ``instr`` is another name of ``x``."""
+        """Make the result of ``instr`` an alias of ``x``."""
         (v,) = instr.outputs
         self.uses[self.root(x)] += self.uses[v] - 1
         self.names[v] = x
@@ -239,14 +232,12 @@ class Evaluation:
     def is_slab(self, v: int) -> bool:
         return v in self.facts.slabs
 
-    # -- values
-
     def new(self, instr: Instr, home: Home | None = None) -> Value:
-        """The value that ``instr`` makes."""
+        """The new value that ``instr`` makes."""
         (v,) = instr.outputs
         t = self.program.values[v]
         if t.dtype not in pointwise.COMPUTE:
-            raise CannotLower(f"dtype {t.dtype}")
+            raise CannotLower(f"{t.dtype} has no code on the GPU")
         n, slab = math.prod(t.shape), self.facts.slabs.get(v, 0)
         self.values[v] = Value(n // self.split if slab else n, t.dtype, n == 1, home, slab)
         return self.values[v]
@@ -267,12 +258,12 @@ class Evaluation:
             return Value(1, t.dtype, True, Number(self.literals[v]))
         if t.tile:
             raise AssertionError(f"%{v} is read before it is made")
-        n = math.prod(t.shape)  # of several numbers: what a loop carries, whose next value is a tile
+        n = math.prod(t.shape)  # several numbers: the first value of a carry, whose next values are tiles
         row, width = n == 1, 1 if n == 1 else tiles.padded(n)
         return Value(n, t.dtype, row, InVector(self.vector(VectorRecipe(v, (n,), (0,), (n,), width))))
 
     def unnamed(self, value: Value) -> int:
-        """The number of a new value that the tile program does not name."""
+        """The number of a new value that the tile program does not have."""
         self.counter += 1
         v = -1 - len(self.program.values) - self.counter
         self.values[v] = value
@@ -283,10 +274,8 @@ class Evaluation:
             self.vectors.append((recipe,))
         return ir.Address(ir.Vector(self.vectors.index((recipe,)), 0))
 
-    # -- rows: one number per row
-
     def set_row(self, v: int, expr: Expr) -> None:
-        """Gives a row value its two registers."""
+        """Evaluate a row value into its two registers."""
         ref = Ref("r", v)
         self.add(ir.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, InRegisters(ref, "row", ref))
@@ -307,7 +296,7 @@ class Evaluation:
         raise AssertionError(f"a row value in {value.home}")
 
     def scalar(self, v: int) -> Ref:
-        """A stationary scalar, loaded once per kernel, or once per layer."""
+        """The scalar of a stationary value, loaded once per kernel, or once per layer."""
         v, home = self.root(v), self.value(v).home
         assert isinstance(home, InVector)
         if v not in self.scalars:
@@ -318,14 +307,12 @@ class Evaluation:
         return self.scalars[v]
 
     def row_tile(self, v: int) -> Ref:
-        """A row value as the first column of a tile: the operand of a matmul with K = 1."""
+        """A row value as the first column of a tile, the operand of a matmul with K = 1."""
         v = self.root(v)
         if v not in self.row_tiles:
             self.row_tiles[v] = Ref("k", v)
             self.add(ir.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
         return self.row_tiles[v]
-
-    # -- arrays
 
     def rows(self, role: str, k: int) -> ir.Rows:
         array = self.program.inputs[k] if role == "in" else self.program.outputs[k]
@@ -335,7 +322,7 @@ class Evaluation:
         return frame_ir.rows_of(array, role, k, staged)
 
     def address_number(self, ref: Ref, stored: bool = False) -> int:
-        """The number of the addresses of the rows ``ref`` among those that the lane keeps in shared memory."""
+        """The number of the addresses of ``ref`` among those that the lane keeps in shared memory."""
         if ref not in self.addresses:
             self.addresses[ref] = len(self.addresses)
             self.add(KeepAddress(ref, self.addresses[ref], stored))
@@ -344,10 +331,8 @@ class Evaluation:
     def name_axes(self) -> None:
         self.once_per_tile(ir.AxisIndices(self.program.axes))
 
-    # -- loops
-
-    def home_of_its_own(self, v: int) -> Ref:
-        """The registers of ``v``, declared, or its image; who asks has yet to fill it, and to settle ``v`` there."""
+    def declare_home(self, v: int) -> Ref:
+        """Declare the registers or the image of ``v``. The caller fills it and settles ``v`` there."""
         value = self.value(v)
         if v in self.shape.images:
             self.once_per_tile(ir.Image(Ref("image", v)))
@@ -356,7 +341,7 @@ class Evaluation:
         return Ref("v", v)
 
     def keep(self, v: int) -> Keep:
-        """``v`` gets a home of its own."""
+        """The action that keeps ``v`` in registers or in its image."""
         v = self.root(v)
         form = self.value(v).form
         if v not in self.shape.images:
@@ -368,13 +353,13 @@ class Evaluation:
         self.evaluate(self.value(v).width, [self.keep(v)])
 
     def evaluate(self, width: int, wanted: Iterable[Action]) -> None:
-        """A loop over the blocks of tiles of ``width`` columns, which does what is ``wanted`` with their elements."""
+        """Add a loop over the blocks of tiles of ``width`` columns, which performs the actions ``wanted`` on their elements."""
         actions = [dataclasses.replace(a, value=self.root(a.value)) for a in wanted]
         if any(self.value(a.value).width != width for a in actions):
             raise AssertionError("a loop is over tiles of one width")
         for v in self._products(width, actions):
-            self.prepare(v)  # in loops of their own, because this loop may read the operands as well
-        actions += self._kept_on_the_way(width, actions)
+            self.prepare(v)  # before this loop, which may read the same operands
+        actions += self._keep_reread(width, actions)
         products = tuple(self._products(width, actions))
         self.add(ir.Evaluate(width, tuple(actions), products, self._homes([a.value for a in actions])))
         for a in actions:
@@ -382,8 +367,8 @@ class Evaluation:
                 owner = Ref("v", a.value)
                 self.settle(a.value, InImage(a.to, a.form, owner) if a.to else InRegisters(a.ref, a.form, owner))
 
-    def _kept_on_the_way(self, width: int, actions: Sequence[Action]) -> list[Action]:
-        """Pending values at and below what is wanted that are read again later."""
+    def _keep_reread(self, width: int, actions: Sequence[Action]) -> list[Action]:
+        """Actions that keep the pending values of ``actions``, and of their operands, that are read again later."""
         kept = {a.value for a in actions if isinstance(a, Keep) and not a.push}
         pending = self._pending(width, actions)
         reads: Counter[int] = Counter()
@@ -399,7 +384,7 @@ class Evaluation:
         return [self.keep(self._rounded(v, reads[v])) for v in found]
 
     def _rounded(self, v: int, reads: int) -> int:
-        """What is kept for the readers of ``v`` that come after so many: its 16-bit form, where that is all that they read."""
+        """The value to keep for the remaining readers of ``v``, after ``reads``: its 16-bit form, if they all read that."""
         narrow = self.facts.rounded.get(v)
         waits = self.repeated and narrow is not None and narrow in self.values and isinstance(self.values[narrow].home, Expression)
         return narrow if narrow is not None and waits and self.uses[v] == reads + 1 else v
@@ -433,7 +418,7 @@ class Evaluation:
         return [v for v in self._pending(width, actions) if isinstance(self.value(v).home, Multiply)]
 
     def _homes(self, values: Iterable[int]) -> tuple[tuple[int, Value], ...]:
-        """Where what a loop reads is now."""
+        """The current homes of all values that a loop reads."""
         found: dict[int, Value] = {}
 
         def visit(v: int) -> None:
@@ -460,17 +445,15 @@ class Evaluation:
             visit(v)
         return tuple(found.items())
 
-    # -- products
-
     def prepare(self, v: int) -> None:
-        """Gives the operands of the product ``v`` their homes."""
+        """Give the operands of product ``v`` their homes."""
         home = self.value(v).home
-        if isinstance(home, Multiply) and not home.operands:  # an earlier one's operand may have brought it home
+        if isinstance(home, Multiply) and not home.operands:  # preparing another product may have done so
             operands = tuple(self._operand(piece, home.shape) for piece in home.pieces)
             self.settle(v, dataclasses.replace(home, operands=operands))
 
     def single_column(self, v: int) -> None:
-        """A matmul with one column of results: the thread of a quad that has it tells the others."""
+        """Add a matmul with one column of results, which one thread of each quad passes to the others."""
         self.prepare(v)
         self.add(ir.SingleColumn(v, ((v, self.values[v]),)))
         self.set_row(v, ir.Read("first column", Ref("d", v, "_0"), "float32"))
@@ -479,7 +462,7 @@ class Evaluation:
         value, dtype = self.value(v), shape.dtype
         home, width = value.home, value.width
         if self.shape.copies and isinstance(home, InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
-            # An entry of a queue that several chunks of columns read: from registers, products need not wait as they go.
+            # Several chunks of columns read a queue's entry: from registers, products need not wait in between.
             ref = self._name_of_copy(v)
             self.add(ir.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
@@ -503,10 +486,10 @@ class Evaluation:
 
     def _name_of_copy(self, v: int) -> Ref:
         self.counter += 1
-        return Ref("c", abs(self.root(v)), f"_{self.counter}")  # unnamed ones are below zero
+        return Ref("c", abs(self.root(v)), f"_{self.counter}")  # values without a name have negative numbers
 
     def most_columns(self, pieces: Sequence[int]) -> int:
-        """Columns of a chunk at most, of a product of ``pieces``."""
-        operands = [self.value(p) for p in pieces if self.root(p) in self.values]  # those of later layers in a loop are made in it
+        """The most columns of a chunk of a product of ``pieces``."""
+        operands = [self.value(p) for p in pieces if self.root(p) in self.values]  # a loop makes those of later layers itself
         fetched = any(isinstance(x.home, InArray) and tiles.blocks(x.width) > _NARROW for x in operands)
         return tiles.CHUNK_COLUMNS if fetched else self.shape.columns
