@@ -10,114 +10,101 @@ import math
 
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, TileProgram
-from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.ir import (
-    Constant,
-    GradientStart,
-    Node,
-    PanelSumStart,
-    Ref,
-    RowAddresses,
-    Rows,
-    SeenBlocks,
-    SegmentStart,
-    SinkStart,
-    parameter,
-)
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
 
 # --- Nodes ------------------------------------------------------------------------------------------------------------------------
 
 
-class LaneScratch(Node):
+class LaneScratch(ir.Node):
     """A lane's ``bytes`` of shared memory; the lanes' parts follow one another from ``at``."""
 
-    at: Constant
+    at: ir.Constant
     bytes: int
 
 
-class ScratchRows(Node):
+class ScratchRows(ir.Node):
     at: int
     words: int
 
 
-class PanelMemory(Node):
+class PanelMemory(ir.Node):
     lanes: LaneScratch
     at: int
 
 
-class Result(Node):
+class Result(ir.Node):
     """The place of a sink's partial sums, the parameter of its result, and the result's dtype."""
 
-    partial: Constant
-    out: Constant
+    partial: ir.Constant
+    out: ir.Constant
     dtype: str
 
 
-class SegmentMemory(Node):
+class SegmentMemory(ir.Node):
     """``start`` with its memory in the lane at ``at``, and with its result."""
 
-    start: SegmentStart
+    start: ir.SegmentStart
     result: Result
     at: int
 
 
-class ClusterRing(Node):
+class ClusterRing(ir.Node):
     """``writers``, ``readers``: masks of the CTAs' ranks."""
 
-    ref: Ref
-    ring: Constant
+    ref: ir.Ref
+    ring: ir.Constant
     vectors: int
     depth: int
-    slots: Constant
-    writers: Constant
-    readers: Constant
+    slots: ir.Constant
+    writers: ir.Constant
+    readers: ir.Constant
 
 
-class L2Ring(Node):
+class L2Ring(ir.Node):
     """``writers``, ``readers``: numbers of CTAs."""
 
-    ref: Ref
+    ref: ir.Ref
     vectors: int
-    counters: Constant
-    slots: Constant
-    depth: Constant
-    writers: Constant
-    readers: Constant
+    counters: ir.Constant
+    slots: ir.Constant
+    depth: ir.Constant
+    writers: ir.Constant
+    readers: ir.Constant
 
 
-class StagedArray(Node):
+class StagedArray(ir.Node):
     """An array whose tiles are copied through the lane's memory. ``number``: of its barriers in the header."""
 
-    ref: Ref
+    ref: ir.Ref
     dtype: str
     columns: int
-    source: Constant
+    source: ir.Constant
     lanes: LaneScratch
     at: int
     number: int
 
 
-class WeightRing(Node):
+class WeightRing(ir.Node):
     """The ring of streamed weights, after a header of ``header_bytes``."""
 
     header_bytes: int
 
 
-class AwaitWeights(Node):
+class AwaitWeights(ir.Node):
     """Wait for the resident weights."""
 
 
-class ExchangeRing(Node):
+class ExchangeRing(ir.Node):
     """The ring of an ``ir.Exchange``, whose entries start at byte ``offset`` of the lane's memory. ``ctas``: of the cluster."""
 
-    ring: Ref
+    ring: ir.Ref
     vectors: int
     depth: int
     offset: int
     ctas: int
 
 
-class TileLoop(Node):
+class TileLoop(ir.Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles are consecutive in the stream, not
     strided. ``order``: the array with the element that each row of the stream reads. ``prefetched``: (input, bytes of a row) to
     prefetch for the next tile. ``batches``: tiles keep within a batch. ``scalar_rows``: a thread has whole rows
@@ -125,58 +112,58 @@ class TileLoop(Node):
 
     uniform: bool
     consecutive: bool
-    order: Constant | None
+    order: ir.Constant | None
     staged: tuple[StagedArray, ...]
-    prefetched: tuple[tuple[Constant, int], ...]
+    prefetched: tuple[tuple[ir.Constant, int], ...]
     vectors: bool
     batches: bool
     scalar_rows: bool
-    body: tuple[Node, ...]
+    body: tuple[ir.Node, ...]
 
 
-class FinishSinks(Node):
+class FinishSinks(ir.Node):
     """``sinks``: each with its result and columns. ``segments``: sinks by sorted indices; ``tables``: sinks by other indices, with
     the counters of groups of lanes."""
 
-    arrived: Constant
-    sinks: tuple[tuple[SinkStart, Result, int], ...]
-    segments: tuple[Ref, ...]
-    tables: tuple[tuple[Ref, Constant], ...]
+    arrived: ir.Constant
+    sinks: tuple[tuple[ir.SinkStart, Result, int], ...]
+    segments: tuple[ir.Ref, ...]
+    tables: tuple[tuple[ir.Ref, ir.Constant], ...]
 
 
-class FinishGradients(Node):
+class FinishGradients(ir.Node):
     """``parts``: CTAs with a partial sum; ``split``: of the stage. ``gradients``: each with the sums over its panels."""
 
-    arrived: Constant
+    arrived: ir.Constant
     parts: int
     split: int
-    gradients: tuple[tuple[GradientStart, Result, tuple[tuple[PanelSumStart, Result], ...]], ...]
+    gradients: tuple[tuple[ir.GradientStart, Result, tuple[tuple[ir.PanelSumStart, Result], ...]], ...]
 
 
-class Consumer(Node):
+class Consumer(ir.Node):
     """``setup``: before the tiles; ``ctas``: of an instance, or 0 where each CTA takes tiles by itself."""
 
-    setup: tuple[Node, ...]
+    setup: tuple[ir.Node, ...]
     ctas: int
     loop: TileLoop
-    finish: tuple[Node, ...]
+    finish: tuple[ir.Node, ...]
 
 
-class FetchResident(Node):
+class FetchResident(ir.Node):
     """A copy to shared memory of ``bytes`` of operand ``group`` from ``source``; with ``slabs``, of each CTA's own slab."""
 
-    to: Constant
+    to: ir.Constant
     group: int
-    source: Constant
+    source: ir.Constant
     bytes: int
     slabs: bool
 
 
-class LoadResident(Node):
+class LoadResident(ir.Node):
     fetches: tuple[FetchResident, ...]
 
 
-class LoadStreamed(Node):
+class LoadStreamed(ir.Node):
     """``runs``: (operand, chunks, bytes of a chunk) in the order of their use, for every round of tiles."""
 
     ring: WeightRing
@@ -184,7 +171,7 @@ class LoadStreamed(Node):
     runs: tuple[tuple[int, int, int], ...]
 
 
-class Blocks(Node):
+class Blocks(ir.Node):
     """The weights of the ``count`` iterations of a loop, or of no loop (``count`` is 1). ``places``: (operand, offset of the first
     iteration's within a batch, bytes from one iteration to the next). ``runs``: (operand, chunks, bytes of a chunk) of an
     iteration. ``seen``, ``which``: as in ``CountedLoop``."""
@@ -192,22 +179,22 @@ class Blocks(Node):
     count: int
     places: tuple[tuple[int, int, int], ...]
     runs: tuple[tuple[int, int, int], ...]
-    seen: Ref | None
+    seen: ir.Ref | None
     which: str
 
 
-class LoadBlocks(Node):
+class LoadBlocks(ir.Node):
     """Weights that change from tile to tile. ``groups``: (operand, bytes of a batch); ``axes``: (batches from one index of the axis
     to the next, its extent) of the axes on which the weights depend, outermost first. ``seen``: the blocks that rows see."""
 
     ring: WeightRing
     groups: tuple[tuple[int, int], ...]
     axes: tuple[tuple[int, int], ...]
-    seen: tuple[SeenBlocks, ...]
+    seen: tuple[ir.SeenBlocks, ...]
     parts: tuple[Blocks, ...]
 
 
-class StageCode(Node):
+class StageCode(ir.Node):
     """``split``: CTAs that run the stage."""
 
     consumer: Consumer
@@ -293,16 +280,16 @@ def staged_bytes(array: ArrayType) -> int:
     return tiles.aligned(2 * tiles.TILE_ROWS * row_bytes(array), 128)
 
 
-def rows_of(array: ArrayType, role: str, k: int, staged: bool) -> Rows:
+def rows_of(array: ArrayType, role: str, k: int, staged: bool) -> ir.Rows:
     """The access to the rows of input ("in") or output ("out") ``k``."""
     columns = columns_of(array)
     contiguous = columns.contiguous
     strides = () if contiguous else tuple(zip(reversed(columns.sizes), reversed(columns.strides), strict=True))
     pairs = role == "in" and contiguous and tiles.is_half(array.dtype)
-    return Rows(Ref(role, k), array.dtype, columns.n, "kStaged" if staged else str(access_bytes(array)), strides, pairs)
+    return ir.Rows(ir.Ref(role, k), array.dtype, columns.n, "kStaged" if staged else str(access_bytes(array)), strides, pairs)
 
 
-def addresses_of(array: ArrayType, role: str, k: int, staged: bool) -> RowAddresses:
+def addresses_of(array: ArrayType, role: str, k: int, staged: bool) -> ir.RowAddresses:
     size = pointwise.ITEM_SIZE[array.dtype]
     strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
-    return RowAddresses(Ref(role, k), parameter(role, k), strides, staged)
+    return ir.RowAddresses(ir.Ref(role, k), ir.parameter(role, k), strides, staged)

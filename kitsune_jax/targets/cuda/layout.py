@@ -368,7 +368,8 @@ def place_stage(at: Layout, s: int) -> StageCode:
     body = _with_places(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
     vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
     prefetched = () if scalar else _prefetched(at, s)
-    loop = frame.TileLoop(at.uniform, at.consecutive, _order(at), staged, prefetched, vectors, batches, scalar, body)
+    order = None if at.program.order is None else parameter("in", at.program.order)
+    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, scalar, body)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     sliced = any(r.slices is not None for r in stage.lowered.weights)
@@ -432,10 +433,6 @@ def _staged(at: Layout, s: int) -> list[frame.StagedArray]:
         found.append(frame.StagedArray(Ref("staged", k), array.dtype, columns, parameter("in", k), _lanes(at, s), offset, n))
         offset += frame.staged_bytes(array)
     return found
-
-
-def _order(at: Layout) -> Constant | None:
-    return None if at.program.order is None else parameter("in", at.program.order)
 
 
 def _prefetched(at: Layout, s: int) -> tuple[tuple[Constant, int], ...]:

@@ -14,7 +14,7 @@ from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import pointwise, print_stage
 from kitsune_jax.targets.cuda.call_layout import CallLayout, PartLayout, Source
 from kitsune_jax.targets.cuda.frame_ir import Consumer, LoadBlocks, LoadResident, LoadStreamed, Result
-from kitsune_jax.targets.cuda.ir import Node, TopsStart
+from kitsune_jax.targets.cuda.ir import Node, PanelSumStart, TopsStart
 from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
 from kitsune_jax.targets.cuda.print_stage import Spelling, name
 
@@ -237,7 +237,7 @@ def _finish_gradients(at: Spelling, node: frame.FinishGradients, part: str) -> l
     return [*lines, "  }", "}"]
 
 
-def _combine_columns(at: Spelling, total: frame.PanelSumStart, result: Result, split: int) -> str:
+def _combine_columns(at: Spelling, total: PanelSumStart, result: Result, split: int) -> str:
     out, k = at.constant(result.out), total.sums.of
     if total.slabs and split > 1:
         out = f"static_cast<u8*>({out}) + slab * {total.columns * pointwise.ITEM_SIZE[result.dtype]}"

@@ -345,7 +345,9 @@ def fed_by(cost: RegionCost) -> dict[int, int]:
         todo = list(cost.graph.ops[product].inputs)
         while todo:
             i = cost.producer.get(todo.pop(), -1)
-            if i < 0 or i in found or cost.is_maker(i) or not _feeds(cost, i):
+            if i < 0 or i in found or cost.is_maker(i):
+                continue
+            if cost.family(i) not in (*_VIEWS, "concatenate") and not cost.looks_up(i):
                 continue
             found[i] = product
             if cost.family(i) != GATHER:
@@ -364,10 +366,6 @@ def stacked_of(cost: RegionCost, ops: Iterable[int]) -> frozenset[int]:
     """The ops among ``ops`` that stack operands of a product, which reads them part by part."""
     found = fed_by(cost)
     return frozenset(i for i in ops if i in found and cost.family(i) in (*_VIEWS, "concatenate"))
-
-
-def _feeds(cost: RegionCost, i: int) -> bool:
-    return cost.family(i) in (*_VIEWS, "concatenate") or cost.looks_up(i)
 
 
 def _node(cost: RegionCost, i: int) -> RowProduct:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
-from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Operand, Read, Ref, ToPanel
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
@@ -38,8 +37,8 @@ Homes = dict[int, Value]
 
 
 def expand_chunks(
-    nodes: Sequence[Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
-) -> tuple[Node, ...]:
+    nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
+) -> tuple[ir.Node, ...]:
     """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may
     be in flight."""
     expansion = _Chunks(weights, resident, depth, overlap)
@@ -62,16 +61,16 @@ class _Chunks:
     def __init__(self, weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool):
         self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
         self.state: dict[int, _State] = {}
-        self.nodes: list[Node] = []
+        self.nodes: list[ir.Node] = []
         self.homes: Homes = {}  # of the values that the current loop reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
         self.loop = NO_LOOP  # the number of the loop around the current nodes
         self.counter = itertools.count()
-        self.exchanges: dict[Ref, int] = {}  # ring between the CTAs of a cluster -> the loop whose steps have an entry in it
-        self.awaited: set[Ref] = set()  # the rings that have been waited for
+        self.exchanges: dict[ir.Ref, int] = {}  # ring between the CTAs of a cluster -> the loop whose steps have an entry in it
+        self.awaited: set[ir.Ref] = set()  # the rings that have been waited for
         self.crowded = False  # do the products in flight have more chunks than the ring holds?
 
-    def of(self, nodes: Iterable[Node]) -> list[Node]:
+    def of(self, nodes: Iterable[ir.Node]) -> list[ir.Node]:
         outer, self.nodes = self.nodes, []
         for node in nodes:
             match node:
@@ -101,18 +100,18 @@ class _Chunks:
         products = [_product(homes, v) for v in loop.products]
         self.homes = homes
         self.nodes += _declarations(loop, homes)
-        masks: dict[int, Ref] = {}
+        masks: dict[int, ir.Ref] = {}
         borders = _borders(loop, homes, products)
         for first, last in itertools.pairwise(borders):
             if products:
                 self._advance(products, first)
             self.nodes.append(_Blocks(loop, homes, first, last, masks, self.counter).loop())
             for a in loop.actions:
-                if isinstance(a, Keep) and not a.push:
+                if isinstance(a, ir.Keep) and not a.push:
                     share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
-                    self.nodes.append(ir.Alive(Ref("v", a.value), 0 if a.to else share))
+                    self.nodes.append(ir.Alive(ir.Ref("v", a.value), 0 if a.to else share))
         for a in loop.actions:
-            if isinstance(a, Keep) and a.form == "bit" and a.to:
+            if isinstance(a, ir.Keep) and a.form == "bit" and a.to:
                 self.nodes.append(ir.PutMask(a.ref, a.to, loop.width))
 
     def _advance(self, products: Sequence[Multiply], first: int) -> None:
@@ -176,7 +175,7 @@ class _Chunks:
         self.nodes.append(ir.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
         state.issued += 1
 
-    def _with_wait(self, o: Operand) -> Operand:
+    def _with_wait(self, o: ir.Operand) -> ir.Operand:
         """``o``, which waits for the columns of other CTAs if it is the first to multiply with them."""
         if o.owner.kind != "exchange" or o.owner in self.awaited:
             return o
@@ -190,7 +189,7 @@ class _Chunks:
         assert p.start is not None
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
-        loop = ir.Evaluate(p.shape.slab, (Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
+        loop = ir.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
         self.nodes.append(_Blocks(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
@@ -216,15 +215,15 @@ def _chunk_of(p: Multiply, block: int) -> int:
     return next(k for k, end in enumerate(itertools.accumulate(_blocks(p))) if block < end)
 
 
-def _accumulators(p: Multiply, chunk: int) -> Ref:
-    return Ref("d", p.product, f"_{chunk}")
+def _accumulators(p: Multiply, chunk: int) -> ir.Ref:
+    return ir.Ref("d", p.product, f"_{chunk}")
 
 
-def _declarations(loop: ir.Evaluate, homes: Homes) -> list[Node]:
+def _declarations(loop: ir.Evaluate, homes: Homes) -> list[ir.Node]:
     """Registers of the values that the loop keeps, and of masks that it writes to images."""
-    found: list[Node] = []
+    found: list[ir.Node] = []
     for a in loop.actions:
-        if isinstance(a, Keep) and not a.over and (a.form == "bit" or not a.to):
+        if isinstance(a, ir.Keep) and not a.over and (a.form == "bit" or not a.to):
             count = tiles.registers(loop.width, a.form)
             found.append(ir.Registers(a.ref, a.form, homes[a.value].dtype, count, bool(a.to)))
     return found
@@ -252,81 +251,81 @@ class _Blocks:
     operator is listed once."""
 
     def __init__(
-        self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, Ref], counter: itertools.count[int]
+        self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
     ):
         self.source, self.homes, self.first, self.last, self.masks, self.counter = loop, homes, first, last, masks, counter
         self.steps: list[ir.Step] = []
-        self.reads: dict[Ref, None] = {}
-        self.known: dict[tuple[int, int], Expr] = {}
-        self.fetched: dict[tuple[int, int], Ref] = {}
+        self.reads: dict[ir.Ref, None] = {}
+        self.known: dict[tuple[int, int], ir.Expr] = {}
+        self.fetched: dict[tuple[int, int], ir.Ref] = {}
 
     def loop(self) -> ir.BlockLoop:
         for action in self.source.actions:
             value = self.homes[action.value]
-            pair = self._ready_pair(action.value) if isinstance(action, Keep | ToPanel) else None
+            pair = self._ready_pair(action.value) if isinstance(action, ir.Keep | ir.ToPanel) else None
             x = pair or self._read(action.value, 0)
             self.steps.append(ir.Put(_without_value(action), x, value.dtype, value.n, pair is not None))
         return ir.BlockLoop(self.source.width, self.first, self.last, tuple(self.steps), tuple(self.reads))
 
-    def _ready_pair(self, v: int) -> Expr | None:
+    def _ready_pair(self, v: int) -> ir.Expr | None:
         """The word of a pair of 16-bit values that is packed already, with zeros beyond the columns; or None."""
         dtype = self.homes[v].dtype
         match self.homes[v].home:
             case InRegisters(ref, "pair", owner):
                 self.reads[owner] = None
-                return Read("pair of registers", ref, dtype)
+                return ir.Read("pair of registers", ref, dtype)
             case InImage(ref, "pair", owner):
                 self.reads[owner] = None
-                return Read("pair of block", self._image_block(v, ref, "pair", 0), dtype)
+                return ir.Read("pair of block", self._image_block(v, ref, "pair", 0), dtype)
             case InArray(rows) if rows.pairs:
-                return Read("pair of rows", self._array_block(v, rows, 0), dtype)
+                return ir.Read("pair of rows", self._array_block(v, rows, 0), dtype)
         return None
 
-    def _read(self, v: int, shift: int) -> Expr:
+    def _read(self, v: int, shift: int) -> ir.Expr:
         """An element of ``v``, in its block b - shift."""
         if (v, shift) not in self.known:
             self.known[v, shift] = self._element(v, shift)
         return self.known[v, shift]
 
-    def _element(self, v: int, shift: int) -> Expr:
+    def _element(self, v: int, shift: int) -> ir.Expr:
         value = self.homes[v]
         dtype = value.dtype
         match value.home:
             case Number(number):
                 return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[dtype]))
             case LoopNumber(ref):
-                return Read("scalar", ref, dtype)
+                return ir.Read("scalar", ref, dtype)
             case Splat(of):
                 return self._read(of, 0)
             case InRegisters(ref, form, owner):
                 if form != "row":
                     self.reads[owner] = None
-                return Read(form, ref, dtype, shift)
+                return ir.Read(form, ref, dtype, shift)
             case Multiply() as p:
                 if shift:
                     raise AssertionError("a matmul is read in place")
                 chunk = _chunk_of(p, self.first)
                 ref = _accumulators(p, chunk)
                 self.reads[ref] = None
-                return Read("word", ref, dtype, sum(_blocks(p)[:chunk]))
+                return ir.Read("word", ref, dtype, sum(_blocks(p)[:chunk]))
             case InArray(rows):
-                return Read("pairs of rows" if rows.pairs else "rows", self._array_block(v, rows, shift), dtype)
+                return ir.Read("pairs of rows" if rows.pairs else "rows", self._array_block(v, rows, shift), dtype)
             case InVector(_, scalar) if scalar:
-                return Read("scalar", scalar, dtype)
+                return ir.Read("scalar", scalar, dtype)
             case InVector(address):
-                return Read("vector", self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, address, dtype, shift)), dtype)
+                return ir.Read("vector", self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, address, dtype, shift)), dtype)
             case InImage(ref, form, owner):
                 self.reads[owner] = None
                 if form == "bit":
-                    return Read("bit", self._mask(v, ref), dtype, shift)
-                return Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
+                    return ir.Read("bit", self._mask(v, ref), dtype, shift)
+                return ir.Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
             case InScratch(starts, _, ir.ScratchList(listed)):
                 return ir.SumOfList(dtype, starts, listed, value.width, shift)
             case InScratch(table, fill, fold):
                 assert not isinstance(fold, ir.ScratchList)
                 index = self._name("t")
                 where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
-                self.steps.append(ir.Let(index, "int32", Read("index", where, "int32")))
+                self.steps.append(ir.Let(index, "int32", ir.Read("index", where, "int32")))
                 return ir.FromScratch(dtype, index=index, fill=fill, fold=fold)
             case Parts(parts):
                 at = 0
@@ -338,42 +337,42 @@ class _Blocks:
                 expr = ir.Apply(template, tuple(self._read(x, shift) for x in operands))
                 name = self._name("t")
                 self.steps.append(ir.Let(name, dtype, expr))
-                return Read("scalar", name, dtype)
+                return ir.Read("scalar", name, dtype)
         raise CannotLower(f"a value in {type(value.home).__name__} has no elements")
 
-    def _name(self, kind: str) -> Ref:
-        return Ref(kind, next(self.counter))
+    def _name(self, kind: str) -> ir.Ref:
+        return ir.Ref(kind, next(self.counter))
 
-    def _fetch(self, v: int, shift: int, step: Callable[[Ref], ir.Step]) -> Ref:
+    def _fetch(self, v: int, shift: int, step: Callable[[ir.Ref], ir.Step]) -> ir.Ref:
         """The name of a block of ``v``, which ``step`` loads once."""
         if (v, shift) not in self.fetched:
             self.fetched[v, shift] = ref = self._name("x")
             self.steps.append(step(ref))
         return self.fetched[v, shift]
 
-    def _array_block(self, v: int, rows: ir.Rows, shift: int) -> Ref:
+    def _array_block(self, v: int, rows: ir.Rows, shift: int) -> ir.Ref:
         value = self.homes[v]
         self.reads[rows.ref] = None
         return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0, value.slab or 1))
 
-    def _image_block(self, v: int, image: Ref, form: str, shift: int) -> Ref:
+    def _image_block(self, v: int, image: ir.Ref, form: str, shift: int) -> ir.Ref:
         return self._fetch(v, shift, lambda ref: ir.ImageBlock(ref, image, form, shift))
 
-    def _mask(self, v: int, image: Ref) -> Ref:
+    def _mask(self, v: int, image: ir.Ref) -> ir.Ref:
         if v not in self.masks:
             self.masks[v] = self._name("m")
             self.steps.append(ir.MaskWords(self.masks[v], image, self.homes[v].width))
         return self.masks[v]
 
 
-def _without_value(action: Action) -> Action:
+def _without_value(action: ir.Action) -> ir.Action:
     return dataclasses.replace(action, value=-1)  # equal stages differ in the numbers of their values
 
 
 # --- Ping-pong: while one lane multiplies, the others run the code between their products -----------------------------------------
 
 
-def with_ping_pong(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
+def with_ping_pong(nodes: Sequence[ir.Node]) -> tuple[tuple[ir.Node, ...], bool]:
     """``nodes`` with ``Turn``s in loops that have two products or more, one after the other; and whether there is such a loop.
 
     As in FlashAttention-3 (named barriers, arXiv 2407.08608, section 3.1), a lane has its turn from the second product of an
@@ -381,7 +380,7 @@ def with_ping_pong(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
     all lanes would multiply at the same time, and then all be in their softmax. All lanes of the CTA must run the loops equally
     often, as lanes on tiles of one batch do.
     """
-    found: list[Node] = []
+    found: list[ir.Node] = []
     for node in nodes:
         body = _body_with_turns(node.body) if isinstance(node, ir.CountedLoop) else None
         if body is None:
@@ -392,7 +391,7 @@ def with_ping_pong(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
     return tuple(found), len(found) > len(nodes)
 
 
-def _body_with_turns(body: Sequence[Node]) -> tuple[Node, ...] | None:
+def _body_with_turns(body: Sequence[ir.Node]) -> tuple[ir.Node, ...] | None:
     """The body of a loop that the lane enters and leaves with the turn; None if it has less than two products."""
     products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, ir.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]

@@ -17,7 +17,6 @@ from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
-from kitsune_jax.targets.cuda.ir import Address, Expr, Keep, Ref, ToScratch
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
 from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
@@ -90,7 +89,7 @@ def _broadcast_stationary(at: StageBuilder, instr: Instr) -> None:
         at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
         return
     address = at.layer_vectors.get(v) or at.vector(broadcast_recipe(at, instr))
-    at.settle(v, InVector(Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
+    at.settle(v, InVector(ir.Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
 
 
 def is_vector(at: StageBuilder, instr: Instr) -> bool:
@@ -148,7 +147,7 @@ def place(at: StageBuilder, instr: Instr, index: np.ndarray, sources: list[int])
     elif alone and counts[0] == 1 and (index[:, 1] == 0).all():
         at.settle(v, Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
-        ref = Ref("r", v)
+        ref = ir.Ref("r", v)
         at.add(ir.LoadRow(ref, rows, int(index[0, 1])))
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
@@ -179,10 +178,10 @@ def _evaluate_parts(at: StageBuilder, v: int, parts: tuple[tuple[int, int, int],
     starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
     image = ref if ref.kind == "image" else None
     actions = [
-        Keep(x, ref, value.form, to=image, push=True, reads=at.uses[x], first=-start, over=True) for x, start in starts.items()
+        ir.Keep(x, ref, value.form, to=image, push=True, reads=at.uses[x], first=-start, over=True) for x, start in starts.items()
     ]
     at.evaluate(values[0].width, actions)
-    owner = Ref("v", v)
+    owner = ir.Ref("v", v)
     at.add(ir.Alive(owner, 0 if image else value.registers))
     at.settle(v, InImage(ref, value.form, owner) if image else InRegisters(ref, value.form, owner))
     for x, _, blocks in parts:
@@ -271,7 +270,7 @@ def to_scratch(at: StageBuilder, sources: list[int]) -> list[int]:
         if at.value(x).row:
             at.add(ir.RowToScratch(start, at.row(x)))
         else:
-            at.evaluate(at.value(x).width, [ToScratch(x, start)])
+            at.evaluate(at.value(x).width, [ir.ToScratch(x, start)])
     at.add(ir.SyncWarp())
     return starts
 
@@ -279,7 +278,7 @@ def to_scratch(at: StageBuilder, sources: list[int]) -> list[int]:
 def _through_scratch(at: StageBuilder, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
     value, starts = at.value(v), to_scratch(at, sources)
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
-    fill: Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
+    fill: ir.Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
     if _FILL in where:
         if instr.kind != "pad":
             raise AssertionError("only a pad has columns without a source")
@@ -318,7 +317,7 @@ def lower_put(at: StageBuilder, instr: Instr) -> None:
     inner = math.prod(of_x.shape[d + len(of_index.shape) :])
     outer = math.prod(of_x.shape[:d])
 
-    def part(name: str, words: int) -> Address:
+    def part(name: str, words: int) -> ir.Address:
         how = ScatteredColumns(name, outer, count, inner, instr["n"], start)
         return at.vector(VectorRecipe(index, (), (), (words,), tiles.padded(words), how=how))
 
@@ -336,7 +335,7 @@ def _settle(at: StageBuilder, v: int, home: InScratch) -> None:
     if isinstance(home.fold, ir.ScratchList):
         at.set_row(v, ir.SumOfList(dtype, home.table, home.fold.columns, 0))
     else:
-        which = Ref("pick", v)
+        which = ir.Ref("pick", v)
         at.setup.append(ir.LoadScalar(which, "int32", home.table, True))
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
@@ -349,7 +348,7 @@ def _check(at: StageBuilder, instr: Instr) -> None:
         raise CannotLower(f"a {instr.kind} by {at.program.values[index].dtype} indices has no code on the GPU")
 
 
-def take_columns(at: StageBuilder, instr: Instr, start: int) -> Address:
+def take_columns(at: StageBuilder, instr: Instr, start: int) -> ir.Address:
     """The vector with the source column of each column of a ``take``, counted from ``start``; -1 where it fills."""
     x, index = (at.program.values[v] for v in instr.inputs)
     d = instr["axis"] - 1
@@ -359,7 +358,7 @@ def take_columns(at: StageBuilder, instr: Instr, start: int) -> Address:
     return at.vector(VectorRecipe(instr.inputs[1], (), (), (n,), tiles.padded(n), how=how))
 
 
-def fill_value(instr: Instr, dtype: str) -> Expr:
+def fill_value(instr: Instr, dtype: str) -> ir.Expr:
     """The value for an index out of range."""
     type_ = pointwise.COMPUTE[dtype]
     return ir.Literal(pointwise.literal(instr["fill"] if instr["mode"] == "fill" else 0, type_))

@@ -238,12 +238,9 @@ class Facts:
 
     def only_store(self, v: int) -> Instr | None:
         """The ``store`` that is the only reader of ``v``, or None."""
-        found = [i for i in self.instrs if any(self.names.get(x, x) == v for x in i.inputs) and i.outputs[:1] not in self._named]
+        named = {(v,) for v in self.names}
+        found = [i for i in self.instrs if any(self.names.get(x, x) == v for x in i.inputs) and i.outputs[:1] not in named]
         return found[0] if len(found) == 1 and found[0].kind == "store" else None
-
-    @property
-    def _named(self) -> set[tuple[int, ...]]:
-        return {(v,) for v in self.names}
 
     def pieces_of(self, v: int) -> list[int]:
         """The values that make up the operand ``v`` of a product for each row, in order."""

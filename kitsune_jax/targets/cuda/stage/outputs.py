@@ -14,24 +14,6 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
-from kitsune_jax.targets.cuda.ir import (
-    Action,
-    AddToRows,
-    FindTops,
-    Fold,
-    FoldToRows,
-    Keep,
-    Node,
-    Panel,
-    Ref,
-    RowRuns,
-    Store,
-    ToPanel,
-    Tops,
-    TopsStart,
-    ToSegments,
-    parameter,
-)
 from kitsune_jax.targets.cuda.stage import columns, facts
 from kitsune_jax.targets.cuda.stage.builder import InScratch, StageBuilder, queue_form
 
@@ -58,20 +40,20 @@ def lower_gradient(at: StageBuilder, instr: Instr) -> None:
         if at.value(v).row:
             at.add(ir.RowToPanel(panel.ref, at.row_tile(v)))
         else:
-            at.evaluate(panel.width, [ToPanel(v, panel.ref)])
-    gradient, shape = Ref("gradient", instr["sink"]), _shape(at, instr)
+            at.evaluate(panel.width, [ir.ToPanel(v, panel.ref)])
+    gradient, shape = ir.Ref("gradient", instr["sink"]), _shape(at, instr)
     at.setup.append(ir.GradientStart(gradient, dtype, x, y, shape))
     sums = []
     for v, panel in ((x_value, x), (y_value, y)):
         for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
-            sums.append(Ref("columns", i["sink"]))
+            sums.append(ir.Ref("columns", i["sink"]))
             n = math.prod(at.program.sinks[i["sink"]].shape)
             at.setup.append(ir.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
     at.add(ir.AddGradient(gradient, tuple(sums)))
     at.done.add(instr)
 
 
-def early_panel(at: StageBuilder, effect: Instr) -> list[ToPanel]:
+def early_panel(at: StageBuilder, effect: Instr) -> list[ir.ToPanel]:
     """The action that writes the value of ``effect`` to the panel of the stage's next gradient, in the same loop as ``effect``; or
     []."""
     instrs, root = at.instrs, at.root(effect.inputs[0])
@@ -85,15 +67,15 @@ def early_panel(at: StageBuilder, effect: Instr) -> list[ToPanel]:
     if panel in at.prologue or _holds(at, root, panel):
         return []
     _declare(at, root, panel)
-    return [ToPanel(root, panel.ref)]
+    return [ir.ToPanel(root, panel.ref)]
 
 
-def _panels(at: StageBuilder, instr: Instr) -> tuple[tuple[int, Panel], tuple[int, Panel]]:
+def _panels(at: StageBuilder, instr: Instr) -> tuple[tuple[int, ir.Panel], tuple[int, ir.Panel]]:
     """The operand whose columns are the rows of the accumulators, and the other operand, each with its panel."""
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
     behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
-    return (x, Panel(Ref("panel", k, "x"), dtype, x_width, 0)), (y, Panel(Ref("panel", k, "y"), dtype, y_width, behind))
+    return (x, ir.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (y, ir.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind))
 
 
 def _width(at: StageBuilder, v: int) -> int:
@@ -102,12 +84,12 @@ def _width(at: StageBuilder, v: int) -> int:
     return tiles.padded(columns // at.split if at.is_slab(v) else columns)
 
 
-def _holds(at: StageBuilder, v: int, panel: Panel) -> bool:
+def _holds(at: StageBuilder, v: int, panel: ir.Panel) -> bool:
     """Does ``panel`` still hold ``v``? In a step of a loop, the gradients of two weights may share a cotangent."""
     return at.repeated and at.panels.get(panel.at, ())[:2] == (at.root(v), panel.width)
 
 
-def _declare(at: StageBuilder, v: int, panel: Panel) -> None:
+def _declare(at: StageBuilder, v: int, panel: ir.Panel) -> None:
     """Note that ``panel`` holds ``v``, and that panels that it overlaps are overwritten."""
     at.once_per_tile(panel)
     end = panel.at + tiles.panel_bytes(panel.width, tiles.is_half(panel.dtype))
@@ -143,13 +125,13 @@ def lower_run_max(at: StageBuilder, instr: Instr) -> None:
     if at.split > 1:
         raise CannotLower("the largest scores of segments in a stage that is split by columns have no code on the GPU")
     value, source = at.new(instr), at.root(x)
-    runs, tops = _runs(at, index, instr["n"]), Ref("tops", v)
+    runs, tops = _runs(at, index, instr["n"]), ir.Ref("tops", v)
     columns.to_scratch(at, [source])
-    start = TopsStart(tops, value.n, at.segment_bytes)
+    start = ir.TopsStart(tops, value.n, at.segment_bytes)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.tops[v] = tops, runs
-    at.add(FindTops(tops, runs))
+    at.add(ir.FindTops(tops, runs))
     if value.row:
         at.set_row(v, ir.FromScratch(value.dtype, column=0))
     else:
@@ -157,23 +139,23 @@ def lower_run_max(at: StageBuilder, instr: Instr) -> None:
         at.materialize(v)
 
 
-def _runs(at: StageBuilder, index: int, rows: int) -> Ref:
+def _runs(at: StageBuilder, index: int, rows: int) -> ir.Ref:
     """The runs of ``index``, which all sums of softmaxes by it share."""
     key = at.root(index), rows
     if key not in at.runs:
-        at.runs[key] = Ref("of_index", key[0])
-        at.add(RowRuns(at.runs[key], at.row(index), rows))
+        at.runs[key] = ir.Ref("of_index", key[0])
+        at.add(ir.RowRuns(at.runs[key], at.row(index), rows))
     return at.runs[key]
 
 
-def online_scaling(at: StageBuilder, instr: Instr) -> tuple[Tops, Ref]:
+def online_scaling(at: StageBuilder, instr: Instr) -> tuple[ir.Tops, ir.Ref]:
     """(the scaling of the rows of a sink by the largest scores, their runs)."""
     v, _, scores = instr.inputs
     if at.root(scores) not in at.tops:
         raise CannotLower("a sum that is scaled by other numbers than the largest scores of its runs has no code on the GPU")
     tops, runs = at.tops[at.root(scores)]
     shape = at.program.values[scores].shape
-    return Tops(tops, math.prod(shape), bool(instr["finite"])), runs
+    return ir.Tops(tops, math.prod(shape), bool(instr["finite"])), runs
 
 
 # --- Effects ----------------------------------------------------------------------------------------------------------------------
@@ -187,9 +169,9 @@ _ATOMIC = {"sum": ("float32",), "max": ("float32", "int32", "uint32"), "min": ("
 class _Effect:
     """``action``: None if the nodes before and after do all, as for a value with one number per row."""
 
-    before: tuple[Node, ...]
-    action: Action | None = None
-    after: tuple[Node, ...] = ()
+    before: tuple[ir.Node, ...]
+    action: ir.Action | None = None
+    after: tuple[ir.Node, ...] = ()
 
 
 def lower_output(at: StageBuilder, instr: Instr) -> None:
@@ -219,14 +201,14 @@ def _with_same_value(at: StageBuilder, instr: Instr) -> list[Instr]:
 
 def _push(at: StageBuilder, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
-    value, queue, push = at.value(v), Ref("queue", q), Ref("push", q)
+    value, queue, push = at.value(v), ir.Ref("queue", q), ir.Ref("push", q)
     acquire, release = ir.QueueCall(queue, "wr_acquire"), ir.QueueCall(queue, "wr_release")
     if value.row:
         return _Effect((acquire, ir.PushRow(queue, at.row(v), _once(at, v)), release))
     form = queue_form(value.dtype, q in at.slab_queues)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
     entry = ir.Entry(push, queue, slab, write=True, once=_once(at, v))
-    return _Effect((acquire, entry), Keep(v, Ref("q", q), form, to=push, push=True, reads=1), (release,))
+    return _Effect((acquire, entry), ir.Keep(v, ir.Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
 def _store(at: StageBuilder, instr: Instr) -> _Effect:
@@ -236,7 +218,7 @@ def _store(at: StageBuilder, instr: Instr) -> _Effect:
         return _Effect((ir.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
     if _once(at, v):
         raise CannotLower("a stage that is split by columns cannot store a value that is not")
-    return _Effect((), Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
+    return _Effect((), ir.Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
 
 
 def _once(at: StageBuilder, v: int) -> bool:
@@ -249,7 +231,7 @@ def _sink(at: StageBuilder, instr: Instr) -> _Effect:
     sink, value, rank = at.program.sinks[k], at.value(v), len(at.program.values[v].shape)
     if sink.how not in HOW:
         raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
-    how, ref = HOW[sink.how], Ref("sink", k)
+    how, ref = HOW[sink.how], ir.Ref("sink", k)
     scalar = value.row or len(instr["axes"]) == rank + 1
     if not scalar and tuple(instr["axes"]) != (0,):
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
@@ -259,7 +241,7 @@ def _sink(at: StageBuilder, instr: Instr) -> _Effect:
     at.setup.append(ir.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
     if value.row:
         return _Effect((ir.FoldRow(ref, how, sink.dtype, at.row(v)),))
-    return _Effect((), Fold(v, how, ref, stream=True, scalar=scalar))
+    return _Effect((), ir.Fold(v, how, ref, stream=True, scalar=scalar))
 
 
 def _sink_at(at: StageBuilder, instr: Instr) -> _Effect:
@@ -273,7 +255,7 @@ def _sink_at(at: StageBuilder, instr: Instr) -> _Effect:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
     if instr.get("unordered"):
         return _atomic_fold(at, v, index, k)
-    how, ref, width = HOW[sink.how], Ref("segments", k), value.width
+    how, ref, width = HOW[sink.how], ir.Ref("segments", k), value.width
     rows = 0 if instr["sorted"] else sink.shape[0]
     if rows and tiles.table_bytes(rows, width) > tiles.MOST_TABLE_BYTES:
         raise CannotLower(
@@ -285,35 +267,35 @@ def _sink_at(at: StageBuilder, instr: Instr) -> _Effect:
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
-    runs: Node = ir.SegmentRuns(ref, at.row(index), sink.shape[0], not rows)
+    runs: ir.Node = ir.SegmentRuns(ref, at.row(index), sink.shape[0], not rows)
     if found is not None:
         runs = ir.BeginSegments(ref, found)
     join = ir.JoinSegments(ref, found)
     if value.row:
         return _Effect((runs, ir.SyncWarp(), ir.RowToSegments(ref, how, sink.dtype, at.row(v), found), join))
-    return _Effect((runs, ir.SyncWarp()), ToSegments(v, ref, how, sink.dtype, found), (join,))
+    return _Effect((runs, ir.SyncWarp()), ir.ToSegments(v, ref, how, sink.dtype, found), (join,))
 
 
 def _atomic_fold(at: StageBuilder, v: int, index: int, k: int) -> _Effect:
     """A fold in any order by atomic operations: every thread adds its part of a row, or folds it into a maximum or minimum. The
     result has 32 bits; XLA converts it."""
-    sink, value, ref = at.program.sinks[k], at.value(v), Ref("sums", k)
+    sink, value, ref = at.program.sinks[k], at.value(v), ir.Ref("sums", k)
     if sink.dtype not in _ATOMIC.get(sink.how, ()):
         raise CannotLower(f"a {sink.how} of {sink.dtype} by atomic operations has no code on the GPU")
     if at.program.outputs[sink.array].dtype != sink.dtype:
         narrow = at.program.outputs[sink.array].dtype
         raise CannotLower(f"a {sink.how} of {narrow} by atomic operations has no code in a call of several phases on the GPU")
     if sink.how != "sum":
-        out, n = parameter("out", sink.array), value.n
+        out, n = ir.parameter("out", sink.array), value.n
         to = ir.FoldedRows(ref, HOW[sink.how], sink.dtype, value.width, out, at.row(index), sink.shape[0], n)
         if value.row:
             return _Effect((to, ir.FoldRowAt(ref, at.row(v))))
         at.scratch_words = max(at.scratch_words, tiles.block(value.width) | 1)
-        return _Effect((to, ir.SyncWarp()), FoldToRows(v, ref))
-    rows = ir.SummedRows(ref, parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
+        return _Effect((to, ir.SyncWarp()), ir.FoldToRows(v, ref))
+    rows = ir.SummedRows(ref, ir.parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
     if value.row:
         return _Effect((rows, ir.AddRow(ref, at.row(v))))
-    return _Effect((rows,), AddToRows(v, ref, value.n, frame_ir.contiguous_access(value.n, "float32", 4 * value.n)))
+    return _Effect((rows,), ir.AddToRows(v, ref, value.n, frame_ir.contiguous_access(value.n, "float32", 4 * value.n)))
 
 
 _MAKERS = {"push": _push, "store": _store, "sink": _sink, "sink_at": _sink_at}
