@@ -303,11 +303,11 @@ def _matmul(at: StageBuilder, instr: Instr) -> None:
         x = at.root(instr.inputs[0])
         group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.facts.partial and at.root(i.inputs[0]) == x]
         at.done.update(group)
-        products.add_up_partial_sums(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
+        products.reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
         for i in group:
             _rounded(at, i.outputs[0])
         return
-    product = _product(at, instr, [products.whole_value(at, x) for x in pieces])
+    product = _product(at, instr, [products.all_gather(at, x) for x in pieces])
     at.settle(v, product)
     if at.value(v).row:
         at.single_column(v)

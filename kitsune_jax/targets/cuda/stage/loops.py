@@ -58,7 +58,7 @@ def lower_counted_loop(at: StageBuilder, instr: Instr, lower_body: Body) -> None
     at.repeated = True
     known = at.gathered
     with at.body_of_loop() as body:
-        products.begin_exchange(at, block.body, carries)
+        products.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
         products.release_entries(at, known)

@@ -144,8 +144,8 @@ def _joined(a: ir.Copied, b: ir.Copied) -> list[ir.Copied]:
 # --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
 
 
-def whole_value(at: StageBuilder, v: int, depth: int = 1) -> int:
-    """The value of which ``v`` is a slab, received through a ring of ``depth`` entries; ``v`` itself if it is no slab.
+def all_gather(at: StageBuilder, v: int, depth: int = 1) -> int:
+    """The value of which ``v`` is a slab, gathered from all CTAs through a ring of ``depth`` entries; or ``v`` if it is no slab.
 
     Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
     Every lane stores its slab into an entry of a ring in the shared memory of each CTA (``ClusterQueue``, which all write and
@@ -166,12 +166,12 @@ def whole_value(at: StageBuilder, v: int, depth: int = 1) -> int:
     return at.gathered[v]
 
 
-def begin_exchange(at: StageBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
+def begin_all_gathers(at: StageBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
     """Send the carries that products of ``body`` contract, before all else in a step."""
     for i in body:
         for v in exchanged_pieces(at, i.inputs[0]) if i.kind == "matmul" else ():
             if at.root(v) in carries:
-                whole_value(at, v, tiles.EXCHANGE_DEPTH)
+                all_gather(at, v, tiles.EXCHANGE_DEPTH)
 
 
 def exchanged_pieces(at: StageBuilder, x: int) -> list[int]:
@@ -190,7 +190,7 @@ def _exchanged(at: StageBuilder, v: int, value: Value, depth: int) -> InImage:
     return InImage(entry, value.form, ring)
 
 
-def add_up_partial_sums(at: StageBuilder, products: Sequence[tuple[int, Multiply]]) -> None:
+def reduce_scatter(at: StageBuilder, products: Sequence[tuple[int, Multiply]]) -> None:
     """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
 
     Each CTA has the sums over its part of K for all columns (``stage/facts.py``). It sends every other CTA the slab that it needs,
