@@ -193,7 +193,7 @@ def test_weights_that_a_loop_multiplies_with_are_not_streamed() -> None:
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("nested", "several loops cut"),
+        ("nested", "several nested loops slice"),
         ("computed_weights", "weights that change"),
         ("attention", "do not stay in shared memory"),
     ],

@@ -118,7 +118,7 @@ class _SplitClasses:
 def _loop_slabs(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
     body = tuple(walk(instrs))
     if not any(i.kind == "matmul" for i in body):
-        raise CannotLower("a loop without weights is not split by columns")
+        raise CannotLower("a loop with no weights cannot be split by columns")
     if any(i.kind in SINKS for i in body):
         raise CannotLower("sums over the steps of a loop whose weights are split over CTAs have no code on the GPU")
     classes, parts = _SplitClasses(), list[tuple[int, int]]()  # (a value, an equal part of it)
