@@ -1,6 +1,6 @@
 // Float vectors rounded to a 16-bit type and widened again: the value that a store to that type and a load would give.
 //
-// Every operator's result is rounded so where its dtype has 16 bits (targets/cpu/rounding.py). Ties go to even; NaN stays NaN.
+// Every operator's result is rounded so where its dtype has 16 bits (targets/cpu/facts.py). Ties go to even; NaN stays NaN.
 #pragma once
 
 #include "scalar.h"
