@@ -1,8 +1,7 @@
-"""kitsune_jax: JAX functions as spatial pipelines.
+"""``pipeline(fn)`` runs a JAX function as pipelines that keep intermediate tiles on chip; ``explain(fn)`` reports what it would do.
 
-``pipeline(fn)`` runs a function as pipelines of tiles through on-chip queues; ``explain(fn)`` says what it would do;
-``fallbacks()`` says what a bug of this package kept from being pipelined. All else in the package is their inside. Importing it
-registers the custom calls, so programs exported or cached elsewhere run here.
+``fallbacks()`` lists functions that a bug of this package kept from being pipelined. Everything else in the package is internal.
+Importing it registers the custom calls, so that programs exported or cached by another process run here.
 """
 
 from __future__ import annotations

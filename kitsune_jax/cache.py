@@ -1,7 +1,12 @@
-"""The cache on disk: folders and files that only this user can write, and what is kept in them under a key.
+"""The cache on disk: files that only this user can write, and artefacts (compiled kernels, machine profiles) kept under a key.
 
-Native code may be loaded from such a folder. Invariant: the check is made on the open folder and the open file that are read, not
-on their names.
+In: a key over everything that specialises an artefact (``key``), and a function that makes it. Out: its bytes, or a file of them.
+Invariants, because native code is loaded from these folders:
+* A file is read only if it and its folder belong to this user and nobody else can write them. The check is made on the open folder
+  and the open file, not on their names, so renaming a folder above does not defeat it. Links to folders are followed, to files not.
+* Every entry ends in a digest of itself: an incomplete or changed entry is made again. One thread of one process makes an entry
+  while the others wait for it.
+* A failure of the disk never fails the caller, as long as the artefact can be made.
 """
 
 from __future__ import annotations
@@ -27,14 +32,7 @@ from pathlib import Path
 
 from kitsune_jax import config
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Folders and files that only this user can write, so that native code may be loaded from them.
-#
-# Comes in: a path. Goes out: a descriptor of its folder, and bytes of its files. Invariants: what is read belongs to this user,
-# and nobody else can write it or the folder it lies in; the check is made on the open folder and the open file that are read, not
-# on their names, so it holds whoever can rename the folders above; and symbolic links are followed to the folder, never to a
-# file.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- folders and files that only this user can write ------------------------------------------------------------------------------
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # an access control list that lets others write shows as the group's bit, too
 
@@ -53,7 +51,7 @@ def _check(descriptor: int, what: str) -> None:
 
 @contextlib.contextmanager
 def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
-    """A descriptor of the folder ``path``, made if ``create``. Raises ``Untrusted``, ``OSError`` where there is none."""
+    """A descriptor of the folder ``path``, made if ``create``. Raises ``Untrusted``; ``OSError`` if there is no such folder."""
     if create:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -65,15 +63,15 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
 
 
 def read_private_file(folder: int, name: str) -> bytes:
-    """The file ``name`` of an open folder, which is marked as used now. Raises ``Untrusted``, ``OSError`` where there is none."""
+    """The content of the file ``name`` of an open folder. Raises ``Untrusted``; ``OSError`` if there is no such file."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with os.fdopen(descriptor, "rb") as file:
         _check(descriptor, name)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise Untrusted(errno.EPERM, f"{name} is not a file")
         content = file.read()
-        with contextlib.suppress(OSError):  # a folder that can only be read is a good cache all the same
-            os.utime(descriptor)  # access times are often switched off
+        with contextlib.suppress(OSError):  # a cache that can only be read works as well
+            os.utime(descriptor)  # marks the file as used now: access times are often switched off
         return content
 
 
@@ -93,7 +91,7 @@ def replace_file(folder: int, name: str, content: bytes) -> None:
 
 @functools.cache
 def scratch_folder(instead_of: Path | None = None) -> Path:
-    """A folder of this process alone, removed when it ends; one for each folder that it stands for.
+    """A folder of this process alone, removed when the process ends; one for each folder that it replaces.
 
     Raises ``OSError`` where none can be made.
     """
@@ -104,7 +102,7 @@ def scratch_folder(instead_of: Path | None = None) -> Path:
 
 
 def private_file(content: bytes, suffix: str) -> Path:
-    """A file in ``scratch()``, the same for equal contents: for what opens files by their names, as ``dlopen`` does."""
+    """A file in ``scratch_folder()``, the same for equal contents, for readers that need a file's name, such as ``dlopen``."""
     path = scratch_folder() / f"{hashlib.sha256(content).hexdigest()}{suffix}"
     if not path.exists():
         with opened_folder(scratch_folder()) as folder:
@@ -112,20 +110,12 @@ def private_file(content: bytes, suffix: str) -> Path:
     return path
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Compiled kernels and machine profiles on disk, so that each is made once per machine and not once per process.
-#
-# Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a
-# file that holds them. Invariants: an entry is complete and unchanged or it is made again, because it ends in a digest of itself;
-# an entry is made by one thread of one process while the others wait for it; nothing is read from or written to a folder that
-# somebody else owns or can write (``folders``); no failure of the disk is a failure of the caller, as long as the artefact can be
-# made.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- artefacts under a key --------------------------------------------------------------------------------------------------------
 
 LIMIT_BYTES = 512 << 20
 _MAGIC = b"KJcache1"
 _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
-_ABANDONED_S = 3600.0  # no compile takes this long: an older temporary file was left behind by a process that died
+_ABANDONED_S = 3600.0  # no compilation takes this long: an older temporary file is from a process that died
 
 
 def key(**parts: str | bytes) -> str:
@@ -144,22 +134,22 @@ def key(**parts: str | bytes) -> str:
 
 
 def seal(content: bytes) -> bytes:
-    """``content`` with its digest behind it."""
+    """``content`` followed by its digest."""
     return content + _MAGIC + hashlib.sha256(content).digest()
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """What ``seal`` was given, or ``None`` if ``sealed`` is not what it returned."""
+    """The content that ``seal`` was given, or ``None`` if ``sealed`` is not a result of ``seal``."""
     content, trailer = sealed[:-_TRAILER], sealed[-_TRAILER:]
     return content if trailer == _MAGIC + hashlib.sha256(content).digest() else None
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The entries in one folder, which need not exist; ``None``: there is no place for one, entries live as long as this process.
+    """The entries in one folder, which need not exist. With the folder ``None`` entries live as long as this process.
 
-    Past ``limit_bytes`` the entries unused for longest are removed. ``what`` the entries are and how they are ``made``, for the
-    warning where none can be kept.
+    Past ``limit_bytes`` the entries unused for longest are removed. ``what`` (the entries) and ``made`` (how) are words of the
+    warning given when no entry can be kept.
     """
 
     folder: Path | None
@@ -185,17 +175,17 @@ class Cache:
             return content
 
     def put(self, key: str, suffix: str, content: bytes) -> bytes:
-        """Make ``content`` the entry of ``key``, whatever it was; returns it."""
+        """Make ``content`` the entry of ``key``, replacing any other; returns it."""
         with self._only_one(key + suffix):
             self._store(key + suffix, seal(content))
         return content
 
     def get_file(self, key: str, suffix: str, make: Callable[[], bytes]) -> Path:
-        """As ``get``, but a file of this process with the entry. Raises ``OSError`` if none can be written."""
+        """As ``get``, but returns a file of this process with the entry. Raises ``OSError`` if none can be written."""
         return private_file(self.get(key, suffix, make), suffix)
 
     def keep(self, name: str, text: str) -> Path | None:
-        """Write ``text`` for a person to read, where the limit applies to it as well; ``None`` if it cannot be written."""
+        """Write ``text`` for a person to read; it counts towards the limit. ``None`` if it cannot be written."""
         return self._store(name, text.encode())
 
     def _read(self, name: str) -> bytes | None:
@@ -236,13 +226,13 @@ class Cache:
         where = "" if self.folder is None else f" in {self.folder}"
         warnings.warn(
             f"kitsune_jax cannot keep {self.what}{where} ({error.strerror}): they are {self.made} again in every process. "
-            "Set KITSUNE_CACHE_DIR to a folder that this user can write, and nobody else.",
+            "Set KITSUNE_CACHE_DIR to a folder that you can write and other users cannot.",
             RuntimeWarning,
             stacklevel=3,
         )
 
     def _evict(self, folder: int, spare: str) -> None:
-        """Remove the entries unused for longest until the rest fits, never ``spare``; and what dead processes left."""
+        """Remove the entries unused for longest until the rest fits, never ``spare``; and temporary files of dead processes."""
         files = []
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):  # another process may have removed it
@@ -264,7 +254,7 @@ class Cache:
     def _only_one(self, name: str) -> Iterator[None]:
         """Hold the lock of ``name`` against threads and, where the file system can lock, against processes."""
         with _thread_lock((self.folder, name)), contextlib.ExitStack() as stack:
-            # Without it several processes may make the same entry; the rename keeps each whole.
+            # On a file system without locks several processes may make the same entry; the rename keeps each whole.
             with contextlib.suppress(OSError):
                 if self.folder is not None:
                     folder = stack.enter_context(opened_folder(self.folder, create=True))
@@ -279,7 +269,7 @@ def default() -> Cache:
 
 
 class _ThreadLock:
-    """A lock that can be referred to weakly, so that those of keys no thread waits for disappear."""
+    """A lock that can be referenced weakly: the lock of a key disappears when no thread holds it or waits for it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -299,12 +289,12 @@ def _thread_lock(key: tuple[Path | None, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _process_lock(folder: int, name: str) -> Iterator[None]:
-    """Hold ``flock`` on a file of an open folder, which exists only meanwhile. Raises ``OSError`` where nothing can be locked."""
+    """Hold ``flock`` on a file of an open folder, removed afterwards. Raises ``OSError`` where nothing can be locked."""
     while True:
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The one before removed the file before it let go: then this lock is on a file that nobody else will find.
+            # The last holder removes the file before it unlocks. Then this lock is on a file that nobody else will find: try again.
             current = _inode(folder, name) == (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino)
         except BaseException:
             os.close(descriptor)

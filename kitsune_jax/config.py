@@ -1,8 +1,8 @@
-"""Every environment variable of the package, and the switches that code can set for a while.
+"""Environment variables and switches, the options of a pipelined function, printable text, and the version.
 
-Comes in: the process environment. Goes out: typed values. Variables are read when they are needed, never at import, so a test or a
-program can change them at any time. They are checked at import and whenever ``pipeline`` is applied: a name that is none of these,
-or a value that means nothing, is an error at once. Invariant: no other module reads the environment.
+In: the process environment and the arguments of ``pipeline``. Out: typed values. Variables are read when they are needed, never at
+import, so a test or a program can change them at any time. They are checked at import and whenever ``pipeline`` is applied: an
+unknown name or a meaningless value is an error at once. Invariant: no other module reads the environment.
 
 ==========================  ==================================================================================================
 ``KITSUNE_DISABLE``         1: ``pipeline(fn)`` is ``fn``: no primitive, no planning. The kill switch.
@@ -33,12 +33,6 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-
-from kitsune_jax import config
-
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Every environment variable of the package, and the switches that code can set for a while.
-# ----------------------------------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("kitsune_jax")
 logger.addHandler(logging.NullHandler())  # records reach the logs that a program configures, and never its stderr unasked
@@ -87,7 +81,7 @@ def forced() -> bool:
 
 
 def strict() -> bool:
-    """``KITSUNE_STRICT``: is a function of which nothing could be pipelined an error?"""
+    """``KITSUNE_STRICT``: is it an error if nothing of a function could be pipelined?"""
     return _switch("strict")
 
 
@@ -106,7 +100,7 @@ def cache_dir() -> pathlib.Path | None:
 def cuda_arch() -> str | None:
     """``KITSUNE_CUDA_ARCH``: the CUDA architecture to generate code for ("sm_90a"), or ``None`` for that of the device at hand.
 
-    Raises ``ValueError`` for what is no architecture.
+    Raises ``ValueError`` for anything but an architecture.
     """
     text = os.environ.get("KITSUNE_CUDA_ARCH", "").strip()
     if text and not re.fullmatch(r"sm_[0-9]{2,3}[a-z]?|compute_[0-9]{2,3}", text):
@@ -117,7 +111,7 @@ def cuda_arch() -> str | None:
 def nvrtc_dir() -> pathlib.Path | None:
     """``KITSUNE_NVRTC_DIR``: the folder of the NVRTC to compile kernels with, or ``None`` for the best that the machine has.
 
-    Raises ``ValueError`` for what is no folder.
+    Raises ``ValueError`` if there is no such folder.
     """
     text = os.environ.get("KITSUNE_NVRTC_DIR", "").strip()
     if text and not pathlib.Path(text).is_dir():
@@ -128,7 +122,7 @@ def nvrtc_dir() -> pathlib.Path | None:
 def cuda_avoid() -> tuple[str, ...]:
     """``KITSUNE_CUDA_AVOID``: patterns of the kinds of CUDA kernel that no plan may have (``targets.cuda.lower.kind``).
 
-    Raises ``ValueError`` for what can be the name of no kind.
+    Raises ``ValueError`` for a pattern that no kind could match.
     """
     patterns = tuple(part.strip() for part in os.environ.get("KITSUNE_CUDA_AVOID", "").split(",") if part.strip())
     for pattern in patterns:
@@ -160,8 +154,8 @@ def num_threads() -> int:
 def profile() -> str | None:
     """``KITSUNE_PROFILE``: the name of the machine profile that CPU plans are made with; ``None`` for the machine at hand.
 
-    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for what can be the name of
-    none; ``targets.cpu.profile.profile`` knows which there are.
+    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for text that is not of the
+    form of a name; ``targets.cpu.profile.profile`` knows which profiles there are.
     """
     text = os.environ.get("KITSUNE_PROFILE", "").strip()
     if text and not re.fullmatch(r"[a-z0-9]+(-[1-9]\d{0,3})?", text):
@@ -177,7 +171,7 @@ def xla_flags() -> str:
 def log_level() -> int | None:
     """``KITSUNE_LOG_LEVEL``: the level of the logger ``kitsune_jax``, or ``None`` where it is not set.
 
-    Raises ``ValueError`` for what is no level.
+    Raises ``ValueError`` for an unknown level.
     """
     text = os.environ.get("KITSUNE_LOG_LEVEL", "").strip().upper()
     level = logging.getLevelNamesMapping().get(text) if text else None
@@ -227,22 +221,18 @@ def override(*, disable: bool | None = None, force: bool | None = None, strict: 
         _overrides.reset(token)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What a pipelined function was asked for: the static parameter that travels with the primitive through every transformation.
-#
-# Comes in: arguments of ``pipeline`` and the switches of ``config``. Goes out: ``Options``, frozen and hashable. Invariant:
-# everything that changes what a lowering does is in here, because JAX keys its caches on it.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- options of a pipelined function ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Resolved options. ``force``: ignore the cost model.
+    """Options of a pipelined function: the static parameter that stays on the primitive through every transformation.
 
-    ``target``: None, the platform's own, or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
-    reports; what it does is in the jaxpr. ``export``: what ``jax.export`` is given, "plain" HLO or custom "calls".
-    ``deterministic``: equal arguments give equal bits in every run. ``fetch_ahead``: arguments lie in memory, so a call may ask for
-    parts of them that XLA reads behind it.
+    Everything that changes what a lowering does is in here, because JAX keys its caches on it. ``force``: ignore the cost model.
+    ``target``: None (the platform's own) or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
+    reports; the policy itself is applied in the jaxpr. ``export``: "plain": ``jax.export`` gets plain HLO; "calls": custom calls.
+    ``deterministic``: equal arguments give equal bits in every run. ``fetch_ahead``: arguments lie in memory, so a kernel may
+    prefetch weights that XLA's next operators read.
     """
 
     strict: bool = False
@@ -266,8 +256,8 @@ def resolve(
 ) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
     return Options(
-        strict=strict or config.strict(),
-        force=config.forced() if force is None else force,
+        strict=strict or _switch("strict"),
+        force=forced() if force is None else force,
         target=target,
         residuals=residuals,
         export=export,
@@ -276,16 +266,14 @@ def resolve(
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Text of unknown origin (names of functions and files, error messages) made fit for a terminal, a log or a page.
-#
-# Comes in: any string. Goes out: the same, with every character that is not printable written as its Python escape. Invariant:
-# what this returns moves no cursor, changes no colour and reorders nothing on the reader's screen.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- printable text: names of functions and files, error messages -----------------------------------------------------------------
 
 
 def printable(text: str) -> str:
     r"""``text`` on one line, with white space as spaces and other unprintable characters as escapes.
+
+    The result moves no cursor, changes no colour and reorders nothing on a terminal.
+
 
     >>> printable("a\tb \x1b[31mred")
     'a b \\x1b[31mred'
@@ -296,12 +284,9 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same of each line of ``text``."""
+    """``printable`` of each line of ``text``."""
     return "\n".join(map(printable, text.split("\n")))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The version of this package, as pyproject.toml has it.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
+# The version of this package; pyproject.toml has the same.
 __version__ = "0.1.0"

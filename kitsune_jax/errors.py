@@ -1,8 +1,8 @@
-"""Exceptions, warnings, and the record of what could not be pipelined because of a bug of this package.
+"""Exceptions and warnings that a user can meet, and the record of functions that a bug of this package kept from being pipelined.
 
-Comes in: nothing. Goes out: exception types; the list that ``kitsune_jax.fallbacks()`` gives. Invariant: without ``strict`` a
-program that runs under ``jax.jit`` raises none of them, but for a function whose changes of its arguments would be lost without a
-word (``MutatedArgument``).
+Passes return a ``Failure`` beside their result; only the lowering of a user's function records it, and ``kitsune_jax.fallbacks()``
+lists the records. Invariant: without ``strict`` a program that runs under ``jax.jit`` raises none of these exceptions, except
+``MutatedArgument``: a function whose changes of its arguments would be lost silently.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from kitsune_jax.report.render import Report
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The exceptions and warnings a user of this package can meet.
-#
-# Comes in: nothing. Goes out: exception types. Invariant: without ``strict`` a program that runs under ``jax.jit`` raises none of
-# them, but for a function whose changes of its arguments would be lost without a word (``MutatedArgument``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- exceptions of the public API -------------------------------------------------------------------------------------------------
 
 
 class NotPipelined(Exception):
     """Raised under ``strict=True`` (or ``KITSUNE_STRICT=1``) when a function is lowered and nothing of it could be pipelined.
 
-    ``report`` is the ``Report`` that ``kitsune_jax.explain`` would give, or ``None`` where no plan was attempted (a platform
-    without a target, an automatically partitioned program). Example::
+    ``report`` is the ``Report`` that ``kitsune_jax.explain`` would give, or ``None`` where no plan was tried (a platform that
+    kitsune_jax does not support, a program that is partitioned automatically). Example::
 
         try:
             jax.jit(kj.pipeline(f, strict=True)).lower(x)
@@ -45,29 +40,24 @@ class NotPipelined(Exception):
 
 
 class MutatedArgument(NotPipelined):
-    """Raised where a function is traced that changes an object among its arguments (a module of flax nnx, an optimizer, a counter
-    of random numbers) and does not return the change. The caller's object would keep its old values, as it does under ``jax.jit``.
+    """Raised while tracing a function that changes an object among its arguments (a module of flax nnx, an optimizer, a counter of
+    random numbers) and does not return the change. The caller's object would keep its old values, as it does under ``jax.jit``.
 
-    What is written into lists, dicts and dataclasses is no error: as under ``jax.jit`` the caller does not see it. Example::
+    Writing into lists, dicts and dataclasses is no error: as under ``jax.jit`` the caller does not see it. Example::
 
         nnx.jit(kj.pipeline(step))  # ``step`` calls ``optimizer.update(model, grads)``: raises
         nnx.jit(step)               # with ``nnx.value_and_grad(kj.pipeline(loss))`` in ``step``: right
     """
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What this package failed to pipeline because of a bug of its own: counted, logged, and told once per function.
-#
-# Comes in: a ``Failure``, which a pass returns beside its result. Goes out: the list that ``kitsune_jax.fallbacks()`` gives.
-# Invariant: passes stay pure: they return failures, and only the lowering of a user's function records them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- failures of this package, recorded and warned about once per function --------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
     """One part of a function that lowers as plain HLO because of an error in this package.
 
-    ``part``: what fell back, such as "region0 (mlp.py:12 (mlp))" or "the whole function". ``reason``: the error, with its type.
+    ``part``: such as "region0 (mlp.py:12 (mlp))" or "the whole function". ``reason``: the error, with its type.
     ``traceback``: as Python prints it.
     """
 
@@ -82,8 +72,8 @@ class Failure:
         return Failure(printable(part), reason, printable_lines("".join(traceback.format_exception(error))))
 
     @property
-    def told(self) -> str:
-        """Why an operator is left to XLA, for a report."""
+    def report_reason(self) -> str:
+        """The reason that a report gives for leaving an operator to XLA."""
         return f"a bug of kitsune_jax, please report it: {self.reason}"
 
 
@@ -104,9 +94,9 @@ _warned: set[str] = set()
 
 
 def fallbacks() -> tuple[Fallback, ...]:
-    """What this process lowered as plain HLO because of a bug of this package, oldest first; empty where all went well.
+    """Parts of functions that this process lowered as plain HLO because of a bug of this package, oldest first.
 
-    An operator that is left to XLA by decision is not in here: ``kitsune_jax.explain`` tells those. Example:
+    Operators that are left to XLA by decision are not listed here: ``kitsune_jax.explain`` reports those. Example:
 
     >>> import kitsune_jax as kj
     >>> kj.fallbacks()
@@ -120,14 +110,14 @@ def record(function: str, failure: Failure) -> None:
     """Count ``failure`` of the user's function ``function``, log it with its traceback, and warn: once per function."""
     with _lock:
         _recorded[function, failure] = _recorded.get((function, failure), 0) + 1
-        told = function in _warned
+        warned = function in _warned
         _warned.add(function)
     logger.warning("%s: %s lowers as plain HLO: %s\n%s", function, failure.part, failure.reason, failure.traceback)
-    if not told:
+    if not warned:
         warnings.warn(
-            f"kitsune_jax could not pipeline {failure.part} of {function}, which lowers as plain HLO: {failure.reason}. This is a "
-            "bug of kitsune_jax: please report it. kitsune_jax.fallbacks() tells all of them, with tracebacks; KITSUNE_STRICT=1 "
-            "raises.",
+            f"kitsune_jax could not pipeline {failure.part} of {function}, so XLA compiles it as usual: {failure.reason}. This "
+            "is a bug of kitsune_jax: please report it, with the traceback that kitsune_jax.fallbacks() lists. KITSUNE_STRICT=1 "
+            "turns this warning into an error.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -140,13 +130,11 @@ def forget() -> None:
         _warned.clear()
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The errors of the code generators.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- errors of the code generators ------------------------------------------------------------------------------------------------
 
 
 class CannotLower(ValueError):
-    """A tile program, or a plan of it, holds something a target has no code for; ``reason`` says what, in words.
+    """A tile program, or its plan, holds something that a target has no code for; ``reason`` names it.
 
     ``supports`` gives the same reasons per op before a region is formed, and ``check`` per plan before it is chosen.
     """
@@ -157,7 +145,7 @@ class CannotLower(ValueError):
 
 
 class InvalidProgram(Exception):
-    """Generated code that the extension refuses: a defect of this package, found before the code becomes part of a compilation.
+    """The extension refuses generated code: a bug of this package, found before the code becomes part of a compilation.
 
     The message is the extension's, and names the instruction. The region it was generated for can still lower as plain HLO.
     """

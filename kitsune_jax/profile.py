@@ -49,7 +49,7 @@ def _profile(args: argparse.Namespace) -> Profile:
 
 
 def text(profile: Profile) -> str:
-    """What a person wants to see of a profile: rates of matmuls, functions and memory, ours beside XLA's."""
+    """The profile for a person to read: rates of matrix products, functions and memory, ours beside XLA's."""
     lines = [
         f"{profile.name}: {profile.cpu}",
         f"kernels for {profile.isa}, {profile.workers} workers; caches of a core "

@@ -29,9 +29,7 @@ from kitsune_jax._compat.jaxprs import (
     util,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The rules of a call-like primitive for JAX 0.10, which has no ``register_call_primitive_rules``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- rules for JAX 0.10, which has no ``register_call_primitive_rules`` -----------------------------------------------------------
 
 
 def _register_call_rules_0_10(prim: Any) -> None:
@@ -162,34 +160,33 @@ def _remat_0_10(prim: Any, policy: Any, *args: Any, call_jaxpr: Any, **params: A
     return results, lambda *xs: prim.bind(*residuals, *xs, call_jaxpr=again, **params)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- rules for every supported JAX ------------------------------------------------------------------------------------------------
 
 
-def register_call_rules(prim: Any, leaner: Callable[..., Any], manner: Callable[..., Any]) -> None:
+def register_call_rules(prim: Any, choose_residuals: Callable[..., Any], context: Callable[..., Any]) -> None:
     """Give ``prim[call_jaxpr, **static]`` its rules: jvp, linearize, transpose, vmap, partial evaluation, DCE, remat, refs,
     checkify, jet.
 
     Every rule rewrites ``call_jaxpr`` and binds ``prim`` again with the same static parameters. No lowering is registered.
-    ``leaner(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants, manner(**static))`` gives another
-    division of a linearized call, as (primal jaxpr, tangent jaxpr, forwarded), or None. It is remembered for equal arguments.
+    ``choose_residuals(primal jaxpr, tangent jaxpr, forwarded, number of results, number of constants, context(**static))`` divides
+    a linearized call anew, as (primal jaxpr, tangent jaxpr, forwarded), or returns None to keep JAX's division. Its answer is
+    remembered for equal arguments.
     """
     if hasattr(jex_core, "register_call_primitive_rules"):
         jex_core.register_call_primitive_rules(prim, name=None)
     else:
         _register_call_rules_0_10(prim)
-    ad.primitive_linearizations[prim] = _linearize_rule(prim, ad.primitive_linearizations[prim], leaner, manner)
+    ad.primitive_linearizations[prim] = _linearize_rule(prim, ad.primitive_linearizations[prim], choose_residuals, context)
     _register_checkify(prim)
     jet_lib.jet_rules[prim] = functools.partial(_jet_rule, prim)
 
 
 def _linearize_rule(
-    prim: Any, usual: Callable[..., Any], leaner: Callable[..., Any], manner: Callable[..., Any]
+    prim: Any, default_rule: Callable[..., Any], choose_residuals: Callable[..., Any], context: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The rule ``usual``, but with the residuals of ``leaner`` where that has something to say."""
+    """The rule ``default_rule``, but with the residuals of ``choose_residuals`` where that returns some."""
 
-    def divided(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
+    def divide(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
         primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(call_jaxpr, list(nzs), is_vjp=is_vjp)
         structured = None
         if not isinstance(made, int):  # since 0.11: a tree of (results, residuals, structured residuals)
@@ -197,15 +194,15 @@ def _linearize_rule(
             if len(structured):
                 return None
         n, consts = len(out_avals(call_jaxpr)), len(getattr(call_jaxpr, "consts", ()))
-        found = leaner(primal, tangent, tuple(forwarded), n, consts, how)
+        found = choose_residuals(primal, tangent, tuple(forwarded), n, consts, how)
         return None if found is None else (*found, nz_out, structured)
 
-    remembered = util.weakref_lru_cache(divided)
+    remembered = util.weakref_lru_cache(divide)
 
     def linearize(is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
-        found = remembered(call_jaxpr, tuple(nzs), is_vjp, manner(**params))
+        found = remembered(call_jaxpr, tuple(nzs), is_vjp, context(**params))
         if found is None:
-            return usual(is_vjp, nzs, *primals, call_jaxpr=call_jaxpr, **params)
+            return default_rule(is_vjp, nzs, *primals, call_jaxpr=call_jaxpr, **params)
         primal, tangent, forwarded, nz_out, structured = found
         n = len(out_avals(call_jaxpr))
         outs = prim.bind(*primals, call_jaxpr=primal, **params)
@@ -228,7 +225,8 @@ def _linearize_rule(
 
 
 def _register_checkify(prim: Any) -> None:
-    """Checkify looks inside. (Its default rule for a ``call_jaxpr`` binds with ``subfuns=``, which we do not take.)"""
+    """Register the rule of checkify, which looks inside. (JAX's rule for a ``call_jaxpr`` binds ``subfuns=``, unknown to
+    ``prim``.)"""
     if hasattr(checkify, "eval_jaxpr_error_check"):
         checkify.error_checks[prim] = checkify.eval_jaxpr_error_check
     else:

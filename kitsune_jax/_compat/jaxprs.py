@@ -1,6 +1,6 @@
 """Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version.
 
-Invariant: importing this module works with every JAX; what a JAX lacks fails where it is used (``frontend.explain`` tries that
+Invariant: importing this module works with every JAX; a missing part of JAX fails where it is used (``frontend.explain`` tries that
 first).
 """
 
@@ -21,12 +21,7 @@ import numpy as np
 
 from kitsune_jax.config import printable
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The version of JAX at hand, its modules, public and private, and what its tracebacks show.
-#
-# Invariant: importing this module works with every JAX; what a JAX lacks fails where it is used (``jax_support`` tries that
-# first).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the version of JAX, its modules, and its tracebacks --------------------------------------------------------------------------
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -37,7 +32,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def jax_module(name: str) -> Any:
-    """A module of JAX; an empty one of that name where this JAX has none, so that what needs it fails where it is used."""
+    """A module of JAX; an empty one of that name where this JAX has none, so that code that needs it fails where it uses it."""
     try:
         return importlib.import_module(name)
     except Exception:  # a module that was replaced may fail in any way, and importing this package must not
@@ -93,15 +88,15 @@ def hide_from_tracebacks(path: str) -> None:
 
 
 def api_boundary(fn: Any) -> Any:
-    """``fn``, out of which errors come with the traceback that JAX filters for its users, as out of ``jax.jit`` functions."""
+    """``fn``, whose errors have the traceback that JAX filters for its users, like those of ``jax.jit`` functions."""
     try:
         return traceback_util.api_boundary(fn)
     except (AttributeError, TypeError):  # a JAX that cannot shows every frame
         return fn
 
 
-# A user's function is traced and evaluated through this folder. What JAX and our reports call the user's line is never a line of
-# this package. Files have the names here that their frames have: a link on the way to the package is not followed.
+# A user's function is traced and evaluated through this folder, and the user's line in messages of JAX and in our reports must not
+# be a line of this package. Paths are not resolved: frames name files as they were imported, links included.
 _HERE = pathlib.Path(__file__).parent
 for _file in _HERE.glob("*.py"):
     hide_from_tracebacks(str(_file))
@@ -109,20 +104,18 @@ with contextlib.suppress(AttributeError, TypeError):
     source_info_util.register_exclusion(str(_HERE.parent) + os.sep)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Lowering rules and what surrounds them: devices, meshes, exports, processes.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- lowering rules, devices, meshes, exports, processes --------------------------------------------------------------------------
 
 
 def default_platform() -> str:
-    """The platform that a program is most likely traced for: that of JAX's default device."""
+    """The platform that a program is most likely traced for: the platform of JAX's default device."""
     device = jax.config.jax_default_device
     name = device if isinstance(device, str) else device.platform if device is not None else jax.default_backend()
     return {"gpu": "cuda"}.get(name, name)
 
 
 def runs_on_one_device(ctx: Any) -> bool:
-    """May a custom call stand in the module that ``ctx`` lowers: one device, or every mesh axis manual?
+    """May the module that ``ctx`` lowers hold a custom call: is there one device, or is every mesh axis manual?
 
     Elsewhere XLA would gather the call's operands on every device without a word (jax issue 32098).
     """
@@ -133,7 +126,7 @@ def runs_on_one_device(ctx: Any) -> bool:
 
 
 def is_exported(ctx: Any) -> bool:
-    """Is the module that ``ctx`` lowers one of ``jax.export``, to be run by another process?"""
+    """Does ``ctx`` lower a module for ``jax.export``, to be run by another process?"""
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
@@ -171,7 +164,7 @@ def _varying_axes(aval: Any) -> Any:
 
 
 def distributed_client() -> tuple[int, Any] | None:
-    """(number of this process, the key-value store of all processes) of a program of several; None for one alone."""
+    """(number of this process, the key-value store of all processes) in a program of several processes; None in one alone."""
     state = jax_module("jax._src.distributed").global_state
     if state.client is None or (state.num_processes or 1) < 2:
         return None
@@ -186,9 +179,7 @@ def has_cpu_backend() -> bool:
         return False
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Jaxprs, open or closed: tracing functions to them, taking them apart and putting them together.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- jaxprs, open or closed -------------------------------------------------------------------------------------------------------
 
 
 def is_literal(v: Any) -> bool:
@@ -209,7 +200,7 @@ def open_parts(j: Any) -> tuple[Any, list[Any]]:
 
 
 def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """A closed jaxpr without constants, and the constants, which have become its leading arguments."""
+    """The closed jaxpr with its constants as leading arguments, and the constants."""
     jaxpr, consts = open_parts(closed)
     if not jaxpr.constvars:
         return closed, []
@@ -257,7 +248,7 @@ def constant_primitive() -> Any:
 
 
 def as_kind_of(new: Any, old: Any) -> Any:
-    """``new`` (closed, without constants) as the kind of jaxpr ``old`` is: what a parameter of an equation must keep being."""
+    """``new`` (closed, without constants) as the kind of jaxpr that ``old`` is: parameters of an equation must keep their kind."""
     if type(old).__name__ == "Jaxpr" and type(new).__name__ == "ClosedJaxpr":
         if new.consts:
             raise ValueError("a jaxpr with constants cannot be an open jaxpr: hoist them first")
@@ -348,7 +339,7 @@ def _trace_flat(fn: Callable[..., Any], avals: Sequence[Any], info: Any, lower: 
 
 
 def _source_of(closed: Any) -> str:
-    """ "mlp at model.py:12": what JAX notes of the function that a jaxpr was traced from; "" where it notes nothing."""
+    """JAX's note of the function that a jaxpr was traced from, "mlp at model.py:12"; "" if there is none."""
     info = open_parts(closed)[0].debug_info
     source = getattr(info, "func_src_info", "")
     return "" if source in ("", "<unknown>") else source
@@ -366,7 +357,7 @@ def is_staging() -> bool:
 
 
 def is_alive(tracer: Any) -> bool:
-    """Is the trace that made the tracer still going on?"""
+    """Is the trace that made the tracer still active?"""
     return bool(tracer._trace.is_valid())
 
 
@@ -388,20 +379,18 @@ def has_symbolic_shapes(closed: Any) -> bool:
 
 
 def without_dead_code(closed: Any) -> Any:
-    """``closed`` with the same arguments and results, without what ``jax.jit`` drops before it lowers: equations nobody reads."""
+    """``closed`` with the same arguments and results, without the equations that no result needs, as ``jax.jit`` lowers it."""
     jaxpr, consts = open_parts(closed)
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return core.ClosedJaxpr(live, consts) if type(closed).__name__ == "ClosedJaxpr" else live
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Equations: what they call, where they stand in the user's program, and binding them again.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- equations --------------------------------------------------------------------------------------------------------------------
 
 
 def called(eqn: Any) -> str:
-    """What the user called: the primitive's name; of a high-level primitive (``jax.experimental.hijax``) the name of its class, or
-    of the function it wraps.
+    """The name of the user's operation: the primitive's name; for a high-level primitive (``jax.experimental.hijax``) the name of
+    its class, or of the function it wraps.
     """
     high = eqn.params.get("_prim")
     if high is None:
@@ -411,7 +400,7 @@ def called(eqn: Any) -> str:
 
 
 def expansion(eqn: Any) -> Any | None:
-    """What a high-level primitive on arrays stands for, as a closed jaxpr of low-level ones; ``None`` for other equations."""
+    """The closed jaxpr of low-level primitives that a high-level primitive on arrays expands to; ``None`` for other equations."""
     high = eqn.params.get("_prim")
     atoms = (*eqn.invars, *eqn.outvars)
     if eqn.primitive.name != "call_hi_primitive" or any(type(v.aval).__name__ != "ShapedArray" for v in atoms):
@@ -427,7 +416,7 @@ def is_ref(aval: Any) -> bool:
 
 
 def without_refs(closed: Any) -> Any:
-    """``closed`` as JAX lowers it: references are values, and those among the arguments are results as well."""
+    """``closed`` as JAX lowers it: references become values, and those among the arguments become results as well."""
     jaxpr, _ = open_parts(closed)
     if any(is_ref(v.aval) for v in jaxpr.invars) or any("MutableArray" in type(e).__name__ for e in jaxpr.effects):
         return discharge.discharge_state(closed)
@@ -435,7 +424,7 @@ def without_refs(closed: Any) -> Any:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Does the equation come from transposition, as the backward pass of every gradient does? JAX notes it in the name stack."""
+    """Was the equation made by transposition, as the backward pass of every gradient is? JAX notes it in the name stack."""
     stack = eqn.source_info.name_stack.stack
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)  # a user's scope is a Scope
 
@@ -468,16 +457,14 @@ def bind_eqn(eqn: Any, vals: Sequence[Any], params: dict[str, Any] | None = None
 
 
 def scan_parts(eqn: Any) -> tuple[int, int]:
-    """How many operands of a ``scan`` are constants, and how many are carries. The others are arrays with a slice for each step."""
+    """(number of constants, number of carries) among the operands of a ``scan``; the others hold a slice for each step."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carries, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
     return consts, carries
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Keys of ``jax.random``: the arrays of uint32 that they are, and what the primitives that take them compute of those.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- keys of ``jax.random`` as the arrays of uint32 that hold them ----------------------------------------------------------------
 
 
 def is_key(aval: Any) -> bool:
@@ -487,26 +474,26 @@ def is_key(aval: Any) -> bool:
 
 
 def physical(aval: Any) -> Any:
-    """What JAX lowers ``aval`` as: of keys uint32 with the dimensions of a key behind the others; else itself."""
+    """The type that JAX lowers ``aval`` as: for keys uint32 with the dimensions of a key behind the others; else ``aval``."""
     return core.physical_aval(aval) if is_key(aval) else aval
 
 
 def wrapped_like(x: jax.Array, aval: Any) -> jax.Array:
-    """The keys of the type ``aval`` that the uint32 array ``x`` holds."""
+    """The uint32 array ``x`` as keys of the type ``aval``."""
     return jax.random.wrap_key_data(x, impl=aval.dtype._impl.name)
 
 
 def random_jaxpr(eqn: Any) -> Any | None:
-    """What an equation on keys computes, as a closed jaxpr of the arrays that keys are; ``None`` for other equations."""
+    """The computation of an equation on keys, as a closed jaxpr on the arrays that hold them; ``None`` for other equations."""
     base = _base(eqn)
     if base is None:
         return None
-    with eqn.ctx.manager:  # which says how threefry counts (jax_threefry_partitionable)
+    with eqn.ctx.manager:  # it decides how threefry counts (jax_threefry_partitionable)
         return trace_jaxpr(lambda *arrays: [base(*arrays)], [physical(v.aval) for v in eqn.invars], lower=True)
 
 
 def _base(eqn: Any) -> Callable[..., Any] | None:
-    """The function of arrays that JAX's lowering of the equation traces."""
+    """The function of arrays that JAX traces to lower the equation."""
     name, params = eqn.primitive.name, eqn.params
     if name == "random_seed":
         return functools.partial(prng.random_seed_impl_base, impl=params["impl"])

@@ -1,6 +1,6 @@
-"""``pipeline`` and ``explain``: what users call.
+"""``pipeline``, ``Pipeline`` and ``explain``: the functions that users call.
 
-Comes in: a Python function of arrays and pytrees. Goes out: the same function whose calls are ``kitsune_pipeline`` equations, or a
+In: a Python function of arrays and pytrees. Out: the same function, each call of which is one ``kitsune_pipeline`` equation, or a
 ``Report``. Invariant: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``Body``) is one
 object per function and options, however often ``pipeline`` is applied to it.
 """
@@ -19,7 +19,6 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options, resolve
 from kitsune_jax.errors import NotPipelined
-from kitsune_jax.frontend import explain as jax_support
 from kitsune_jax.frontend import explain as preview
 from kitsune_jax.frontend import lowering, tracing
 from kitsune_jax.frontend.residuals import compare, gradient, is_derivative, override, policy_name
@@ -44,30 +43,28 @@ def pipeline(
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
 ) -> Any:
-    """Run ``fn`` as spatial pipelines: operators stream tiles to each other through on-chip queues, instead of whole arrays through
-    memory.
+    """Compile ``fn`` so that tiles of its arrays stay on chip from one operator to the next, instead of whole arrays in memory.
 
-    Like ``jax.checkpoint``, the result takes and returns the same pytrees as ``fn`` and composes with every JAX transformation.
-    What cannot be pipelined, or would not gain from it, runs as the XLA code it would have been. ``fn`` must be traceable by
-    ``jax.jit``. Leaves of arguments that are not arrays or numbers (strings, callables, configuration objects) must be hashable and
-    are static.
-
+    ``jax.jit`` finishes one layer for the whole batch, writes it to memory, and reads it back for the next layer. A pipeline cuts
+    the batch into tiles and takes each tile through all layers while it is on chip. Like ``jax.checkpoint``, the result takes and
+    returns the same pytrees as ``fn`` and works with every JAX transformation. Parts that cannot be pipelined, or would not get
+    faster, are compiled by XLA as usual. ``fn`` must be traceable by ``jax.jit``. Leaves of arguments that are not arrays or
+    numbers (strings, callables, configuration objects) must be hashable and are static.
     Args:
       fn: the function. Without it, ``pipeline(**options)`` is a decorator.
-      residuals: what the forward pass keeps for the backward pass: ``"save"`` (what JAX would save), ``"recompute"`` (the arguments
-        only), or a policy of ``jax.checkpoint_policies``.
-      strict: raise ``NotPipelined`` where the function is lowered and nothing of it could be pipelined.
-      force: pipeline every legal region, whatever the cost model says. ``None`` reads ``KITSUNE_FORCE``.
-      target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: where that is a CPU, the CUDA
-        kernels that a GPU would run, compiled by the host's C++ compiler and emulated, thread by thread: for tests and debugging,
-        slow.
-      export: what ``jax.export`` is given. ``"plain"``: the HLO that the function is without this package. ``"calls"``: the
-        pipelines, as custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
-      deterministic: equal arguments give equal bits in every run. ``False``: a GPU may add up by index (``segment_sum``, the
+      residuals: what the forward pass saves for the backward pass: ``"save"`` (as JAX does), ``"recompute"`` (the arguments only),
+        or a policy of ``jax.checkpoint_policies``.
+      strict: raise ``NotPipelined`` when the function is lowered and nothing of it could be pipelined.
+      force: pipeline every legal region, even if the cost model expects it to be slower. ``None`` reads ``KITSUNE_FORCE``.
+      target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: on a CPU, run the CUDA kernels of a GPU,
+        compiled by the host's C++ compiler and emulated thread by thread. For tests and debugging; slow.
+      export: ``"plain"``: ``jax.export`` writes the function as HLO without this package. ``"calls"``: it keeps the pipelines as
+        custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
+      deterministic: equal arguments give equal bits in every run. ``False``: a GPU may add rows by index (``segment_sum``, the
         gradient of a lookup) atomically, so the last bits of such sums may differ from run to run.
-      fetch_ahead: kernels on a GPU may ask the L2 for weights of products behind them. Arguments must lie in memory: none may be
-        what a loop around the call cuts out of an array.
-      static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters to calls outside of ``jit`` only.
+      fetch_ahead: GPU only, for decoding one token at a time: a kernel may prefetch weights of the next matrix product into the L2
+        cache. Do not set it if the weights are slices made by a surrounding ``lax.scan``: the arguments must lie in memory.
+      static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters only to calls outside of ``jit``.
 
     Returns:
       A ``Pipeline``, called like ``fn``; a decorator if ``fn`` is not given.
@@ -137,7 +134,7 @@ class Pipeline:
         if not hasattr(self, "__name__"):
             self.__name__ = type(fn).__name__
         self._residuals = residuals
-        self._switches = switches  # arguments of ``options.resolve``
+        self._switches = switches  # arguments of ``config.resolve``
         self._statics = statics
         self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -157,23 +154,23 @@ class Pipeline:
         return split.lower(*self._statics.split(args, kwargs))  # type: ignore[attr-defined]
 
     def options(self) -> Options | None:
-        """The options a call made now would have; ``None`` if the package is switched off (``KITSUNE_DISABLE``) or cannot work with
-        this JAX."""
+        """The options of a call made now; ``None`` if the package is switched off (``KITSUNE_DISABLE``) or cannot work with this
+        JAX."""
         if config.disabled():
             return None
         options = self.resolved()
-        if jax_support.jax_is_supported():
+        if preview.jax_is_supported():
             return options
         if options.strict:
-            raise NotPipelined(f"kitsune_jax: nothing was pipelined: {jax_support.why_jax_is_unsupported()}")
+            raise NotPipelined(f"kitsune_jax: nothing was pipelined: {preview.why_jax_is_unsupported()}")
         return None
 
     def resolved(self) -> Options:
-        """The options a call made now would have, were the package not switched off."""
+        """The options of a call made now, if the package were not switched off."""
         return resolve(**self._switches, residuals=policy_name(self.residuals()))
 
     def residuals(self) -> Residuals:
-        """The residual policy of a call made now: the function's own, unless ``explain`` looks at another."""
+        """The residual policy of a call made now: the function's own, unless ``explain`` compares another one."""
         policy: Residuals | None = override.value
         return self._residuals if policy is None else policy
 
@@ -201,16 +198,17 @@ def explain(
     device: str | None = None,
     **options: Any,
 ) -> Callable[..., Report]:
-    """What ``pipeline(fn, **options)`` would do with these arguments, found without running anything.
+    """Report what ``pipeline(fn, **options)`` would do with given arguments, without running anything.
 
-    A function that is not pipelined itself but calls pipelined ones (a training step, the gradient of a pipelined loss) is
-    explained as it runs: call by call. It is traced once more for each residual policy that the report compares.
+    Call it as ``kj.explain(fn)(*args)``. A function that calls pipelined functions (a training step, the gradient of a pipelined
+    loss) is explained call by call. It is traced once more for each residual policy that the report compares.
 
     Args:
       fn: a function, pipelined or not; a pipelined one brings its own options.
       platform: "cpu" or "cuda"; default: JAX's default backend.
-      device: a machine model that need not be here, such as "h200"; default: the machine at hand.
-      options: those of ``pipeline``.
+      device: a machine model for a machine that need not be present, such as "h200" (with ``platform="cuda"``); default: the
+        machine at hand.
+      options: options of ``pipeline``.
 
     Returns:
       A function of ``fn``'s arguments (arrays or ``jax.ShapeDtypeStruct``) that returns a ``Report``.
@@ -235,21 +233,23 @@ def explain(
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
-        # Under the default platform's own name JAX finds the traces that a run has made, or will want.
+        # With None JAX finds the traces that a run on the default platform has made, or will reuse.
         with expected_platform(None if chosen == _compat.default_platform() else chosen):
             return report_of(args, kwargs)
 
     def report_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         resolved = pipelined.resolved()
-        if why_not := jax_support.why_jax_is_unsupported():
-            return preview.unplanned(_plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not)
+        if why_not := preview.why_jax_is_unsupported():
+            return preview.report_without_plan(
+                _plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not
+            )
         traced, lost = _traced(pipelined, pipelined.residuals(), args, kwargs)
         closed, consts = _compat.hoist_consts(traced)
         flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
         live = _compat.without_dead_code(_compat.without_refs(closed))
         calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)
         kept = None
-        if not calls and not config.disabled():  # a step around pipelined calls may be jitted by nnx, which carries changes out
+        if not calls and not config.disabled():  # nnx.jit around pipelined calls carries the changes of a step out
             tracing.refuse_mutations(pipelined, lost)
         if calls:
             obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
@@ -269,17 +269,17 @@ def explain(
 
 
 def _notes(options: Iterable[Options], platform: str, device: str | None) -> list[str]:
-    """What a report of pipelined calls says besides."""
+    """Notes of a report: what ``jax.export`` does with the pipelines, and why this machine cannot run a plan for another one."""
     kinds = {o.export for o in options}
-    told = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
+    notes = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
     missing = {why for o in options if (why := lowering.missing_target(lowering.target_of(o, platform)))} if device else ()
-    return [*told, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
+    return [*notes, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
 
 
 def _residuals_of_calls(
     pipelined: Pipeline, closed: Any, calls: Sequence[preview.Call], args: Any, kwargs: Any, platform: str, device: str | None
 ) -> ResidualReport | None:
-    """Residuals of a program with pipelined calls, traced again under each policy."""
+    """Residuals of a program with pipelined calls. The program is traced again under each policy."""
 
     def trace(policy: Residuals | None) -> Any:
         if policy is None:
@@ -294,7 +294,7 @@ def _residuals_of_calls(
 def _residuals_of_gradient(
     pipelined: Pipeline, closed: Any, options: Options, args: Any, kwargs: Any, platform: str, device: str | None
 ) -> ResidualReport | None:
-    """Residuals that the gradient of a pipelined function would have."""
+    """Residuals of the gradient of a pipelined function."""
     own = pipelined.residuals()
     plain = closed if own == "save" else _explained_jaxpr(pipelined, "save", args, kwargs)
 
@@ -305,23 +305,24 @@ def _residuals_of_gradient(
 
 
 def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The jaxpr that a call with ``args`` would bind the primitive on."""
+    """The jaxpr of a call with ``args``, with its constants as leading arguments."""
     return _compat.hoist_consts(_plain_jaxpr(pipelined, policy, args, kwargs))[0]
 
 
 def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same with its constants."""
+    """The jaxpr of a call with ``args``, with its constants."""
     return _traced(pipelined, policy, args, kwargs)[0]
 
 
 def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """The same, and the names of the arguments' arrays that the function changes and does not return."""
+    """The jaxpr of a call with ``args``, and the names of the argument arrays that the function changes and does not return."""
     fn = body_of(pipelined.__wrapped__, policy, None).watched()
     static, donated, kept = pipelined._statics.split(args, kwargs)
     trees: list[Any] = []
 
     def arrays(*args: Any) -> Any:
-        """A program may hand back modules that hold functions (equinox's do): they are no results of the computation."""
+        """The arrays among ``fn``'s results. A program may return modules that hold functions (equinox's do): those are left
+        out."""
         a, k = static.join(*args)
         out = fn(*a, **k)
         changed = out if isinstance(out, tracing.Changed) else None
@@ -331,5 +332,5 @@ def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwarg
         return outs
 
     closed = jax.make_jaxpr(arrays)(donated, kept)
-    closed, _, lost = tracing.settled_mutations(closed, trees[-1])
+    closed, _, lost = tracing.find_lost_mutations(closed, trees[-1])
     return closed, lost

@@ -1,6 +1,10 @@
-"""The report of what lowering a function would do, without running it; and whether this JAX is supported.
+"""The inside of ``explain``: a report of what lowering would do, without running it; and whether this JAX is supported.
 
-Comes in: a closed jaxpr, options, a machine that need not be there. Goes out: a ``Report``.
+In: a closed jaxpr, options, a machine that need not be present. Out: a ``Report``. Obstacles that keep pipelines away from a call
+when it is lowered (a mesh, a missing extension, symbolic shapes) are found by JAX's own lowering of the program, so the report
+counts as pipelined exactly the operators that will be. ``jax_is_supported``: a JAX version that the tests run on is accepted; any
+other is tried with a small function under all transformations, once per process, when a pipelined function is first called. If that
+fails, functions run as plain ``jax.jit``, with one warning.
 """
 
 from __future__ import annotations
@@ -25,23 +29,15 @@ from kitsune_jax.frontend import lowering, tracing
 from kitsune_jax.frontend.tracing import pipeline_p
 from kitsune_jax.report.build import build_report, graph_flops
 from kitsune_jax.report.data import Rejected
-from kitsune_jax.report.render import Report, joined, with_bodies
-
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What the lowering of a program would do, found without running anything: the inside of ``explain``.
-#
-# Comes in: a closed jaxpr, options, a machine that need not be there. Goes out: a ``Report``. Invariant: what keeps pipelines
-# away from a call when it is lowered (a mesh, a missing extension, symbolic shapes) is found by JAX's own lowering of the
-# program, so the report counts as pipelined what will be.
-# ----------------------------------------------------------------------------------------------------------------------------------
+from kitsune_jax.report.render import Report, merge_body_reports, merge_reports
 
 DISABLED = "KITSUNE_DISABLE is set (or config.override(disable=True)), so pipeline(fn) behaves as fn"
-_AT_THE_TOP = "nothing of this call is pipelined, for the reason at the top"
+_SEE_ABOVE = "nothing of this call is pipelined, for the reason given above"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A pipelined call in a program, and how often it runs: once, or as the ``scan`` around it says (a ``while`` says nothing)."""
+    """A pipelined call in a program, and how often it runs: the steps of the ``scan`` around it; a ``while`` counts once."""
 
     jaxpr: Any
     options: Options
@@ -49,7 +45,7 @@ class Call:
 
 
 def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
-    """Every outermost pipelined call in ``jaxpr`` and in what it calls, in program order."""
+    """Every outermost pipelined call in ``jaxpr`` and in the jaxprs that it calls, in program order."""
     found: list[Call] = []
     for eqn in _compat.open_parts(jaxpr)[0].eqns:
         if eqn.primitive.name == lowering.PRIMITIVE_NAME:
@@ -64,15 +60,15 @@ def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
 
 
 def explain_calls(calls: Sequence[Call], obstacles: Sequence[str | None], platform: str, device: str | None) -> Report:
-    """One report over several pipelined calls, as each is lowered on its own; ``obstacles`` are those of the calls."""
+    """One report over several pipelined calls, each lowered on its own; ``obstacles`` has one entry per call."""
     reports = [explain_jaxpr(c.jaxpr, c.options, platform, device, why) for c, why in zip(calls, obstacles, strict=True)]
     if len(reports) == 1:
         return reports[0]
-    return joined(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
+    return merge_reports(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
 
 
 def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None, obstacle: str | None = None) -> Report:
-    """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be there. Emits nothing.
+    """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be present. Emits nothing.
 
     ``obstacle``: why nothing of it will be pipelined. Raises errors of this package only if ``options.strict``.
     """
@@ -87,28 +83,28 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
                 whole, visit, target, options, device, code=False, body=bool(reports)
             )
             reports.append(planned.report)
-            lowering.prepare_left(captured, nodes)
+            lowering.rewrite_bodies_left_to_xla(captured, nodes)
         else:
             captured = capture(whole, rewrite=visit)
             everything = range(len(captured.graph.ops))
-            report = build_report(captured.graph, (), [(i, _AT_THE_TOP) for i in everything], *_machine(target, device))
+            report = build_report(captured.graph, (), [(i, _SEE_ABOVE) for i in everything], *_machine(target, device))
             reports.append(dataclasses.replace(report, obstacles=(obstacle,)))
-            lowering.prepare_left(captured, everything)
+            lowering.rewrite_bodies_left_to_xla(captured, everything)
         return jaxpr
 
     try:
         visit(call_jaxpr)
-    except Exception as error:  # what lowering would record; symbolic shapes have no size to report either
+    except Exception as error:  # lowering would record it; symbolic shapes have no size to report either
         if options.strict and obstacle is None:
             raise
-        return unplanned(call_jaxpr, target, device, obstacle or Failure.of(error, "").told)
-    return with_bodies(reports)
+        return report_without_plan(call_jaxpr, target, device, obstacle or Failure.of(error, "").report_reason)
+    return merge_body_reports(reports)
 
 
-def unplanned(program: Any, target: str, device: str | None, obstacle: str) -> Report:
-    """The report of a program of which nothing is known but its equations."""
+def report_without_plan(program: Any, target: str, device: str | None, obstacle: str) -> Report:
+    """The report of a program of which only the equations are known."""
     equations = len(_compat.open_parts(program)[0].eqns)
-    rejected = (Rejected("equation", "", _AT_THE_TOP, equations),) if equations else ()
+    rejected = (Rejected("equation", "", _SEE_ABOVE, equations),) if equations else ()
     return Report(equations, 0, (), rejected, 0, 0, *_machine(target, device), obstacles=(obstacle,))
 
 
@@ -134,56 +130,52 @@ def flops_of(call_jaxpr: Any) -> int:
     return flops
 
 
-# --- what JAX's lowering finds --------------------------------------------------------------------------------------------------
+# --- obstacles that JAX's lowering finds ------------------------------------------------------------------------------------------
 
 
 def obstacle_of(program: Any, options: Options, args: Sequence[Any], platform: str, device: str | None) -> str | None:
-    """Why nothing would be pipelined of a call of ``program`` (closed, without constants) on ``args``, or ``None``."""
-    seen = _lowered(lambda *flat: pipeline_p.bind(*flat, call_jaxpr=program, options=options), program, args, platform, device)
+    """The reason why nothing of a call of ``program`` (closed, without constants) on ``args`` would be pipelined, or ``None``."""
+    seen = _watch_lowering(
+        lambda *flat: pipeline_p.bind(*flat, call_jaxpr=program, options=options), program, args, platform, device
+    )
     return seen[0].obstacle if seen else None
 
 
 def obstacles_of(program: Any, calls: Sequence[Call], args: Sequence[Any], platform: str, device: str | None) -> list[str | None]:
-    """The same of each of the ``calls`` in ``program``."""
-    seen = _lowered(_compat.jaxpr_as_fun(program), program, args, platform, device)
+    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``."""
+    seen = _watch_lowering(_compat.jaxpr_as_fun(program), program, args, platform, device)
     if len(seen) == len(calls):  # calls are lowered in program order
         return [s.obstacle for s in seen]
-    by_kind = {_kind(s.call_jaxpr): s.obstacle for s in seen}  # equal calls were lowered once
-    return [by_kind.get(_kind(call.jaxpr)) for call in calls]
+    by_kind = {_call_signature(s.call_jaxpr): s.obstacle for s in seen}  # equal calls were lowered once
+    return [by_kind.get(_call_signature(call.jaxpr)) for call in calls]
 
 
-def _kind(call_jaxpr: Any) -> tuple[str, ...]:
-    """What a call is known by: JAX makes new jaxprs of it on the way to its lowering."""
+def _call_signature(call_jaxpr: Any) -> tuple[str, ...]:
+    """The name and types of a call. They identify it, because JAX makes new jaxprs of it on the way to its lowering."""
     return (_compat.function_name(call_jaxpr), *map(str, (*_compat.in_avals(call_jaxpr), *_compat.out_avals(call_jaxpr))))
 
 
-def _lowered(run: Any, program: Any, args: Sequence[Any], platform: str, device: str | None) -> list[lowering.Seen]:
-    """What is seen of the pipelined calls while JAX lowers ``run`` of ``args``; nothing where JAX cannot lower it here."""
+def _watch_lowering(run: Any, program: Any, args: Sequence[Any], platform: str, device: str | None) -> list[lowering.LoweredCall]:
+    """The pipelined calls that JAX lowers in ``run`` of ``args``; empty if JAX cannot lower it here."""
     shapes = [
         a if hasattr(a, "sharding") and not _compat.is_ref(aval) else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         for a, aval in zip(args, _compat.in_avals(program), strict=True)
     ]
-    with lowering.watched(elsewhere=device is not None) as seen:
+    with lowering.watch_calls(elsewhere=device is not None) as seen:
         try:
             jax.jit(lambda *flat: run(*flat)).trace(*shapes).lower(lowering_platforms=(platform,))
-        except Exception:  # an operator that does not lower for this platform, say: the user will hear of it from JAX
+        except Exception:  # such as an operator that does not lower for this platform: JAX will report it to the user
             logger.debug("the program cannot be lowered for %s to see what keeps pipelines away", platform, exc_info=True)
     return seen
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Whether this package works with the JAX at hand.
-#
-# Comes in: JAX's version, and JAX. Goes out: ``available()``, ``why_not()``. Invariants: a version that the tests run on is
-# believed; any other is tried with a small function under the transformations, once per process, when a pipelined function is
-# first called; and where that fails, functions run as plain ``jax.jit``, with one warning.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- does this package work with the JAX at hand? ---------------------------------------------------------------------------------
 
 TESTED_JAX = ((0, 10, 2), (0, 12, 0))
 SUPPORTED = "0.10.2 to 0.12.0"
 
 _lock = threading.Lock()
-_known: str | None = None  # what ``why_not`` found
+_known: str | None = None  # the answer of ``why_jax_is_unsupported``
 
 
 def jax_is_supported() -> bool:
@@ -194,12 +186,12 @@ def jax_is_supported() -> bool:
 
 
 def why_jax_is_unsupported() -> str:
-    """Why ``available()`` is False, as a clause that names the versions supported; "" where it is True."""
+    """The reason why ``jax_is_supported()`` is False, as a clause that names the supported versions; "" if it is True."""
     global _known
     if _known is None:
         with _lock:
             if _known is None:
-                reason = tracing.primitive_failure or ("" if _is_tested() else _in_a_thread_of_its_own())
+                reason = tracing.primitive_failure or ("" if _is_tested() else _try_in_thread())
                 works = f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})"
                 _known = works if reason else ""
     return _known
@@ -215,8 +207,8 @@ def _warn() -> None:
     warnings.warn(f"{why_jax_is_unsupported()}. Pipelined functions run as plain jax.jit.", RuntimeWarning, stacklevel=4)
 
 
-def _in_a_thread_of_its_own() -> str:
-    """What ``_try`` finds, away from the caller's traces and contexts (a mesh, ``disable_jit``, a default device)."""
+def _try_in_thread() -> str:
+    """The error of ``_try``, or "". A thread of its own keeps the caller's contexts out (a mesh, ``disable_jit``, a device)."""
     found: list[str] = []
 
     def work() -> None:
@@ -233,7 +225,7 @@ def _in_a_thread_of_its_own() -> str:
 
 
 def _try() -> None:
-    """Take a small function through every rule and through its lowering. Raises whatever is amiss."""
+    """Take a small function through every rule and through its lowering. Raises any error of either."""
     from jax.experimental import checkify, jet
 
     w, x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
@@ -278,7 +270,7 @@ def _try() -> None:
     want = transformed(plain, w, x).lower(ws).compile()(ws)
     try:
         lowered = transformed(pipelined(True), w, x).lower(ws)
-    except NotPipelined:  # a platform without a target: the rules are all that can be tried
+    except NotPipelined:  # a platform without a target: only the rules can be tried
         lowered = transformed(pipelined(False), w, x).lower(ws)
     got = lowered.compile()(ws)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

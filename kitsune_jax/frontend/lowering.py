@@ -1,8 +1,8 @@
-"""The lowering of ``kitsune_pipeline``: capture, route, and evaluation with a custom call in the place of each region.
+"""The lowering of ``kitsune_pipeline``: capture, plan, schedule, and evaluate with a custom call in the place of each region.
 
-Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
-``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: the part that
-failed lowers as the HLO it would have been, and ``fallbacks`` records it (unless ``strict``).
+In: ``call_jaxpr``, ``Options``, JAX's lowering context. Out: MLIR values. Invariants: results are those of ``call_jaxpr``; every
+value is defined before it is read; effects keep their order; and an error of this package never becomes an error of the user's
+program: the part that failed lowers as plain HLO, and ``fallbacks`` records it (unless ``strict``).
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, rewritten
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, NotPipelined, record
-from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, route, without
+from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
-from kitsune_jax.report.render import Report, with_bodies
+from kitsune_jax.report.render import Report, merge_body_reports
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The order in which a function's ops and regions are evaluated.
-#
-# Comes in: a Graph, which of its ops have effects, and regions. Goes out: nodes (an op's index, or a region), and the regions
-# that cannot stand as one. Invariants: every value is defined before it is read; ops with effects keep their order; a region
-# stands as one node, or is dissolved into its ops.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
 
 
 class _Border(Protocol):
@@ -50,7 +44,7 @@ class _Border(Protocol):
 
 
 class Placed(Protocol):
-    """What is read of a planned region."""
+    """The part of a planned region that ``schedule`` reads."""
 
     @property
     def name(self) -> str: ...
@@ -60,14 +54,18 @@ class Placed(Protocol):
 
 R = TypeVar("R", bound=Placed)
 
-DISSOLVED = "the pipeline cannot stand as one call between the side effects around it: part of it runs before one, part of it after"
+DISSOLVED = (
+    "a side effect lies in the middle of this region, so it cannot run as one call: to pipeline these operators, move the print, "
+    "callback or other effect before or after them"
+)
 
 
 def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
-    """Nodes in an order that can be evaluated, and the regions that were dissolved. ``effects[i]``: op ``i`` has one.
+    """Nodes (an op's index, or a region) in an order that can be evaluated, and the regions that were dissolved into their ops.
 
-    An op of a region that others read, though the region does not give its result (a broadcast is cheaper made again than stored),
-    is also a node of its own. A region that would have to run both before and after an op, or an effect, is dissolved.
+    ``effects[i]``: op ``i`` has a side effect. An op of a region is also a node of its own if others read its result and the region
+    does not return it (recomputing a broadcast is cheaper than storing it). A region that would have to run both before and after
+    an op, or an effect, is dissolved.
     """
     kept, dissolved = list(regions), list[R]()
     while True:
@@ -79,7 +77,7 @@ def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tup
 
 
 def _ordered(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
-    """Nodes, lowest op first, and the regions that wait for themselves."""
+    """Nodes, lowest op first, and the regions that depend on themselves through other nodes."""
     nodes, needs = _dependencies(graph, effects, regions)
     rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
     order = topological(needs, rank)
@@ -109,7 +107,7 @@ def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -
         v = wanted.pop()
         made_by = producers.get(v)
         if made_by is not None and v not in given and made_by not in number:
-            add(made_by)  # of a region that does not give it: made again, on its own
+            add(made_by)  # an op of a region that does not return it: computed again, on its own
             wanted.extend(graph.ops[made_by].inputs)
     needs: list[set[int]] = []
     for k, values in enumerate(reads):
@@ -124,17 +122,15 @@ def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -
     return nodes, needs
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Python's cyclic garbage collector, which stands still while a function is planned.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- garbage collection while planning --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection in here, unless somebody turns it on.
+    """Switch Python's cyclic garbage collector off, unless the code inside turns it on.
 
-    A plan is many small objects that all live until it is made; meanwhile each collection walks all of JAX's and the user's objects
-    and finds nothing: a fifth of the time to lower a deep network's gradient.
+    A plan is many small objects that all live until it is made. Each collection meanwhile walks all objects of JAX and the user and
+    finds nothing: a fifth of the time to lower a deep network's gradient.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -145,36 +141,30 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The choice between a function as it was captured and the same with long reductions of few rows in parts.
-#
-# Comes in: a ``Captured`` and a target, and what was planned of a graph. Goes out: the ``Captured`` in parts, where there is such
-# a thing: a few parts of its own for each worker (``capture.rewrites.few_rows``), or each element a row of a stream
-# (``capture.rewrites.few_rows``); and the modelled seconds of a whole graph, by which plans of two graphs that compute the same
-# are compared.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the choice between a captured function and the same with long reductions split -----------------------------------------------
 
 Nodes = TypeVar("Nodes")
 
 
-def whole_or_in_parts(
-    captured: Captured, settled: Callable[[Captured], tuple[Routed, Nodes]], target: str, device: str | None, body: bool
+def choose_split(
+    captured: Captured, plan: Callable[[Captured], tuple[Routed, Nodes]], target: str, device: str | None, body: bool
 ) -> tuple[Captured, Routed, Nodes]:
-    """``captured``, or the same in parts where the model finds that faster, with what ``settled`` says of it. ``body``: it is the
-    step of a loop."""
-    planned, nodes = settled(captured)
+    """``captured``, or the same with long reductions of few rows split where the model finds that faster, and the result of
+    ``plan`` for it. ``body``: it is the step of a loop."""
+    planned, nodes = plan(captured)
     split = in_parts(captured, target, device)
     if split is captured:
         return captured, planned, nodes
     in_one = modelled_seconds(captured.graph, planned, target, device, body)
-    split_planned, split_nodes = settled(split)
+    split_planned, split_nodes = plan(split)
     if modelled_seconds(split.graph, split_planned, target, device, body) < in_one:
         return split, split_planned, split_nodes
     return captured, planned, nodes
 
 
 def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
-    """``captured`` with its long reductions of few rows in parts; itself where there are none, or no workers for parts."""
+    """``captured`` with its long reductions of few rows split (``capture.rewrites.few_rows``): a few parts for each worker, and
+    each element a row of a stream. ``captured`` itself if it has none, or the target does not split."""
     executor = targets.get(target)
     capabilities = executor.capabilities
     workers = executor.machine(device).workers if capabilities.splits_reductions else 1
@@ -184,7 +174,7 @@ def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
 
 
 def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | None, body: bool) -> float:
-    """What the model says ``graph`` takes: the calls of ``planned``, and what XLA does with all other ops that it knows."""
+    """The modelled time of ``graph``: the calls of ``planned``, and XLA's time for all other ops that the model knows."""
     executor = targets.get(target)
     calls = sum(phase.plan.seconds for region in planned.regions for phase in region.phases)
     inside = {i for region in planned.regions for i in region.region.ops}
@@ -194,7 +184,7 @@ def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | N
 
 
 def _moves_nothing(graph: Graph, op: Op) -> bool:
-    """XLA has no kernel for a change of the shape alone."""
+    """Is ``op`` a change of the shape alone, for which XLA has no kernel?"""
     if op.kind != "transpose":
         return op.kind == "reshape"
     shape = graph.values[op.inputs[0]].shape
@@ -202,13 +192,7 @@ def _moves_nothing(graph: Graph, op: Op) -> bool:
     return real == sorted(real)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What happens when ``kitsune_pipeline`` is lowered: capture, route, and evaluation with a custom call where a region stands.
-#
-# Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
-# ``call_jaxpr``; effects keep their order; and a failure of this package never becomes a failure of the user's program: the part
-# that failed lowers as the HLO it would have been, and ``fallbacks`` records it (unless ``strict``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the lowering rule ------------------------------------------------------------------------------------------------------------
 
 logger = config.logger
 
@@ -219,19 +203,22 @@ _warned_lock = threading.Lock()
 
 SHARDED = (
     "kitsune_jax: a pipelined function is lowered under jit on several devices with automatic partitioning, where XLA would gather "
-    "a custom call's operands on every device. It lowers as plain HLO there. Use jax.shard_map over all mesh axes to keep the "
+    "a custom call's operands on every device. XLA compiles it without pipelines. Use jax.shard_map over all mesh axes to keep the "
     "pipelines."
 )
-EXPORTED = 'jax.export is given plain HLO, which runs where kitsune_jax is not; kj.pipeline(fn, export="calls") keeps the pipelines'
+EXPORTED = (
+    "jax.export writes plain HLO, which runs where kitsune_jax is not installed; to export the pipelines, use "
+    'kj.pipeline(fn, export="calls")'
+)
 EXPORTED_CALLS = (
-    "jax.export keeps the pipelines as custom calls: it needs disabled_checks, and this version of kitsune_jax where the program "
-    "runs"
+    "jax.export keeps the pipelines as custom calls: pass disabled_checks to it, and install this version of kitsune_jax where the "
+    "program runs"
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Seen:
-    """A call that was lowered while somebody ``watched``, and why it holds no pipelines there, or ``None``."""
+class LoweredCall:
+    """A call that was lowered under ``watch_calls``, and the reason why it would hold no pipelines, or ``None``."""
 
     call_jaxpr: Any
     obstacle: str | None
@@ -239,7 +226,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Watch:
-    seen: list[Seen]
+    seen: list[LoweredCall]
     elsewhere: bool
 
 
@@ -247,12 +234,12 @@ _watch: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("kitsune_
 
 
 @contextlib.contextmanager
-def watched(elsewhere: bool) -> Iterator[list[Seen]]:
-    """Lower every call as plain HLO in this block, and note what would keep pipelines away from it.
+def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
+    """In this block lower every call as plain HLO, and list the calls with the reasons why they would hold no pipelines.
 
-    ``elsewhere``: the program is to run on another machine, whatever this one lacks.
+    ``elsewhere``: plan for another machine, and ignore what is missing on this one.
     """
-    seen: list[Seen] = []
+    seen: list[LoweredCall] = []
     token = _watch.set(_Watch(seen, elsewhere))
     try:
         yield seen
@@ -267,7 +254,7 @@ def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str
     if watch is not None:
         why_not = missing_target(target)
         obstacle = (why_not if not watch.elsewhere else None) or _obstacle(ctx, call_jaxpr, options)
-        watch.seen.append(Seen(call_jaxpr, obstacle))
+        watch.seen.append(LoweredCall(call_jaxpr, obstacle))
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     obstacle = None if target is not None and targets.get(target).available() else missing_target(target)
     obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)
@@ -283,31 +270,31 @@ def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str
 
 
 def target_of(options: Options, platform: str | None) -> str | None:
-    """What executes a pipeline on ``platform``: the platform's own target, or the one that was asked for instead."""
+    """The target that runs a pipeline on ``platform``: the platform's own, or the one that the options name instead of it."""
     return options.target if options.target is not None and platform == targets.INSTEAD[options.target] else platform
 
 
 def missing_target(target: str | None) -> str | None:
-    """Why nothing executes pipelines of ``target`` here, or ``None``. Warns of nothing."""
+    """The reason why ``target`` cannot run pipelines here, or ``None``. Warns of nothing."""
     if target is None:
-        return f"there is no target for platforms other than {' and '.join(targets.PLATFORMS)}"
+        return f"kitsune_jax makes pipelines only for {' and '.join(targets.PLATFORMS)}"
     why_not = targets.get(target).why_not()
-    return f"there is no target for {target!r} here: {why_not}" if why_not else None
+    return f"no pipelines can run on {target!r} here: {why_not}" if why_not else None
 
 
 def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
-    """Why this module cannot hold pipelines at all, or ``None``."""
+    """The reason why this module can hold no pipelines, or ``None``."""
     if options.export == "plain" and _compat.is_exported(ctx):
         return EXPORTED
     if not _compat.runs_on_one_device(ctx):
         return SHARDED
     if _compat.has_symbolic_shapes(call_jaxpr):
-        return "shapes are symbolic, and a plan needs numbers"
+        return "shapes are symbolic, and a plan needs numbers: lower or export the function with concrete shapes"
     return None
 
 
 def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
-    """``call_jaxpr`` with custom calls where its regions stand, or unchanged where this package fails. Records what failed.
+    """``call_jaxpr`` with custom calls in place of its regions, or unchanged if this package fails. Records what failed.
 
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined of a function that has an operator.
     """
@@ -332,7 +319,8 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A jaxpr with custom calls in it, the report over it and the bodies of its loops, and what a bug of ours left out."""
+    """A jaxpr with custom calls in it, the report over it and the bodies of its loops, and the parts that a bug of ours left
+    out."""
 
     jaxpr: Any
     report: Report
@@ -342,7 +330,7 @@ class Pipelined:
 def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined:
     """Capture, route and rebuild ``call_jaxpr``.
 
-    An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; every other one raises.
+    An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
     found = _Found()
     plan = planned_function(call_jaxpr, options, target)
@@ -350,9 +338,9 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
         avals = _compat.in_avals(call_jaxpr)
         rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, found), avals, lower=True, like=call_jaxpr)
     else:
-        _told(plan, {}, found)
-        rebuilt = call_jaxpr  # with its inner calls, which XLA compiles once each
-    return Pipelined(rebuilt, with_bodies(found.reports), tuple(dict.fromkeys(found.failures)))
+        _collect_results(plan, {}, found)
+        rebuilt = call_jaxpr  # as it was, so that XLA compiles its inner calls once each
+    return Pipelined(rebuilt, merge_body_reports(found.reports), tuple(dict.fromkeys(found.failures)))
 
 
 def routed(graph: Graph, target: str, options: RouteOptions) -> Routed:
@@ -370,7 +358,7 @@ def _routed(graph: Graph, target: str, options: RouteOptions, _surroundings: tup
 
 @dataclasses.dataclass
 class _Found:
-    """What an evaluation collects: the report of the function, then those of its loop bodies, and the failures in all of them."""
+    """The report of a function and those of its loop bodies, and the failures in all of them, collected during an evaluation."""
 
     reports: list[Report] = dataclasses.field(default_factory=list)
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -378,7 +366,7 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedFunction:
-    """A captured function, what was decided about it, and what its loop bodies had to tell."""
+    """A captured function, its plan, and the reports and failures of its loop bodies."""
 
     jaxpr: Any
     captured: Captured
@@ -389,8 +377,8 @@ class PlannedFunction:
 
     @property
     def changes(self) -> bool:
-        """Is there anything that would lower differently: a call in it or in a loop body, a rewrite that saves work, or a pipelined
-        function seen through?"""
+        """Would anything lower differently: a call in it or in a loop body, a rewrite that saves work, or an inner pipelined
+        function that was inlined?"""
         calls = bool(self.routed.regions) or any(report.regions for report in self.bodies.reports)
         return calls or self.captured.saves or _holds_pipelines(self.jaxpr)
 
@@ -402,7 +390,7 @@ def _holds_pipelines(jaxpr: Any) -> bool:
 
 
 def planned_function(jaxpr: Any, options: Options, target: str, body: bool = False) -> PlannedFunction:
-    """``jaxpr`` (``body``: of a loop) captured and routed, its loops' bodies rewritten. Raises theirs if ``options.strict``."""
+    """``jaxpr`` captured and planned, with the bodies of its loops rewritten. ``body``: ``jaxpr`` is the body of a loop."""
     bodies = _Found()
 
     def rewrite(body: Any) -> Any:
@@ -410,11 +398,11 @@ def planned_function(jaxpr: Any, options: Options, target: str, body: bool = Fal
         try:
             plan = planned_function(body, options, target, body=True)
             if not plan.changes:
-                _told(plan, {}, bodies)
+                _collect_results(plan, {}, bodies)
                 return body
             avals = _compat.in_avals(body)
             new = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, inside), avals, lower=True, like=body)
-            new = _compat.constants_inside(new)  # an equation's body holds none
+            new = _compat.constants_inside(new)  # the body of an equation has no constants
         except Exception as error:
             if options.strict:
                 raise
@@ -424,9 +412,9 @@ def planned_function(jaxpr: Any, options: Options, target: str, body: bool = Fal
         bodies.reports.extend(inside.reports)
         return _compat.as_kind_of(new, body)
 
-    jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may have left some
+    jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may leave constants
     captured, planned, nodes = captured_and_settled(jaxpr, rewrite, target, options, body=body)
-    bodies.failures.extend(prepare_left(captured, nodes))
+    bodies.failures.extend(rewrite_bodies_left_to_xla(captured, nodes))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 
@@ -440,17 +428,17 @@ def captured_and_settled(
     code: bool = True,
     body: bool = False,
 ) -> tuple[Captured, Routed, list[int | PlannedRegion]]:
-    """``jaxpr`` captured for ``target``, and what ``settled`` says of it. ``rewrite``: of the bodies of what is left to XLA.
+    """``jaxpr`` captured for ``target``, with its plan and nodes. ``rewrite``: applied to the bodies of loops that are left to XLA.
 
-    A loop that was rewritten for a pipeline, and then is left to XLA all the same, is captured again as its equation: XLA runs that
-    in less memory, and its body is pipelined by itself.
+    A loop that was rewritten for a pipeline and is left to XLA all the same is captured again as its own equation: XLA runs that in
+    less memory, and its body is pipelined by itself. This repeats until no such loop is left.
     """
     kept = set[Any]()
-    settle = functools.partial(settled, target=target, options=options, device=device, code=code, body=body)
+    plan = functools.partial(plan_and_schedule, target=target, options=options, device=device, code=code, body=body)
     while True:
         context = RewriteContext(targets.get(target).capabilities, options.deterministic, frozenset(kept))
         whole = capture(jaxpr, rewrite, context)
-        captured, planned, nodes = whole_or_in_parts(whole, settle, target, device, body)
+        captured, planned, nodes = choose_split(whole, plan, target, device, body)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
         if not again:
@@ -458,8 +446,8 @@ def captured_and_settled(
         kept |= again
 
 
-def prepare_left(captured: Captured, nodes: Sequence[int | PlannedRegion]) -> list[Failure]:
-    """Rewrite the bodies of the loops and branches among ``nodes`` that are left to XLA. Returns what went wrong there."""
+def rewrite_bodies_left_to_xla(captured: Captured, nodes: Sequence[int | PlannedRegion]) -> list[Failure]:
+    """Rewrite the bodies of the loops and branches among ``nodes`` that are left to XLA. Returns the failures in them."""
     left = [captured.steps[node].prepare for node in nodes if isinstance(node, int)]
     return [failure for prepare in left if prepare is not None for failure in prepare()]
 
@@ -474,22 +462,22 @@ def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, foun
         lost[region.name] = Failure.of(error, f"the call of {region.name}")
 
     outs = _run_nodes(plan.captured, plan.nodes, [*plan.consts, *args], failed)
-    _told(plan, lost, found)
+    _collect_results(plan, lost, found)
     return outs
 
 
-def _told(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> None:
-    """Add the report and the failures of ``plan``, whose calls ``lost`` could not be bound, and those of its loop bodies."""
-    planned = without(plan.captured.graph, plan.routed, {name: failure.told for name, failure in lost.items()})
+def _collect_results(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> None:
+    """Add the report and failures of ``plan`` and of its loop bodies to ``found``. ``lost``: regions whose calls failed to bind."""
+    planned = remove_regions(plan.captured.graph, plan.routed, {name: failure.report_reason for name, failure in lost.items()})
     found.reports += [planned.report, *plan.bodies.reports]
     found.failures += [*plan.captured.failures, *planned.failures, *lost.values(), *plan.bodies.failures]
 
 
-def settled(
+def plan_and_schedule(
     captured: Captured, target: str, options: Options, device: str | None = None, *, code: bool = True, body: bool = False
 ) -> tuple[Routed, list[int | PlannedRegion]]:
-    """What will run: the regions that ``routed`` plans, but for those that cannot stand between side effects; the nodes in order.
-    Where a call of several regions cannot stand there, each of them is a call of its own.
+    """The regions that will run, and the nodes in order. Regions that a side effect would split are dissolved; before that, a call
+    of several phases becomes one call per phase.
     """
     effects = [step.has_effects for step in captured.steps]
     asked = RouteOptions(
@@ -500,11 +488,11 @@ def settled(
     if any(len(region.phases) > 1 for region in dissolved):
         planned = routed(captured.graph, target, dataclasses.replace(asked, merge=False))
         nodes, dissolved = schedule(captured.graph, effects, planned.regions)
-    return without(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
+    return remove_regions(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 
 
 def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a captured function: every op by JAX, every region by its custom call. Returns the graph's outputs."""
+    """Evaluate a captured function, every op by JAX and every region by its custom call. Returns the graph's outputs."""
     nodes, _ = schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
 
     def failed(_: PlannedRegion, error: Exception) -> None:
@@ -519,7 +507,7 @@ def _run_nodes(
     args: Sequence[Any],
     failed: Callable[[PlannedRegion, Exception], None],
 ) -> list[Any]:
-    """Evaluate ``nodes`` in order. A region whose call cannot be bound is told to ``failed`` and evaluated op by op."""
+    """Evaluate ``nodes`` in order. A region whose call cannot be bound is reported to ``failed`` and evaluated op by op."""
     graph = captured.graph
     env: dict[int, Any] = dict(zip(graph.inputs, args, strict=True))
 
@@ -527,8 +515,8 @@ def _run_nodes(
         if v not in env:
             value = graph.values[v]
             if value.literal is None:
-                raise ValueError(f"value {v} ({value}) is read but nothing that was evaluated gives it")
-            env[v] = np.asarray(value.literal, dtype=jnp.dtype(value.dtype))  # NumPy's: a traced loop body must not close over it
+                raise ValueError(f"value {v} ({value}) is read but no evaluated node computes it")
+            env[v] = np.asarray(value.literal, dtype=jnp.dtype(value.dtype))  # NumPy: a traced loop body must not close over it
         return env[v]
 
     def evaluate(i: int, operands: Sequence[Any]) -> Any:
@@ -558,7 +546,7 @@ def _run_nodes(
 
 
 def _warn_once(message: str, category: type[Warning]) -> None:
-    """Once a process, whatever the warning filters: a lowering is cached, so when it runs again says nothing to the user."""
+    """Warn once a process, whatever the warning filters: a lowering is cached, so repeating it would depend on the cache."""
     with _warned_lock:
         if message in _warned:
             return

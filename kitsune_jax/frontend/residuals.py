@@ -1,8 +1,7 @@
-"""What a residual policy keeps between the forward and the backward pass, and what it costs.
+"""The residuals that each policy keeps between the forward and the backward pass, and their cost, for ``explain``.
 
-Comes in: programs (closed jaxprs) with pipelined calls in them, one per policy. Goes out: a ``ResidualReport``. Only ``explain``
-asks. Invariant: what is told of a policy is read off a program that was traced with it, so batching, loops and the arguments by
-which it is differentiated are those of the user.
+In: programs (closed jaxprs) with pipelined calls in them, one per policy. Out: a ``ResidualReport``. Invariant: every number of a
+policy is read off a program that was traced with it, so batching, loops and the arguments of the derivative are the user's.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from kitsune_jax.report.render import Report
 Policy = Callable[..., Any]
 ALTERNATIVES = ("save", "recompute")
 
-# The policy that pipelined functions are traced with instead of their own while ``explain`` looks at an alternative. JAX keys its
-# trace caches on it; made at import, because making one empties them.
+# The policy that replaces the functions' own while ``explain`` traces an alternative. JAX keys its trace caches on it. Made at
+# import, because making one empties them.
 override = jax.make_user_context(None)
 
-# Calls whose body runs where they stand. A checkpoint is none: what is recomputed in it was not kept.
+# Calls whose body runs in place. A checkpoint is not one: values that it recomputes were not kept.
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
 def policy_name(policy: str | Policy) -> str:
-    """What a report calls a policy: ``dots_saveable``, ``save_only_these_names``."""
+    """The name of a policy in a report: ``dots_saveable``, ``save_only_these_names``."""
     if isinstance(policy, str):
         return policy
     public = next((name for name, value in vars(jax.checkpoint_policies).items() if value is policy), None)
@@ -47,22 +46,22 @@ def policy_name(policy: str | Policy) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() if type(policy).__module__.startswith("jax.") else name
 
 
-# --- what one program keeps -----------------------------------------------------------------------------------------------------
+# --- the residuals of one program -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Bytes that backward equations read: of what forward equations ``made``, and of what those read themselves, ``arguments``."""
+    """Bytes that backward equations read: results of forward equations (``made``), and operands of those (``arguments``)."""
 
     made: int
     arguments: int
 
 
 def kept(program: Any) -> Kept | None:
-    """What flows from forward to backward equations of ``program``, or ``None`` if it has no pipelined backward pass.
+    """The residuals of ``program``, or ``None`` if it has no pipelined backward pass.
 
-    An equation counts if it is a pipelined call or holds some (a loop, a ``shard_map``). One that holds both passes, such as a loop
-    over steps of training, is looked into, and counts once whatever its trip count.
+    An equation counts if it is a pipelined call or contains some (a loop, a ``shard_map``). An equation with both passes, such as a
+    loop over steps of training, is looked into, and counts once for any trip count.
     """
     flow = _Flow()
     flow.visit(program, {}, backward=False)
@@ -118,7 +117,7 @@ class _Flow:
 
 
 def _directions(eqn: Any, backward: bool) -> set[bool]:
-    """Of the pipelined calls in ``eqn``: is it backward? Empty if there is none."""
+    """For the pipelined calls in ``eqn``: is each backward? Empty if it has none."""
     if eqn.primitive.name == lowering.PRIMITIVE_NAME:
         return {backward}
     return {
@@ -140,7 +139,7 @@ def _bytes(aval: Any) -> int:
 
 
 def is_derivative(program: Any) -> bool:
-    """Is there a backward pass in ``program`` already?"""
+    """Does ``program`` have a backward pass already?"""
     return any(_compat.is_transposed(eqn) or any(map(is_derivative, _bodies(eqn))) for eqn in _compat.open_parts(program)[0].eqns)
 
 
@@ -148,9 +147,9 @@ def is_derivative(program: Any) -> bool:
 
 
 def gradient(plain: Any, options: Options, policy: str | Policy) -> Any:
-    """The program of a pipelined call of ``plain``, traced without a policy, and of its backward pass by all inexact arguments.
+    """A pipelined call of ``plain`` (traced without a policy) and its backward pass by all inexact arguments, as one program.
 
-    Raises what JAX raises where ``plain`` has no gradient.
+    Raises JAX's error if ``plain`` has no gradient.
     """
     fn = _compat.jaxpr_as_fun(plain)
     if policy != "save":
@@ -178,9 +177,9 @@ def gradient(plain: Any, options: Options, policy: str | Policy) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Costed:
-    """A program's residuals, its useful operations, and the reports of its calls, each with how often it runs.
+    """A program's residuals, its useful operations, and the reports of its calls, each with the number of its runs.
 
-    ``calls`` is empty where nothing was planned.
+    ``calls`` is empty if nothing was planned.
     """
 
     kept: Kept
@@ -193,7 +192,7 @@ class Costed:
 
 
 def costed(program: Any, platform: str, device: str | None) -> Costed | None:
-    """``program`` counted and planned. ``None`` if it has no pipelined backward pass."""
+    """The counts and plans of ``program``, or ``None`` if it has no pipelined backward pass."""
     live = _compat.without_dead_code(program)
     flow = kept(live)
     if flow is None:
@@ -204,7 +203,7 @@ def costed(program: Any, platform: str, device: str | None) -> Costed | None:
 
 
 def build_residuals(programs: Mapping[str, Costed], in_use: str, of_gradient: bool) -> ResidualReport:
-    """One row per policy, in the order of ``programs``, which holds "save": the others are compared with it."""
+    """One row per policy, in the order of ``programs``, which contains "save": all are compared with it."""
     base = programs["save"]
 
     def plan(program: Costed) -> PlannedPasses:
@@ -233,15 +232,15 @@ def compare(
 ) -> ResidualReport | None:
     """The policy ``in_use`` against the alternatives.
 
-    ``trace(policy)`` is the program under a policy, ``trace(None)`` under that in use. ``None`` where there is no backward pass, in
-    the program or because JAX cannot differentiate the function; a policy that JAX refuses here (some effects cannot be recomputed)
-    is left out.
+    ``trace(policy)`` is the program under a policy, ``trace(None)`` under the one in use. ``None`` if there is no backward pass, in
+    the program or because JAX cannot differentiate the function. A policy that JAX refuses (some effects cannot be recomputed) is
+    left out.
     """
     programs: dict[str, Costed] = {}
     for name in dict.fromkeys((in_use, *ALTERNATIVES)):
         try:
             traced = trace(None if name == in_use else name)
-        except Exception:  # of whatever type the rule raises that refuses
+        except Exception:  # the rule that refuses may raise any type
             logger.debug("residuals=%r cannot be traced", name, exc_info=True)
             continue
         program = costed(traced, platform, device)

@@ -1,7 +1,9 @@
 """From a Graph to planned regions with code: select regions, plan them, build tile programs, generate code for a target.
 
-Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and the
-report. Pure: the same arguments give the same result in every process (no timing, no randomness).
+In: a Graph and a target. Out: ``Routed``: disjoint convex regions, each with everything that its custom call needs, and the report.
+Invariants: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a compilation
+cache or on another host is the same plan. An error in one region costs only that region its pipeline, and is returned as a
+``Failure``.
 """
 
 from __future__ import annotations
@@ -26,18 +28,16 @@ from kitsune_jax.report.build import build_report
 from kitsune_jax.report.render import Report
 from kitsune_jax.targets.base import Evaluate, Target
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A region as a graph of its own, so that equal regions are planned and generated once.
-#
-# Comes in: a Graph and a Region of it. Goes out: ``Isolated``: the ops and values of the region, numbered from 0 in their old
-# order and without source lines, and a plan for it in the numbers of the whole graph. Invariant: two regions with equal
-# ``Isolated.key`` have equal plans, but for these numbers.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- a region as a graph of its own, so that equal regions are planned and generated once -----------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Isolated:
-    """``ops`` and ``values``: the numbers that those of ``graph`` have in the whole graph."""
+    """A region as a graph of its own, numbered from 0 in the old order and without source lines.
+
+    ``ops`` and ``values``: the numbers of its ops and values in the whole graph. Two regions with equal ``key`` have equal plans,
+    but for these numbers.
+    """
 
     graph: Graph
     region: Region
@@ -48,12 +48,12 @@ class Isolated:
     def key(self) -> tuple[Graph, Region]:
         return self.graph, self.region
 
-    def in_the_whole(self, plan: Plan) -> Plan:
-        """``plan``, made for this graph, with the ops and values of the whole graph."""
+    def in_whole_graph(self, plan: Plan) -> Plan:
+        """``plan``, made for this graph, in the numbers of the whole graph."""
         return _renamed(plan, dict(enumerate(self.ops)), dict(enumerate(self.values)))
 
-    def in_itself(self, plan: Plan) -> Plan:
-        """The inverse of ``in_the_whole``."""
+    def in_own_graph(self, plan: Plan) -> Plan:
+        """``plan``, made for the whole graph, in the numbers of this one."""
         return _renamed(plan, {i: k for k, i in enumerate(self.ops)}, {v: k for k, v in enumerate(self.values)})
 
 
@@ -68,7 +68,7 @@ def _renamed(plan: Plan, ops: dict[int, int], values: dict[int, int]) -> Plan:
     )
 
 
-def isolated(graph: Graph, region: Region) -> Isolated:
+def isolate(graph: Graph, region: Region) -> Isolated:
     """``region`` as a graph of its own."""
     ops = tuple(sorted(region.ops))
     touched = {v for i in ops for v in (*graph.ops[i].inputs, *graph.ops[i].outputs)}
@@ -99,14 +99,7 @@ def isolated(graph: Graph, region: Region) -> Isolated:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The route of a Graph through the rooms: regions, plan, tile program, code for a target; and the report of what was decided.
-#
-# Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything its custom call needs, and
-# the report. Pure: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a
-# compilation cache or on another host is the same plan. An error while one region is formed, planned or generated costs that
-# region its pipeline and is handed on as a ``Failure``.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the route --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +114,10 @@ class StreamOrder:
 class PlannedRegion:
     """A region with its plan, the program of its call and, where the target can execute it here, its code.
 
-    ``region`` is all of the call: its operands, results and ops are those of all ``phases``, its stream space is that of the first.
-    The parts of ``program`` are the phases, one by one. ``orders``: the last operands of ``program``, which are made of the indices
-    in front of the call; the indices are the last of the region's inputs, where they are not among the others. ``ahead``: what the
-    call asks for on behalf of a product behind it.
+    ``region`` is the whole call: its operands, results and ops are those of all ``phases``, its stream space is that of the first.
+    The parts of ``program`` are the phases, in order. ``orders``: the last operands of ``program``, made from indices before the
+    call; these indices are the last of the region's inputs, unless they are among the others. ``ahead``: the weight that the call
+    prefetches for a product behind it.
     """
 
     name: str
@@ -138,18 +131,18 @@ class PlannedRegion:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The values that ``call`` is given. A weight that is asked for is an argument of the graph, so the call waits for nothing
-        more; and the product that reads it waits for the call, so whoever overwrites it waits for both already."""
+        """The values that ``call`` takes. A prefetched weight is an argument of the graph, so the call waits for nothing more; the
+        product that reads it waits for the call, so overwriting it waits for both already."""
         return self.region.inputs if self.ahead is None else (*self.region.inputs, self.ahead.value)
 
     @property
     def plan(self) -> Plan:
-        """That of the first phase."""
+        """The plan of the first phase."""
         return self.phases[0].plan
 
     def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was made
-        without code."""
+        """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was
+        planned without code."""
         if self.code is None:
             raise ValueError("the region was planned without code: it cannot be called")
         target, given = targets.get(self.target), dict(zip(self.operands, args, strict=True))
@@ -161,7 +154,7 @@ class PlannedRegion:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Planned regions, and for every other op of the graph why it is left to XLA: a decision, or one of the ``failures``."""
+    """Planned regions, and for every other op of the graph the reason why it is left to XLA: a decision, or one of ``failures``."""
 
     regions: tuple[PlannedRegion, ...]
     report: Report
@@ -174,9 +167,9 @@ class RouteOptions:
     """How a graph is routed.
 
     ``force``: every legal region becomes a pipeline. ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at
-    hand. ``code``: compile the regions, where the target can. ``strict``: raise an error of ours instead of doing without the
-    region. ``merge``: regions that follow each other become one call, where the target runs such calls. ``body``: the graph is a
-    step of a loop that XLA runs. ``fetch_ahead``: its arguments lie in memory, and calls may ask for what XLA reads of them.
+    hand. ``code``: compile the regions, if the target can. ``strict``: raise an error of this package instead of leaving the region
+    to XLA. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step
+    of a loop that XLA runs. ``fetch_ahead``: arguments lie in memory, and calls may prefetch weights that XLA reads after them.
     """
 
     force: bool = False
@@ -215,18 +208,18 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
         failed=failed,
     )
     fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
-    if options.fetch_ahead and not options.body:  # of a step's arguments some are cut out of arrays
+    if options.fetch_ahead and not options.body:  # some arguments of a step are slices of arrays
         fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, options.force)
     calls = list(zip(chosen.regions, fetches, strict=True))
-    made = _make(graph, calls, executor, machine, generate=options.code and executor.available())
+    made = _make_calls(graph, calls, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
     for call, result in made:
-        if isinstance(result, targets.CannotLower):  # a decision of the target's
+        if isinstance(result, targets.CannotLower):  # a decision of the target
             rejected += [(i, str(result)) for i in call.ops]
         elif isinstance(result, Exception):
             rejected += [(i, failed(result, call.ops)) for i in call.ops]
     regions = tuple(result for _, result in made if isinstance(result, PlannedRegion))
-    rejected = _once(rejected, regions)
+    rejected = _one_reason_per_op(rejected, regions)
     notes = executor.notes() if options.device is None else ()
     report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
     return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)))
@@ -234,27 +227,25 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
 
 @dataclasses.dataclass
 class _Failures:
-    """What becomes of an error of ours: the ops around which it showed are left to XLA, and it is remembered in ``seen``.
-
-    ``strict``: it is raised instead.
-    """
+    """Errors of this package: the ops around an error are left to XLA, and it is appended to ``seen``. ``strict``: it is raised."""
 
     graph: Graph
     strict: bool
     seen: list[Failure] = dataclasses.field(default_factory=list)
 
     def __call__(self, error: Exception, ops: Sequence[int]) -> str:
-        """The reason, in words, for leaving ``ops`` to XLA."""
+        """Record ``error``. Returns the reason for leaving ``ops`` to XLA."""
         if self.strict:
             raise error
         op = self.graph.ops[_heaviest(self.graph, ops)]
         self.seen.append(Failure.of(error, f"the pipeline around {op.label or op.kind} ({op.source or 'no source line'})"))
-        return self.seen[-1].told
+        return self.seen[-1].report_reason
 
 
 @dataclasses.dataclass
 class _Search:
-    """What the choice of regions asks of the target. ``known``: the plans of isolated regions: equal layers are planned once."""
+    """The questions that the choice of regions asks the target. ``known``: plans of isolated regions, so equal ones are planned
+    once."""
 
     graph: Graph
     target: Target[Any, Any, Any]
@@ -272,12 +263,12 @@ class _Search:
             return self.failed(error, (i,))
 
     def together(self, chosen: Chosen) -> Chosen | str:
-        """``chosen`` with the plans that its regions have as one call, or why the target does not run them as one."""
-        call = self.machine.call_seconds  # of which a later phase has none
-        plans = [p.plan if k == 0 else _sooner(p.plan, call) for k, p in enumerate(chosen.phases)]
+        """``chosen`` with the plans that its regions have as one call, or the reason why the target does not run them as one."""
+        call = self.machine.call_seconds  # a later phase does not pay them
+        plans = [p.plan if k == 0 else _subtract_seconds(p.plan, call) for k, p in enumerate(chosen.phases)]
         if chosen.apart:
             apart = sum(p.plan.seconds - call * (k > 0) for c in chosen.apart for k, p in enumerate(c.phases))
-        else:  # followers, which would be XLA's
+        else:  # followers, which would be left to XLA
             apart = plans[0].seconds + sum(plan.baseline_seconds for plan in plans[1:])
         found: Sequence[Plan] | str
         try:
@@ -291,20 +282,20 @@ class _Search:
             return self.failed(error, chosen.ops)
         if isinstance(found, str) or found is plans:
             return found if isinstance(found, str) else chosen
-        later = [_sooner(plan, -call) for plan in found[1:]]
+        later = [_subtract_seconds(plan, -call) for plan in found[1:]]
         phases = [dataclasses.replace(p, plan=plan) for p, plan in zip(chosen.phases, (found[0], *later), strict=True)]
         return dataclasses.replace(chosen, phases=tuple(phases))
 
     def plan(self, graph: Graph, region: Region) -> Plan | str:
-        """The plan of ``region``, or why it has none."""
+        """The plan of ``region``, or the reason why it has none."""
         try:
             if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.program):
-                return self._plan(graph, region)  # there is no other like it
-            own = isolated(graph, region)
+                return self._plan(graph, region)  # no other region can be equal to it
+            own = isolate(graph, region)
             if own.key not in self.known:
                 self.known[own.key] = self._plan(*own.key)
             plan = self.known[own.key]
-            return plan if isinstance(plan, str) else own.in_the_whole(plan)
+            return plan if isinstance(plan, str) else own.in_whole_graph(plan)
         except Exception as error:
             return self.failed(error, region.ops)
 
@@ -315,29 +306,30 @@ class _Search:
             return str(no)
 
 
-def _once(rejected: Iterable[tuple[int, str]], regions: Sequence[PlannedRegion]) -> list[tuple[int, str]]:
-    """Each op with one reason, and none that some region computes: several may compute an op."""
+def _one_reason_per_op(rejected: Iterable[tuple[int, str]], regions: Sequence[PlannedRegion]) -> list[tuple[int, str]]:
+    """``rejected`` with one reason per op, without the ops that some region computes (several regions may compute an op)."""
     inside = {i for r in regions for i in r.region.ops}
     return list({i: (i, why) for i, why in rejected if i not in inside}.values())
 
 
-def without(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
+def remove_regions(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> Routed:
     """``routed`` without the regions named in ``reasons``, whose ops are left to XLA for the reason given."""
     if not reasons:
         return routed
     kept = tuple(r for r in routed.regions if r.name not in reasons)
     gone = [(i, reasons[r.name]) for r in routed.regions if r.name in reasons for i in r.region.ops]
-    rejected = tuple(sorted(_once((*routed.rejected, *gone), kept)))
-    told = routed.report
-    report = build_report(graph, kept, rejected, told.platform, told.machine, told.notes)
+    rejected = tuple(sorted(_one_reason_per_op((*routed.rejected, *gone), kept)))
+    old = routed.report
+    report = build_report(graph, kept, rejected, old.platform, old.machine, old.notes)
     return dataclasses.replace(routed, regions=kept, report=report, rejected=rejected)
 
 
-def _make(
+def _make_calls(
     graph: Graph, chosen: Sequence[tuple[Chosen, Ahead | None]], target: Target[Any, Any, Any], machine: Machine, *, generate: bool
 ) -> list[tuple[Chosen, PlannedRegion | Exception]]:
-    """The ``chosen`` calls, with what each asks for ahead, or what went wrong with one: it must not cost the others theirs. A call
-    that was merged of several and cannot be made is several calls again, which ask for nothing."""
+    """The ``chosen`` calls, each with the weight that it prefetches, or with the error that kept it from being made, which must not
+    cost the others their code. A call merged of several that cannot be made is made as several calls again, which prefetch
+    nothing."""
     readers = _readers([call for call, _ in chosen])
 
     def attempt(call: Chosen, ahead: Ahead | None, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
@@ -372,14 +364,14 @@ def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:
 
 
 def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
-    """What the reader knows a region by: its first matrix product, or else its first op."""
+    """The op that a report names a region by: its first matrix product, or else its first op."""
     return max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
 
 
 def _call_of(
     graph: Graph, chosen: Chosen, readers: Mapping[int, set[Region]], name: str, target: str, machine: Machine
 ) -> PlannedRegion:
-    """A call without code. ``readers``: which regions, of all calls, read a value."""
+    """A call without code. ``readers``: value -> the regions, of all calls, that read it."""
     orders: dict[StreamOrder, int] = {}
     built: dict[tuple[Graph, Region], TileProgram] = {}
     phases: list[Phase] = []
@@ -387,11 +379,11 @@ def _call_of(
     for phase in chosen.phases:
         region, plan = phase.region, phase.plan
         if phases:  # no call of its own
-            plan = _sooner(plan, machine.call_seconds)
+            plan = _subtract_seconds(plan, machine.call_seconds)
         order = _order_of(graph, region, plan)
         # An order is read by a number that no value of the graph has.
         reads = region.inputs if order is None else (*region.inputs, orders.setdefault(order, -1 - len(orders)))
-        program = _later(graph, region, plan, built) if phases else build(graph, region, plan)
+        program = _build_later_phase(graph, region, plan, built) if phases else build(graph, region, plan)
         phases.append(dataclasses.replace(phase, plan=plan))
         parts.append((phase.number, program, reads, region.outputs))
     inside = set(chosen.regions)
@@ -403,22 +395,21 @@ def _call_of(
     return PlannedRegion(name, whole, tuple(phases), call, target, None, tuple(orders))
 
 
-def _sooner(plan: Plan, seconds: float) -> Plan:
+def _subtract_seconds(plan: Plan, seconds: float) -> Plan:
     return dataclasses.replace(plan, seconds=max(0.0, plan.seconds - seconds))
 
 
 def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:
-    """The order in which ``plan`` streams: that of the largest table that rows are folded into by its indices."""
+    """The order in which ``plan`` streams: by the indices of the largest table that rows are added to."""
     if plan.order is None:
         return None
     folded = [graph.ops[i] for i in region.sinks if plan.order in graph.ops[i].inputs[1:]]
     return StreamOrder(plan.order, max(op["n"] for op in folded if OPS[op.kind].family == "scatter"))
 
 
-def _later(graph: Graph, region: Region, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
-    """The program of a later phase. Equal ones (layers, updates of parameters of one shape) have one, in which ops are numbered by
-    the region."""
-    found = isolated(graph, region)
+def _build_later_phase(graph: Graph, region: Region, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
+    """The program of a later phase, its ops numbered by the region. Equal phases (layers, updates of equal shapes) share one."""
+    found = isolate(graph, region)
     if found.key not in built:
-        built[found.key] = build(*found.key, found.in_itself(plan))
+        built[found.key] = build(*found.key, found.in_own_graph(plan))
     return built[found.key]

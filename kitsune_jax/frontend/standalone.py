@@ -1,8 +1,8 @@
 """Graphs that stand alone: written by one process, planned, lowered and run by another, with the same results.
 
-Comes in: a ``Captured``, or the text of a Graph. Goes out: text, or a function of arrays. An op of the table is evaluated by its
-entry. An opaque op carries its equation as StableHLO, which ``jax.export`` makes when the graph is written and not before.
-Invariant: a text that was written can be evaluated by any process that has this version of the package.
+In: a ``Captured``, or the text of a Graph. Out: text, or a function of arrays. An op of the table is evaluated by its entry; an
+opaque op carries its equation as StableHLO, which ``jax.export`` makes only when the graph is written. Invariant: any process with
+this version of the package can evaluate a written text.
 
 >>> import jax.numpy as jnp
 >>> from kitsune_jax.capture.jaxpr import capture
@@ -31,7 +31,7 @@ from kitsune_jax.ops.table import verify
 from kitsune_jax.targets import INSTEAD
 
 PLATFORMS = ("cpu", "cuda")
-_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("kitsune_cpu", "kitsune_cuda")]  # of loop bodies
+_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("kitsune_cpu", "kitsune_cuda")]  # calls in loop bodies
 _NO_ARRAYS = ("ref", "token")
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -39,8 +39,8 @@ _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 def captured_for(closed_jaxpr: Any, target: str, *, force: bool = False, strict: bool = False) -> tuple[Captured, list[Any]]:
     """``closed_jaxpr`` as its lowering for ``target`` sees it, with pipelines in the bodies of its loops, and its constants.
 
-    The constants are the values of the first inputs of the Graph. A loop that is left to XLA is opaque: its body calls
-    the pipelines in it. ``force``, ``strict``: as in ``as_function``.
+    The constants are the values of the first inputs of the Graph. A loop that is left to XLA is opaque: its body calls its own
+    pipelines. ``force``, ``strict``: as in ``as_function``.
     """
     plan = lowering.planned_function(closed_jaxpr, Options(strict=strict, force=force), target)
     graph, why = plan.captured.graph, dict(plan.routed.rejected)
@@ -53,9 +53,9 @@ def captured_for(closed_jaxpr: Any, target: str, *, force: bool = False, strict:
 
 
 def write(captured: Captured, platforms: Sequence[str] = PLATFORMS) -> str:
-    """``captured`` as a text that needs nothing else.
+    """``captured`` as a self-contained text.
 
-    Bodies of loops are written as they are: where ``captured_for`` has put pipelines into them, the text is for its target only.
+    Bodies of loops are written as they are: if ``captured_for`` has put pipelines into them, the text is for its target only.
 
     Args:
       captured: a function, of arrays of known shapes.
@@ -72,19 +72,19 @@ def write(captured: Captured, platforms: Sequence[str] = PLATFORMS) -> str:
     ops = []
     for i, op in enumerate(graph.ops):
         if any(not isinstance(n, int) for v in (*op.inputs, *op.outputs) for n in graph.values[v].shape):
-            raise ValueError(f"{_told(op)} cannot be written: its shapes are symbolic, and a Graph needs numbers")
+            raise ValueError(f"{_op_text(op)} cannot be written: its shapes are symbolic; capture it with concrete shapes")
         ops.append(dataclasses.replace(op, code=_exported(captured, i, tuple(platforms))) if op.kind == "opaque" else op)
     return dataclasses.replace(graph, ops=tuple(ops)).to_json()
 
 
 def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool = False) -> Callable[..., list[jax.Array]]:
-    """The function that ``graph`` says, with custom calls of ``target`` where its pipelines stand.
+    """The function that ``graph`` computes, with custom calls of ``target`` in place of its pipelines.
 
     Args:
       graph: one that stands alone: from ``Graph.from_json``.
       target: "cpu", "cuda" or "emulator" (``route``).
       force: pipeline every legal region, whatever the cost model says.
-      strict: raise an error of this package instead of doing without the pipeline it is in.
+      strict: raise an error of this package instead of leaving the failing region to XLA.
 
     Returns:
       A function of one array for each of the graph's inputs, in order, which returns its outputs. It may be jitted.
@@ -96,8 +96,8 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
     why_not = lowering.missing_target(target)
     if why_not:
         raise ValueError(why_not)
-    captured = _opened(graph, INSTEAD.get(target, target))
-    planned, _ = lowering.settled(captured, target, Options(strict=strict, force=force))
+    captured = _evaluable(graph, INSTEAD.get(target, target))
+    planned, _ = lowering.plan_and_schedule(captured, target, Options(strict=strict, force=force))
 
     def function(*arrays: Any) -> list[jax.Array]:
         return lowering.run(captured, planned.regions, arrays)
@@ -121,29 +121,29 @@ def _exported(captured: Captured, i: int, platforms: tuple[str, ...]) -> Code:
             raise ValueError(op.reason)
         made = export.export(jax.jit(opaque), platforms=platforms, disabled_checks=_CALLS)(*map(_type_of, ins))
     except Exception as error:
-        raise ValueError(f"{_told(op)} cannot be written: {error}") from error
+        raise ValueError(f"{_op_text(op)} cannot be written: {error}") from error
     return Code(made.mlir_module_serialized, made.platforms, made.module_kept_var_idx, made.calling_convention_version)
 
 
-def _told(op: Op) -> str:
+def _op_text(op: Op) -> str:
     return f"{op.label} ({op.source or 'no source line'})"
 
 
-def _opened(graph: Graph, platform: str) -> Captured:
-    """``graph`` with the means to evaluate it on ``platform``: what its opaque ops carry, and nothing else."""
+def _evaluable(graph: Graph, platform: str) -> Captured:
+    """``graph`` as a ``Captured`` whose opaque ops are evaluated on ``platform`` by the code that they carry."""
     verify(graph)
     wide = next((v.dtype for v in graph.values if v.dtype in ("int64", "uint64", "float64")), None)
     if wide and not jax.config.jax_enable_x64:
-        raise ValueError(f"the graph computes in {wide}: set jax_enable_x64")
+        raise ValueError(f"the graph computes in {wide}: call jax.config.update('jax_enable_x64', True) first")
     for op in graph.ops:
         if op.kind == "opaque" and (op.code is None or platform not in op.code.platforms):
-            raise ValueError(f"{_told(op)} is opaque and carries no code for the platform {platform}")
-    steps = [Step() if op.code is None else Step(evaluate=_called(op, op.code, graph)) for op in graph.ops]
+            raise ValueError(f"{_op_text(op)} is opaque and carries no code for the platform {platform}: write the graph for it")
+    steps = [Step() if op.code is None else Step(evaluate=_exported_call(op, op.code, graph)) for op in graph.ops]
     return Captured(graph, tuple(steps), tuple(None if v.literal is not None else _type_of(v) for v in graph.values))
 
 
-def _called(op: Op, code: Code, graph: Graph) -> Callable[..., Sequence[Any]]:
-    """What calls ``code``: the export of some function of the same types, with the other module in it."""
+def _exported_call(op: Op, code: Code, graph: Graph) -> Callable[..., Sequence[Any]]:
+    """The function that calls ``code``: an export of some function of the same types, with its module replaced."""
     ins, outs = ([_type_of(graph.values[v]) for v in ids] for ids in (op.inputs, op.outputs))
     some = jax.jit(lambda *_: [jax.lax.full(t.shape, 0, t.dtype) for t in outs])
     exported = export.export(some, platforms=code.platforms, disabled_checks=_CALLS)(*ins)

@@ -1,7 +1,9 @@
 """From the call of a pipelined function to one equation of the primitive ``kitsune_pipeline[call_jaxpr, options]``.
 
-Comes in: a Python function, its arguments and ``Options``. Goes out: the callable that ``jax.jit`` traces. It splits arguments
-into arrays and static leaves, looks for arguments that the function changes, and binds the primitive.
+In: a Python function, its arguments and ``Options``. Out: the callable that ``jax.jit`` traces (``Body``). It splits arguments into
+arrays and static leaves, looks for arguments that the function changes, and binds the primitive. Invariants: there is one callable
+per function, policy and options, so that JAX's trace cache recognises it; a transformation only ever rewrites ``call_jaxpr`` and
+binds the same primitive again, so forward, backward, batched and recomputed programs all reach the same lowering.
 """
 
 from __future__ import annotations
@@ -25,12 +27,7 @@ from kitsune_jax.errors import MutatedArgument
 from kitsune_jax.frontend import lowering
 from kitsune_jax.gradient import handover
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Arguments of a pipelined function: which leaves are arrays, which are static.
-#
-# Comes in: ``(args, kwargs)`` of any pytrees. Goes out: a flat list of array-like leaves and a hashable rest, and the way back.
-# Invariant: ``join`` of ``split`` gives back the same arguments.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- arguments: which leaves are arrays, which are static -------------------------------------------------------------------------
 
 _compat.hide_from_tracebacks(__file__)
 
@@ -41,7 +38,7 @@ _DYNAMIC, _DONATED = object(), object()  # marks, in place of a leaf that is not
 
 
 def is_array_like(x: Any) -> bool:
-    """Is ``x`` something ``jax.jit`` takes as a dynamic argument: an array, a number, a ref, a shape that stands for an array?"""
+    """Does ``jax.jit`` take ``x`` as a dynamic argument (an array, a number, a ref, a shape that stands for an array)?"""
     if type(x) in (float, int, bool, complex) or isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
     return hasattr(x, "__jax_array__") or _compat.valid_jaxtype(x)
@@ -49,7 +46,7 @@ def is_array_like(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """A static argument, kept whole: one leaf, whatever it is."""
+    """A static argument, kept whole: one leaf, even if it is a pytree."""
 
     value: Any
 
@@ -73,7 +70,7 @@ class Static:
         )
 
     def join(self, donated: Sequence[Any], kept: Sequence[Any]) -> Arguments:
-        """The arguments with these arrays in their places."""
+        """The arguments with these arrays in their places: the inverse of ``Statics.split``."""
         given, lent = iter(donated), iter(kept)
         leaves = [next(given) if x is _DONATED else next(lent) if x is _DYNAMIC else x for x in self.leaves]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
@@ -96,7 +93,7 @@ class Statics:
         argnames: str | Iterable[str] | None,
         donated: int | Sequence[int] | None,
     ) -> Statics:
-        """Raises ``ValueError`` for what is not an index or a name, and where a donated argument is static."""
+        """Raises ``ValueError`` for anything but indices and names, and if a donated argument is static."""
         nums, give = _indices("static_argnums", argnums), _indices("donate_argnums", donated)
         names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
         if not all(isinstance(n, str) for n in names):
@@ -157,9 +154,9 @@ class Statics:
 
 
 def flatten_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Rebuild, list[int]]:
-    """The tracers and arrays among the leaves, the way back, and which leaves they are.
+    """The tracers and arrays among the leaves, a function that puts others in their places, and their numbers among the leaves.
 
-    All else is static already and stays the Python value it is.
+    All other leaves are static already and stay the Python values they are.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.core.Tracer | jax.Array | np.ndarray)]
@@ -210,19 +207,11 @@ def _check_hashable(path: Any, leaf: Any) -> None:
         ) from None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Changes that a function makes in the objects among its arguments, which would be lost.
-#
-# Comes in: a function of pytrees. Goes out: the same function, whose result also tells which arrays of its arguments it replaced;
-# and, once it is traced, an error that names them. A traced function works on copies of its arguments, so what it changes in a
-# mutable object (a module of flax nnx, an optimizer, a counter of random numbers) does not reach the caller's object. Invariants:
-# a function that replaces nothing has the results, the jaxpr and the traces that it has without this; the work is done once per
-# trace.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- changes of objects among the arguments, which would be lost ------------------------------------------------------------------
+# A traced function works on copies of its arguments, so a change in a mutable object (a module of flax nnx, an optimizer, a counter
+# of random numbers) does not reach the caller's object. A function that changes nothing keeps its results, jaxpr and traces.
 
-_compat.hide_from_tracebacks(__file__)
-
-# Equations that call a body with their operands: the parameter that is the body.
+# Primitives that call a body with their operands -> the parameter that holds the body.
 _CALLS = {
     "pjit": "jaxpr",
     "jit": "jaxpr",
@@ -240,8 +229,8 @@ _CALLS = {
 class Changed:
     """The result of a function that has replaced arrays of its arguments.
 
-    ``names[i]`` was ``before[i]`` and is ``after[i]``; only the jaxpr can tell whether these are two names of one value.
-    ``lost``: names of which it is known already that they are not.
+    Array ``names[i]`` was ``before[i]`` and is ``after[i]``; only the jaxpr can tell whether both are the same value.
+    ``lost``: names of arrays that are known already to hold another value.
     """
 
     result: Any
@@ -255,7 +244,7 @@ jax.tree_util.register_dataclass(Changed, ["result", "before", "after"], ["names
 
 
 def watch_mutations(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, which returns a ``Changed`` where it has replaced arrays in objects among its arguments and does not return them."""
+    """``fn``, but it returns a ``Changed`` if it replaced arrays in objects among its arguments and does not return them."""
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -279,11 +268,11 @@ def watch_mutations(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def settled_mutations(closed: Any, tree: Any) -> tuple[Any, Any, tuple[str, ...]]:
+def find_lost_mutations(closed: Any, tree: Any) -> tuple[Any, Any, tuple[str, ...]]:
     """``(jaxpr, tree of its results, names of the arrays whose change is lost)`` of a watched function, traced to ``closed``.
 
-    The names are of what holds another value than before; ``nnx.jit`` and ``nnx.remat`` replace all arrays of a module by results
-    of theirs that are the same values.
+    Only arrays with another value than before are named: ``nnx.jit`` and ``nnx.remat`` replace all arrays of a module by results
+    that are the same values.
     """
     data = tree.node_data()
     if data is None or data[0] is not Changed:
@@ -297,18 +286,18 @@ def settled_mutations(closed: Any, tree: Any) -> tuple[Any, Any, tuple[str, ...]
 
 
 def refuse_mutations(fn: Callable[..., Any], lost: tuple[str, ...]) -> None:
-    """Raises ``MutatedArgument`` where changes are lost."""
+    """Raise ``MutatedArgument`` if any change is lost."""
     if not lost:
         return
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    told = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+    first = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
     raise MutatedArgument(
-        f"the pipelined function {name} changes its arguments in place and does not return the change: {told}. "
+        f"the pipelined function {name} changes its arguments in place and does not return the change: {first}. "
         "A pipelined function works on copies of its arguments, as under jax.jit, so the caller's objects would keep their old "
         "values. Write one of these:\n"
-        "- Pipeline only what changes nothing (the loss, the forward pass), and leave the update to nnx.jit around it.\n"
-        "- Return what changes, and write it back outside: `return loss, nnx.state(model, nnx.BatchStat)` in the function, "
-        "`nnx.update(model, state)` behind the call.\n"
+        "- Pipeline only the part that changes nothing (the loss, the forward pass), and leave the update to nnx.jit around it.\n"
+        "- Return the new values, and write them back outside: `return loss, nnx.state(model, nnx.BatchStat)` in the function, "
+        "`nnx.update(model, state)` after the call.\n"
         "- Take and return the state: `graphdef, state = nnx.split(model)` outside, `model = nnx.merge(graphdef, state)` in the "
         "function, which returns `nnx.state(model)`.\n"
         "- If the change may be lost, make it in a copy: `model = jax.tree.map(lambda x: x, model)` in the function.\n"
@@ -348,13 +337,13 @@ def _is_state(x: Any) -> bool:
 
 
 def _replaced(x: Any, before: list[tuple[Any, Any]], tree: Any, result: Any) -> list[tuple[Any, Any, Any]]:
-    """``(path, old, new)`` of the leaves of ``x``, once ``before`` and ``tree``, that are others now and not in ``result``."""
+    """``(path, old, new)`` of the leaves of ``x`` that differ from ``before`` and ``tree``, and are not in ``result``."""
     try:
         leaves, now = jax.tree.flatten(x)
         if now == tree and all(new is old for new, (_, old) in zip(leaves, before, strict=True)):
             return []
         after, again = jax.tree.flatten_with_path(x)[0], jax.tree.leaves(x)
-    except Exception:  # flattening is the user's code: ``equinox.nn.State`` refuses it after its use, so nothing of it can be lost
+    except Exception:  # flattening is user code: ``equinox.nn.State`` refuses it after its use, so no change of it can be lost
         return []
     olds, returned = dict(before), {id(leaf) for leaf in jax.tree.leaves(result)}
     return [
@@ -368,7 +357,7 @@ def _replaced(x: Any, before: list[tuple[Any, Any]], tree: Any, result: Any) -> 
 
 
 def _is_dead(x: Any) -> bool:
-    """Is it a tracer of a trace that has ended (the body of a loop), which can be no result?"""
+    """Is ``x`` a tracer of a trace that has ended (the body of a loop)? Then it cannot be a result."""
     return isinstance(x, jax.core.Tracer) and not _compat.is_alive(x)
 
 
@@ -384,7 +373,7 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _forwarded(program: Any) -> list[int | None]:
-    """For each result of a jaxpr the number of the argument that it is, or None where it is computed."""
+    """For each result of a jaxpr the number of the argument that it is, or None if it is computed."""
     jaxpr, _ = _compat.open_parts(program)
     sources = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -395,7 +384,7 @@ def _forwarded(program: Any) -> list[int | None]:
 
 
 def _handed_on(eqn: Any) -> list[int | None]:
-    """For each result of an equation the number of the operand that it is, as far as that is known."""
+    """For each result of an equation the number of the operand that it is, or None if it is computed or unknown."""
     name = eqn.primitive.name
     if name in _CALLS:
         return _forwarded(eqn.params[_CALLS[name]])
@@ -414,14 +403,7 @@ def _handed_on(eqn: Any) -> list[int | None]:
     return []
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The call-like primitive ``kitsune_pipeline[call_jaxpr, options]``.
-#
-# Comes in: a closed jaxpr without constants, and ``Options``. Goes out: the primitive, with the rules of every transformation.
-# Invariant: a transformation only ever rewrites ``call_jaxpr`` and binds the same primitive again; regions are sought when it is
-# lowered, so forward, backward, batched and recomputed programs all reach the same matcher. Where this JAX does not take the
-# rules, ``pipeline_p`` is None and ``failure`` says why; only ``jax_support`` asks.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the primitive ``kitsune_pipeline[call_jaxpr, options]`` ----------------------------------------------------------------------
 
 _jitted: weakref.WeakKeyDictionary[Any, dict[Options, Callable[..., list[jax.Array]]]] = weakref.WeakKeyDictionary()
 _jitted_lock = threading.Lock()
@@ -430,8 +412,8 @@ _jitted_lock = threading.Lock()
 def _impl(*args: Any, call_jaxpr: Any, options: Options) -> list[Any]:
     """Evaluate eagerly: compiled, so that an evaluated jaxpr reaches its pipelines too.
 
-    Under ``disable_jit``, and where ``debug_nans`` looks for the guilty operator, evaluate op by op instead: a compiled copy would
-    hide what the user wants to see, and would come back here.
+    Under ``disable_jit``, and where ``debug_nans`` looks for the failing operator, evaluate op by op instead: a compiled copy would
+    hide the operators from the user, and would come back here.
     """
     if jax.config.jax_disable_jit or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
         return _compat.jaxpr_as_fun(call_jaxpr)(*args)
@@ -439,7 +421,7 @@ def _impl(*args: Any, call_jaxpr: Any, options: Options) -> list[Any]:
 
 
 def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
-    """The jitted call, kept as long as ``call_jaxpr`` lives. It holds a copy, as JAX's own caches would keep the key alive."""
+    """The jitted call, kept as long as ``call_jaxpr`` lives. It holds a copy, because JAX's caches would keep the key alive."""
     key = _compat.open_parts(call_jaxpr)[0]
     with _jitted_lock:
         per_options = _jitted.setdefault(key, {})
@@ -449,13 +431,13 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
         return per_options[options]
 
 
-# The platform that a program is traced for while ``explain`` looks at another one than JAX's own. JAX keys its caches on it; made
+# The platform that a program is traced for while ``explain`` plans for another one than JAX's own. JAX keys its caches on it. Made
 # at import, because making one empties them.
 expected_platform = jax.make_user_context(None)
 
 
-def _lean(*parts: Any) -> Any:
-    """``handover.lean``; what it fails on is divided as JAX divides it, and costs bytes, not the user's gradient."""
+def _choose_residuals(*parts: Any) -> Any:
+    """``handover.lean``. If it fails, the gradient keeps JAX's own residuals, which costs bytes and not the user's gradient."""
     try:
         return handover.lean(*parts)
     except Exception as error:
@@ -463,8 +445,9 @@ def _lean(*parts: Any) -> Any:
             raise
         config.logger.exception("a gradient keeps the residuals of JAX's own linearization")
         warnings.warn(
-            f"kitsune_jax could not choose what a gradient keeps from the forward pass ({type(error).__name__}: {error}): it keeps "
-            "what jax.grad would. This is a bug of kitsune_jax: please report it. KITSUNE_STRICT=1 raises.",
+            f"kitsune_jax could not choose the residuals of a gradient ({type(error).__name__}: {error}), so it saves for the "
+            "backward pass what jax.grad would save. This is a bug of kitsune_jax: please report it. KITSUNE_STRICT=1 turns this "
+            "warning into an error.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -472,8 +455,8 @@ def _lean(*parts: Any) -> Any:
 
 
 def _repeats_products(options: Options) -> bool:
-    """Does the target repeat products that a program traced now will most likely run on? One that is traced for one platform and
-    lowered for another is right all the same."""
+    """May the backward pass recompute products on the target that a program traced now will most likely run on? The answer matters
+    for speed alone: a program traced for one platform and lowered for another is right as well."""
     platform = expected_platform.value or _compat.default_platform()
     target = lowering.target_of(options, platform if platform in targets.PLATFORMS else None)
     return target is not None and targets.get(target).capabilities.repeats_products
@@ -481,7 +464,7 @@ def _repeats_products(options: Options) -> bool:
 
 def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
-    _compat.register_call_rules(primitive, _lean, _repeats_products)
+    _compat.register_call_rules(primitive, _choose_residuals, _repeats_products)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
     _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
     for platform in targets.PLATFORMS:
@@ -493,19 +476,11 @@ def _primitive() -> Any:
 
 try:
     pipeline_p, primitive_failure = _primitive(), ""
-except Exception as error:  # a JAX that is not known: nothing is bound then, and functions run as plain ``jit``
+except Exception as error:  # an unknown JAX: nothing is bound then, and functions run as plain ``jit`` (``frontend.explain``)
     pipeline_p, primitive_failure = None, f"{type(error).__name__}: {error}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What ``jax.jit`` traces when a pipelined function is called.
-#
-# Comes in: a Python function, its residual policy and ``Options``. Goes out: the callable that traces it to a jaxpr and binds the
-# primitive on it. Invariant: there is one such callable for each function, policy and options, so JAX's trace cache knows it
-# again.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
-_compat.hide_from_tracebacks(__file__)
+# --- the callable that ``jax.jit`` traces -----------------------------------------------------------------------------------------
 
 Residuals: TypeAlias = "str | Callable[..., Any]"
 
@@ -533,7 +508,7 @@ class Body:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._options is None or not _compat.is_staging():
-            # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the guilty operator. Let it see
+            # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the failing operator. Let it see
             # them.
             return self._with_residuals(self._fn())(*args, **kwargs)
         dynamic, rebuild, places = flatten_traced(args, kwargs)
@@ -544,14 +519,14 @@ class Body:
             return fn(*a, **k)
 
         closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
-        closed, out_tree, lost = settled_mutations(closed, out_tree)
+        closed, out_tree, lost = find_lost_mutations(closed, out_tree)
         refuse_mutations(self._fn(), lost)
         closed, consts = _compat.hoist_consts(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
 
     def watched(self) -> Callable[..., Any]:
-        """The function without a primitive around it, as ``mutations.watched`` makes it."""
+        """The function without a primitive around it, as ``watch_mutations`` makes it."""
         return self._with_residuals(watch_mutations(self._fn()))
 
     def _with_residuals(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -570,11 +545,11 @@ _bodies_lock = threading.Lock()
 
 
 def body_of(fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> Body:
-    """One body per function, residual policy and options, so that JAX's trace cache knows it again. Lives as long as ``fn``."""
+    """One body per function, residual policy and options, so that JAX's trace cache recognises it. Lives as long as ``fn``."""
     try:
         hash(fn)
         weakref.ref(fn)
-    except TypeError:  # an unhashable callable, such as a module that holds arrays: as distinct as its identity
+    except TypeError:  # an unhashable callable, such as a module that holds arrays: it gets a body of its own
         return Body(fn, residuals, options)
     with _bodies_lock:
         per_fn = _bodies.setdefault(fn, {})

@@ -1,7 +1,7 @@
-"""What ``kj.explain`` returns: what was decided about a function, for people to read.
+"""The report of ``kj.explain``: what was decided about a function, for people to read.
 
-Comes in: a Graph, the regions that were planned and the ops that were rejected (``build_report``). Goes out: a ``Report``, plain
-frozen data that prints as text, as HTML in a notebook and as a dictionary. Nothing in here decides anything.
+In: a Graph, the planned regions and the rejected ops (``build_report``). Out: a ``Report``, frozen data that prints as text, as
+HTML in a notebook and as a dictionary. Nothing here decides anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From planned regions to a ``Report``.
 
-Comes in: a Graph, planned regions, and the rejected ops with their reasons. Goes out: a ``Report``. Keeps: every op of a region
-or of ``rejected`` is counted exactly once, and byte counts come from the plans; for an op left to XLA both traffic sums grow by
-its distinct operands and its results, so their difference is what the regions save.
+In: a Graph, planned regions, and the rejected ops with their reasons. Out: a ``Report``. Invariants: every op of a region or of
+``rejected`` is counted exactly once, and byte counts come from the plans. An op left to XLA adds its distinct operands and its
+results to both traffic sums, so the difference of the sums is what the regions save.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kitsune_jax.report.data import (
 )
 from kitsune_jax.report.render import Report
 
-# Views: they are read through and move nothing of their own, so they are not counted as operators, in or outside of a region.
+# Views move no bytes of their own, so they are not counted as operators, in or outside of a region.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
-# Keys become the arrays that they are, or the other way round.
+# Conversions between keys and the arrays that hold them.
 _KEYS = frozenset({"random_unwrap", "random_wrap"})
 
 
 class Phase(Protocol):
-    """What ``build_report`` reads of a phase of a call."""
+    """The part of a phase that ``build_report`` reads."""
 
     @property
     def number(self) -> int: ...
@@ -50,7 +50,7 @@ class Phase(Protocol):
 
 
 class Planned(Protocol):
-    """What ``build_report`` reads of a planned region: ``region`` is all of its call, ``plan`` that of the first of its phases."""
+    """The part of a planned region that ``build_report`` reads. ``region`` is the whole call, ``plan`` that of its first phase."""
 
     @property
     def name(self) -> str: ...
@@ -72,7 +72,7 @@ def build_report(
     machine: str,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Tell what was decided about ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
+    """The report of ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
     planned = tuple(planned)
     pipelined = len(_operators(graph, sorted({i for p in planned for i in p.region.ops})))
     rejected = [(i, reason) for i, reason in rejected if not _is_view(graph, i)]
@@ -87,7 +87,8 @@ def build_report(
         platform=platform,
         machine=machine,
         notes=tuple(dict.fromkeys((*notes, *_varying(graph, planned)))),
-        flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),  # theirs counts it
+        # Reports of loop bodies are added later and count their own flops.
+        flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),
     )
 
 
@@ -141,7 +142,7 @@ def _ahead(graph: Graph, ahead: Ahead) -> AheadReport:
 
 
 def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
-    """What a reader must know of sums that are added up in whatever order."""
+    """A note that names the sums whose last bits may differ from run to run, if there are any."""
     free = [i for p in planned for plan in _plans(p) for i in plan.unordered if may_differ(graph.ops[i])]
     found = dict.fromkeys((_label(graph, i), graph.ops[i].source) for i in free)
     sums = ", ".join(f"{label} ({source or 'no source line'})" for label, source in found)
@@ -150,7 +151,7 @@ def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
 
 
 def _order(graph: Graph, phase: Phase) -> str:
-    """What the reader knows the order of a stream by: the first op that folds rows by its indices."""
+    """The order of a stream, named by the first op that adds rows by its indices."""
     order = phase.plan.order
     by = next((i for i in phase.region.sinks if order is not None and order in graph.ops[i].inputs[1:]), None)
     return "" if by is None else f"the indices of {_label(graph, by)} ({graph.ops[by].source or 'no source line'})"
@@ -162,7 +163,7 @@ def _plans(planned: Planned) -> list[Plan]:
 
 
 def _kept(graph: Graph, planned: Planned) -> tuple[int, int]:
-    """(bytes that phases make for later ones only, most of them that live at a time); phases run one after the other."""
+    """(bytes that phases make for later ones only, the most of them that live at a time); phases run one after the other."""
     results = set(planned.region.outputs)
     last = {v: k for k, p in enumerate(planned.phases) for v in p.region.inputs}
     total = alive = most = 0
@@ -179,7 +180,7 @@ def _kept(graph: Graph, planned: Planned) -> tuple[int, int]:
 
 
 def _phase(graph: Graph, planned: Planned, phases: Sequence[Phase]) -> PhaseReport:
-    """``phases``: those of one number."""
+    """The report of ``phases``, all those with one number."""
     results = set(planned.region.outputs)
     spaces: dict[StreamReport, int] = {}
     for p in phases:
@@ -220,7 +221,7 @@ def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejecte
 
 
 def _operators(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
-    """What the reader calls the operators among ``ops``, those of loops' bodies once each."""
+    """The labels of the operators among ``ops``, those of loop bodies once each."""
     found: list[str] = []
     for i in ops:
         body = graph.ops[i].body
@@ -232,7 +233,7 @@ def _operators(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
 
 
 def _loops(graph: Graph, ops: Iterable[int], stored: Container[int]) -> tuple[LoopReport, ...]:
-    """The loops among ``ops``, outer ones before those inside them. Of ys those that are ``stored`` count."""
+    """The loops among ``ops``, outer ones before those inside them. Of the ys only those in ``stored`` count as written."""
     found: list[LoopReport] = []
     for i in ops:
         op = graph.ops[i]
@@ -246,7 +247,7 @@ def _loops(graph: Graph, ops: Iterable[int], stored: Container[int]) -> tuple[Lo
 
 
 def _is_view(graph: Graph, i: int) -> bool:
-    """A view, or some rows of an argument: part of a weight, which lies in one piece; a loop that computes nothing."""
+    """Is op ``i`` no operator of its own: a view, a slice of leading rows of an argument (contiguous), an empty loop?"""
     op = graph.ops[i]
     if op.label in _KEYS:
         return True
@@ -272,8 +273,8 @@ def _op_bytes(graph: Graph, i: int) -> int:
 
 
 def graph_flops(graph: Graph) -> int:
-    """Useful operations: multiply-adds of a matrix product twice, pointwise operators and reductions as the table counts them, and
-    those of a loop in every step."""
+    """Useful operations: two per multiply-add of a matrix product, pointwise operators and reductions as the table counts them, a
+    loop its body times its steps."""
     return sum(_flops(graph, i) for i in range(len(graph.ops)))
 
 
@@ -298,7 +299,7 @@ def _bytes(value: Value) -> int:
 def _itemsize(dtype: str) -> int:
     try:
         return np.dtype(dtype).itemsize
-    except TypeError:  # not one of NumPy's own: bfloat16 and the 8-bit floats are named in ml_dtypes, PRNG keys nowhere
+    except TypeError:  # not a NumPy dtype: bfloat16 and the 8-bit floats are in ml_dtypes, PRNG keys nowhere
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, dtype, np.uint64)).itemsize

@@ -1,18 +1,14 @@
-"""The report as data, and numbers as a person reads them."""
+"""The report as frozen dataclasses of strings, numbers and tuples, and the texts of its numbers.
+
+A report can be compared, pickled, printed and written as JSON. Byte counts and times are estimates of the planner's model, not
+measurements. ``report.build`` makes these objects.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The Report as data.
-#
-# Comes in: nothing (this is data; ``report.build`` makes it). Goes out: frozen dataclasses of strings, numbers and tuples, so
-# that a report can be compared, pickled, printed and written as JSON. All byte counts and times are the planner's model, not
-# measurements.
-# ----------------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class StageReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueReport:
-    """One value on its way between stages: an entry, such as ``bfloat16[96,256]``, times ``depth`` makes ``bytes``."""
+    """A value that stages pass on: an entry, such as ``bfloat16[96,256]``, times ``depth`` makes ``bytes``."""
 
     value: str
     producer: str
@@ -45,7 +41,7 @@ class QueueReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamReport:
-    """``count`` equal stream spaces of a phase: what is computed of each row, and in which order the rows are taken."""
+    """``count`` equal stream spaces of a phase: the operators on each row, and the order in which the rows are taken."""
 
     count: int
     rows: int
@@ -57,8 +53,8 @@ class StreamReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopReport:
-    """A time loop that runs inside a region: its operator, the user's line, its steps, and bytes of all rows together: what a step
-    hands to the next one, which stays on chip, and the slices that a step reads and writes."""
+    """A time loop that runs inside a region: its operator, the user's line, its steps, and bytes summed over all rows: ``carried``
+    from one step to the next, which stay on chip, and ``bytes_in`` and ``bytes_out`` of the slices that a step reads and writes."""
 
     op: str
     source: str
@@ -70,9 +66,9 @@ class LoopReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """What runs behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all (elements, of an update).
+    """The streams that run behind a barrier in a region's call: ``streams`` stream spaces of ``rows`` rows in all.
 
-    ``kept_bytes``: what it makes for later phases only, which lies in memory of the executor.
+    Rows of an update of parameters are its elements. ``kept_bytes``: values for later phases only, in scratch memory of the call.
     """
 
     number: int
@@ -86,8 +82,8 @@ class PhaseReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AheadReport:
-    """What a call asks the L2 for on behalf of operator ``op`` (at the user's line ``source``) behind it: ``bytes`` of its
-    weight of ``weight_bytes``. ``seconds``: what the operator gains, modelled."""
+    """A prefetch into the L2 cache: ``bytes`` of the weight (``weight_bytes``) of operator ``op`` (at the user's line ``source``),
+    which runs behind the call. ``seconds``: the time that the operator gains, modelled."""
 
     op: str
     source: str
@@ -101,15 +97,14 @@ class RegionReport:
     """One pipelined subgraph.
 
     ``rows`` is the extent of its stream space, cut into ``tiles`` of ``tile_rows``. ``bytes_in`` and ``bytes_out`` are its operands
-    and results, ``bytes_saved`` what it moves less than the same operators would bulk-synchronously. ``seconds`` and
-    ``baseline_seconds`` are modelled; ``bound`` is what limits the pipeline (a stage's name, ``dram`` or ``l2``). On a GPU
-    ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups of
-    a CTA; on a CPU there are none. ``loops``: time loops that run inside it, whose operators are counted once each. ``order``: by
-    whose indices the rows are ordered, "" where they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
-    are those of the first stream of the first phase, ``later`` are the others (and what else the first phase has); all else counts
-    all of them. ``kept_bytes``: values that phases make for later ones only, which lie in memory of the executor, at most
-    ``kept_at_once`` of them at a time. ``ahead``: what the call asks for on behalf of an operator behind it, whose gain is in no
-    other number here.
+    and results, ``bytes_saved`` how much less it moves than the same operators under ``jax.jit``. ``seconds`` and
+    ``baseline_seconds`` (under ``jax.jit``) are modelled; ``bound`` is the bottleneck (a stage's name, ``dram`` or ``l2``). On a
+    GPU ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups
+    of a CTA; on a CPU there are none. ``loops``: time loops that run inside it, whose operators are counted once each. ``order``:
+    the indices that the rows are ordered by, "" if they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
+    describe the first stream of the first phase, ``later`` the others (and other streams of the first phase); all else counts all
+    phases. ``kept_bytes``: values for later phases only, in scratch memory of the call, at most ``kept_at_once`` of them at a time.
+    ``ahead``: a prefetch for the operator behind the call, whose gain is in no other number here.
     """
 
     name: str
@@ -140,7 +135,7 @@ class RegionReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rejected:
-    """``count`` operators named ``op`` at the user's line ``source`` that were left to XLA, and why."""
+    """``count`` operators named ``op`` at the user's line ``source`` that were left to XLA, and the reason."""
 
     op: str
     source: str
@@ -150,7 +145,7 @@ class Rejected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedPasses:
-    """Pipelines of a forward and a backward pass: their modelled time, and how much that is more than under the policy "save".
+    """Pipelines of a forward and a backward pass: their modelled time, and the difference from the policy "save".
 
     The other ``ops_total - ops_pipelined`` operators are left to XLA, and not in the times.
     """
@@ -163,12 +158,11 @@ class PlannedPasses:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """What one residual policy keeps between the forward and the backward pass of pipelined functions, and what it costs.
+    """The residuals that one policy keeps between the forward and the backward pass of pipelined functions, and their cost.
 
     ``kept_bytes``: values that the forward pass makes and the backward pass reads. ``argument_bytes``: arguments of the forward
-    pass that the backward pass reads again; they are kept whatever the policy is, most of them by the caller anyway.
-    ``flops_added``: useful operations of both passes beyond those under the policy "save". ``plan``: what the planner makes of
-    them, where it was asked.
+    pass that the backward pass reads again; every policy keeps them, most by the caller anyway. ``flops_added``: useful operations
+    of both passes beyond those under the policy "save". ``plan``: the plans of both passes, or None if they were not planned.
     """
 
     policy: str
@@ -183,7 +177,7 @@ class PolicyReport:
 class ResidualReport:
     """The residual policy in use, "save" and "recompute", side by side.
 
-    ``of_gradient``: the function has no backward pass itself; this is what a gradient by all of its arguments would do.
+    ``of_gradient``: the function itself has no backward pass; the numbers are those of its gradient by all arguments.
     """
 
     policies: tuple[PolicyReport, ...]
@@ -192,7 +186,7 @@ class ResidualReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportData:
-    """What a ``Report`` says, without the ways in which it prints: ``report.render.Report`` documents the fields."""
+    """The data of a ``Report``, without the ways in which it prints: ``report.render.Report`` documents the fields."""
 
     ops_total: int
     ops_pipelined: int
@@ -234,9 +228,7 @@ def _plain(x: Any) -> Any:
     return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Numbers as a person reads them: bytes, seconds, counts, percentages, ratios.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- texts of bytes, seconds, counts, percentages, ratios -------------------------------------------------------------------------
 
 
 def byte_text(n: float) -> str:
@@ -268,17 +260,17 @@ def flop_text(n: float) -> str:
 
 
 def signed(text: Callable[[float], str], x: float) -> str:
-    """``text(x)``, with a plus where ``x`` is more than nothing."""
+    """``text(x)``, with a plus sign if ``x`` is positive."""
     return f"+{text(x)}" if x > 0 else text(x)
 
 
 def count_text(n: int) -> str:
-    """Thousands apart: ``65 536``."""
+    """Groups of thousands: ``65 536``."""
     return f"{n:,}".replace(",", " ")
 
 
 def percent_text(part: float, whole: float) -> str:
-    """``93 %``; one decimal above 90 % so that 99.6 % does not read as all of it; ``0 %`` of nothing."""
+    """``93 %``; one decimal above 90 %, so that 99.6 % does not read as 100 %; ``0 %`` of nothing."""
     share = 100.0 * part / whole if whole else 0.0
     return f"{share:.1f} %" if 90.0 <= share < 100.0 else f"{share:.0f} %"
 

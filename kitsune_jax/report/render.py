@@ -1,4 +1,9 @@
-"""A report as text and as HTML; several reports as one."""
+"""A report as text and as HTML; several reports merged into one.
+
+In: a ``Report``. Out: a string of at most ``WIDTH`` columns without a trailing newline, or one self-contained piece of HTML without
+scripts and style sheets, every string escaped. Long reasons and operator lists are wrapped, never cut: users read the report to
+learn why an operator was left out.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +33,15 @@ from kitsune_jax.report.data import (
     time_text,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A Report as text: at most ``WIDTH`` columns, no dependency, readable in ten seconds.
-#
-# Comes in: a ``Report``. Goes out: a string without a trailing newline. Long reasons and operator lists are wrapped, never cut,
-# because the reason for a "no" is what the reader came for.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------------------
 
 WIDTH = 120
-_LONGEST_REPEAT = 16  # operators in a stretch that is looked for again
+_LONGEST_REPEAT = 16  # operators in a stretch whose repetitions are folded
+_BANDWIDTHS = {"dram": "memory bandwidth", "l2": "L2 bandwidth"}  # a bottleneck that is no stage
 
 
 def render_text(report: ReportData) -> str:
-    """The text behind ``str(report)``."""
+    """The text of ``str(report)``."""
     blocks = ["\n".join([*_obstacles(report), *_summary(report)]), *("\n".join(_text_region(r)) for r in report.regions)]
     if report.residuals:
         blocks.append("\n".join(_residuals(report.residuals)))
@@ -52,7 +53,7 @@ def render_text(report: ReportData) -> str:
 
 
 def obstacle_texts(report: ReportData) -> list[str]:
-    """What stands at the top: why nothing, or not all, of the function is pipelined."""
+    """The first lines of a report: why nothing, or not all, of the function is pipelined."""
     share = "not all" if report.ops_pipelined else "nothing"
     return [f"{share} is pipelined: {obstacle}" for obstacle in report.obstacles]
 
@@ -70,12 +71,12 @@ def _summary(report: ReportData) -> list[str]:
     lines = _wrap(f"{head} in {plural(len(report.regions), 'region')}; {planned}")
     if report.regions:
         lines += _wrap(
-            f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous -> "
+            f"off-chip traffic (estimate): {byte_text(report.traffic_bulk_sync)} with jax.jit -> "
             f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved "
             f"({percent_text(report.bytes_saved, report.traffic_bulk_sync)})"
         )
     elif not report.obstacles:
-        lines.append("nothing is pipelined: the function runs as plain JAX")
+        lines.append("nothing is pipelined: XLA runs the function as under jax.jit; the reasons are below")
     return lines
 
 
@@ -86,9 +87,9 @@ def _text_region(region: RegionReport) -> list[str]:
         f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}"
     )
     gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""
-    lines += _wrap(f"{_arrangement(region)}; bound by {region.bound}", "  ")
+    lines += _wrap(f"{_arrangement(region)}; {_bottleneck(region)}", "  ")
     lines += _wrap(
-        f"modelled {time_text(region.seconds)}, bulk-synchronous {time_text(region.baseline_seconds)}{gain}; "
+        f"estimate: {time_text(region.seconds)}, with jax.jit {time_text(region.baseline_seconds)}{gain}; "
         f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
@@ -115,36 +116,36 @@ def _text_region(region: RegionReport) -> list[str]:
 
 
 def in_phases(region: RegionReport) -> str:
-    """How many phases a call has, where it has several; what follows is said of the first."""
+    """The number of phases of a call with several; the text behind it describes the first."""
     last = max((phase.number for phase in region.later), default=0)
     return f" in {count_text(last + 1)} phases, the first" if last else ""
 
 
 def loop_text(loop: LoopReport) -> str:
-    """What a loop inside a region keeps on chip, and what it moves."""
+    """The bytes that a loop inside a region keeps on chip, and those that a step moves."""
     where = f" ({loop.source})" if loop.source else ""
     text = f"{loop.op} of {plural(loop.steps, 'step')}{where}: {byte_text(loop.carried)} of carries stay on chip"
     return f"{text}; a step reads {byte_text(loop.bytes_in)} and writes {byte_text(loop.bytes_out)}"
 
 
 def kept_text(region: RegionReport) -> str:
-    """What phases hand on to each other."""
+    """The bytes that phases hand on to each other."""
     return (
-        f"between its phases {byte_text(region.kept_bytes)} in memory of the executor, "
-        f"{byte_text(region.kept_at_once)} at a time: no arrays of XLA's"
+        f"between its phases {byte_text(region.kept_bytes)} in scratch memory of the call, "
+        f"{byte_text(region.kept_at_once)} of it at a time"
     )
 
 
 def ahead_text(ahead: AheadReport) -> str:
-    """What a call asks the L2 for."""
+    """The weight that a call prefetches for the operator behind it."""
     return (
-        f"asks the L2 for {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that {ahead.op} "
-        f"({ahead.source or 'no source line'}) reads behind it, which then takes {time_text(ahead.seconds)} less (modelled)"
+        f"prefetches into the L2 cache {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that {ahead.op} "
+        f"({ahead.source or 'no source line'}) reads next; estimate: it takes {time_text(ahead.seconds)} less"
     )
 
 
 def phase_texts(region: RegionReport) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The later phases of a call, equal ones together: a text for each, and for its stream spaces the rows and the operators."""
+    """The later phases of a call, equal ones merged: a text for each, and the rows and operators of each of its stream spaces."""
     alike: dict[PhaseReport, list[int]] = {}
     for phase in region.later:
         alike.setdefault(dataclasses.replace(phase, number=0, seconds=0.0), []).append(phase.number)
@@ -170,7 +171,12 @@ def _space(stream: StreamReport) -> str:
 def _arrangement(region: RegionReport) -> str:
     if region.lanes:
         return _gpu_arrangement(region)
-    return f"{region.arrangement}: every tile passes all stages on one of {plural(region.replicas, 'worker')}"
+    who = "one core takes" if region.replicas == 1 else f"each of {count_text(region.replicas)} cores takes"
+    return f"{who} whole tiles through all stages"
+
+
+def _bottleneck(region: RegionReport) -> str:
+    return f"bottleneck: {_BANDWIDTHS.get(region.bound, region.bound)}"
 
 
 def _gpu_arrangement(region: RegionReport) -> str:
@@ -192,14 +198,14 @@ RESIDUALS_HEAD = ("policy", "keeps", "of arguments", "more work", "modelled", "o
 
 
 def residual_title(residuals: ResidualReport) -> str:
-    """What the table of residual policies tells."""
+    """The title of the table of residual policies."""
     if residuals.of_gradient:
         return "residuals: what a gradient by all arguments would keep of the forward pass for the backward pass"
     return "residuals: what is kept of the forward pass for the backward pass"
 
 
 def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
-    """A row under ``RESIDUALS_HEAD`` for each policy."""
+    """One row under ``RESIDUALS_HEAD`` for each policy."""
     return [
         (
             p.policy + (" (in use)" if p.in_use else ""),
@@ -245,7 +251,7 @@ def _repeats(ops: Sequence[str]) -> str:
 
 
 def _times(ops: Sequence[str], at: int, period: int) -> int:
-    """How often the ``period`` names at ``at`` stand there in a row."""
+    """How often the ``period`` names at ``at`` are repeated there."""
     first, times = ops[at : at + period], 1
     while len(first) == period and ops[at + times * period : at + (times + 1) * period] == first:
         times += 1
@@ -253,10 +259,10 @@ def _times(ops: Sequence[str], at: int, period: int) -> int:
 
 
 def _text_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Aligned columns, indented by two; the last one takes what is left of ``WIDTH``; a cell wider than its column wraps."""
+    """Aligned columns, indented by two; the last column takes the rest of ``WIDTH``; a cell wider than its column wraps."""
     natural = [max(len(printable(row[i])) for row in (head, *rows)) + 2 * (i == 0) for i in range(len(head))]
     room = WIDTH - 2 * (len(head) - 1)
-    last = min(natural[-1], max(24, room // 3))  # what the last column is left with at least
+    last = min(natural[-1], max(24, room // 3))  # the least width of the last column
     widths = natural[:-1]
     while sum(widths) > room - last:
         widths[widths.index(max(widths))] -= 1
@@ -278,18 +284,16 @@ def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
     return textwrap.wrap(printable(text), WIDTH, initial_indent=first, subsequent_indent=first + "  " if rest is None else rest)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A Report as one self-contained piece of HTML for notebooks: no script, no style sheet, every string escaped.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- HTML -------------------------------------------------------------------------------------------------------------------------
 
 
 def render_html(report: ReportData) -> str:
-    """The HTML behind ``Report._repr_html_``."""
+    """The HTML of ``Report._repr_html_``."""
     covered = percent_text(report.ops_pipelined, report.ops_total)
     head = (
         f"<p><b>{count_text(report.ops_pipelined)} of {plural(report.ops_total, 'operator')} pipelined</b> ({covered}) in "
         f"{plural(len(report.regions), 'region')}; planned for {escape(report.platform)}, {escape(report.machine)}<br>"
-        f"off-chip traffic (modelled): {byte_text(report.traffic_bulk_sync)} bulk-synchronous, "
+        f"off-chip traffic (estimate): {byte_text(report.traffic_bulk_sync)} with jax.jit, "
         f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved</p>"
     )
     top = [f"<p><b>{escape(text)}</b></p>" for text in obstacle_texts(report)]
@@ -320,8 +324,8 @@ def _html_region(region: RegionReport) -> str:
         f"<p><b>{escape(region.name)}</b>: {plural(region.ops, 'operator')}{in_phases(region)} over "
         f"{plural(region.rows, 'row')} in {plural(region.tiles, 'tile')} of {count_text(region.tile_rows)}; "
         f"{escape(region.arrangement)} on "
-        f"{plural(region.workers * region.replicas, 'worker')}; {time_text(region.seconds)} modelled, "
-        f"{time_text(region.baseline_seconds)} bulk-synchronous; bound by {escape(region.bound)}; "
+        f"{plural(region.workers * region.replicas, 'worker')}; estimate: {time_text(region.seconds)}, "
+        f"with jax.jit {time_text(region.baseline_seconds)}; {escape(_bottleneck(region))}; "
         f"saves {byte_text(region.bytes_saved)}</p>"
     )
     head += "".join(f"<p>{escape(loop_text(loop))}</p>" for loop in region.loops)
@@ -351,22 +355,19 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The Report that ``kj.explain`` returns: data that prints itself.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the report that prints itself ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report(ReportData):
-    """What ``kj.explain(fn)(*args)`` found out about ``fn`` for ``platform``, without running it.
+    """The result of ``kj.explain(fn)(*args)``: what ``pipeline`` would do with ``fn`` on ``platform``, found without running it.
 
-    ``ops_total`` counts the function's operators after calls were inlined, views (reshapes, broadcasts, iota) apart, because they
-    move nothing of their own; ``ops_pipelined`` counts those inside a region;
-    ``traffic_bulk_sync`` and ``traffic_pipeline`` are the modelled off-chip bytes of the whole function without and with its
-    regions. ``flops`` are its useful operations: those of a matrix product, and those of the pointwise operators as the cost model
-    counts them. ``residuals`` says what is kept for a backward pass, where there is one or the function could have one.
-    ``obstacles`` say what keeps all pipelines away from the function, or from some of its pipelined calls: nothing of those counts
-    as pipelined.
+    ``ops_total`` counts the function's operators after calls were inlined, without views (reshapes, broadcasts, iota), which move
+    no bytes of their own; ``ops_pipelined`` counts those inside a region. ``traffic_bulk_sync`` and ``traffic_pipeline`` are the
+    modelled off-chip bytes of the whole function without and with its regions. ``flops`` are its useful operations: those of matrix
+    products, and those of pointwise operators as the cost model counts them. ``residuals`` compares what is saved for the backward
+    pass, if the function has or could have one. ``obstacles`` are the reasons that keep all pipelines away from the function, or
+    from some of its pipelined calls: no operator of those counts as pipelined.
 
     Example::
 
@@ -383,25 +384,20 @@ class Report(ReportData):
         return render_html(self)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Several reports as one.
-#
-# Comes in: reports of parts of a program. Goes out: a ``Report`` whose counts are their sums. Invariant: nothing that one of them
-# says is lost, and what several say is said once.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- several reports as one -------------------------------------------------------------------------------------------------------
 
 
-def with_bodies(reports: Sequence[Report]) -> Report:
+def merge_body_reports(reports: Sequence[Report]) -> Report:
     """One report of several: the function's own first, then those of the bodies of its loops."""
     if len(reports) == 1:
         return reports[0]
     bodies = len(reports) - 1
     are = "body is" if bodies == 1 else "bodies are"
-    return joined(reports, f"{bodies} loop or branch {are} included, each counted once whatever its trip count")
+    return merge_reports(reports, f"{bodies} loop or branch {are} included, each counted once for any number of steps")
 
 
-def joined(reports: Sequence[Report], note: str) -> Report:
-    """The sum of ``reports``, all for one machine, with ``note`` among its notes."""
+def merge_reports(reports: Sequence[Report], note: str) -> Report:
+    """The sum of ``reports``, all for one machine, with ``note`` added; equal notes and obstacles are listed once."""
     first = reports[0]
     regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
     return dataclasses.replace(

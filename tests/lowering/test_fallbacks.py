@@ -146,7 +146,7 @@ def test_a_loop_body_that_fails_stays_as_it_was(monkeypatch: pytest.MonkeyPatch)
     def in_the_body(captured: Any, *_: Any, **__: Any) -> bool:
         return all(op.label != "scan" for op in captured.graph.ops)
 
-    monkeypatch.setattr(lowering, "settled", failing(lowering.settled, in_the_body))
+    monkeypatch.setattr(lowering, "plan_and_schedule", failing(lowering.plan_and_schedule, in_the_body))
     close(run(forced(with_a_loop), X, W1, W2), in_float64(with_a_loop, X, W1, W2))
     (fallback,) = kj.fallbacks()
     assert "loop" in fallback.part and fallback.function.startswith("with_a_loop (")

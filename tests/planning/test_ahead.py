@@ -165,8 +165,8 @@ def test_the_report_says_what_is_asked_for() -> None:
     (region,) = report.regions
     assert region.ahead is not None and region.ahead.weight_bytes == W and 1e-6 < region.ahead.seconds < 2e-6
     text = " ".join(str(report).split())
-    assert "asks the L2 for 7.32 MB of the 33.6 MB of weights that dot_general (test_ahead.py:" in text
-    assert "which then takes 1.70 us less (modelled)" in text and "asks the L2 for 7.32 MB" in report._repr_html_()
+    assert "prefetches into the L2 cache 7.32 MB of the 33.6 MB of weights that dot_general (test_ahead.py:" in text
+    assert "reads next; estimate: it takes 1.70 us less" in text and "prefetches into the L2 cache 7.32 MB" in report._repr_html_()
     assert region.bytes_in < W  # what is asked for is no operand that is read
     (without,) = kj.explain(kj.pipeline(decode), platform="cuda", device="h200")(*DECODED).regions
     assert without.ahead is None and without.seconds == region.seconds

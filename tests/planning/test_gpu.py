@@ -356,7 +356,7 @@ def test_the_report_says_how_the_gpu_is_used():
     params = {k: jax.ShapeDtypeStruct(v, jnp.bfloat16) for k, v in a.shapes.items()}
     x = jax.ShapeDtypeStruct((262_144, a.width), jnp.bfloat16)
     report = kj.explain(a.function, platform="cuda", device="h200")(params, x)
-    assert "vertical, clusters of 2, 2 lanes, weights streamed, on 132 CTAs; bound by" in str(report)
+    assert "vertical, clusters of 2, 2 lanes, weights streamed, on 132 CTAs; bottleneck: " in str(report)
     (region,) = report.regions
     assert (region.cluster, region.lanes, region.stages[0].split, region.stages[0].resident) == (2, 2, 1, False)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.frontend.route import Routed, RouteOptions, isolated, route
+from kitsune_jax.frontend.route import Routed, RouteOptions, isolate, route
 from kitsune_jax.planning.cost import Access, pipeline_traffic
 from kitsune_jax.planning.stages import orders_of
 from kitsune_jax.regions.grow import computed_again
@@ -265,8 +265,8 @@ def test_a_step_gives_the_gradients_that_jax_gives():
 def cost_over_edges(fn: Any, *args: Any) -> tuple[Any, Any, CpuCost]:
     graph, found = planned(fn, *args)
     phase = max(phases(found), key=lambda p: p.region.space.rows)
-    own = isolated(graph, phase.region)
-    plan = own.in_itself(phase.plan)
+    own = isolate(graph, phase.region)
+    plan = own.in_own_graph(phase.plan)
     return own, plan, CpuCost(own.graph, own.region, cpu_model(MACHINE), plan.order)
 
 
@@ -290,7 +290,7 @@ def test_a_table_is_neither_packed_nor_read_whole():
 def test_an_order_is_renamed_with_its_plan():
     own, plan, cost = cost_over_edges(lambda *a: layer(*a)[1], *graph_data(np.random.default_rng(11)))
     assert plan.order in orders_of(own.graph, own.region)
-    assert own.in_itself(own.in_the_whole(plan)) == plan
+    assert own.in_own_graph(own.in_whole_graph(plan)) == plan
     assert order_seconds(cost) > 0
 
 

@@ -121,7 +121,7 @@ def test_text_says_what_runs_where_and_why_not(report: Report) -> None:
         "3 of 5 operators pipelined (60 %)",
         "region0: 3 operators over 4 096 rows, 43 tiles of 96 rows",
         "spatial, 1 lane, weights resident, on 2 CTAs in 1 instance",
-        "bound by dot0",
+        "bottleneck: dot0",
         "saves 2.40 MB",
         "dot0 -> dot1",
         "bfloat16[96,96]",
