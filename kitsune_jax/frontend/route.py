@@ -22,7 +22,7 @@ from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Plan, ProgramC
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.regions.joining import Chosen, Phase, joined
+from kitsune_jax.regions.joining import Chosen, Phase, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.render import Report
@@ -388,7 +388,7 @@ def _call_of(
         parts.append((phase.number, program, reads, region.outputs))
     inside = set(chosen.regions)
     wanted = [v for region in chosen.regions for v in region.outputs if not inside.issuperset(readers.get(v, ()))]
-    whole = joined(graph, chosen.regions, wanted)
+    whole = region_of_call(graph, chosen.regions, wanted)
     call = assemble(parts, (*whole.inputs, *orders.values()), whole.outputs)
     ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))
     whole = dataclasses.replace(whole, inputs=(*whole.inputs, *ids))

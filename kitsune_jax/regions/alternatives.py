@@ -1,5 +1,6 @@
-"""Alternatives to a region: cut into parts that run one after the other, with ops computed again, or without ops that XLA runs
-faster.
+"""Alternatives to a region: cut into parts, with ops computed again, or without ops that XLA runs faster.
+
+In: regions, and a planner. Out: other regions with their plans, wherever the model says that they take less time.
 """
 
 from __future__ import annotations
@@ -12,16 +13,10 @@ from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, streamed_axes
-from kitsune_jax.regions.grow import GraphIndex, Order, anchored, needed, region_of, regions_of, taken_the_largest_of
-from kitsune_jax.regions.joining import Chosen, all_gained, compared, gained_apart, pays, seconds_gained
+from kitsune_jax.regions.grow import GraphIndex, Order, anchored, compared_extremes, needed, region_of, regions_of
+from kitsune_jax.regions.joining import Chosen, estimate_text, gain_of_splitting, pays, seconds_gained, total_gain
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Where a region may be cut into parts that run one after the other: a training step at its loss, a network behind its products
-# for each row.
-#
-# Comes in: a region. Goes out: the ops of each part, with a seed of its stream; of the best cut, the parts that pay as calls.
-# Invariant: no op of a part depends on one of a later part.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- cuts: a training step at its loss, a network behind its products for each row ------------------------------------------------
 
 Pass = tuple[Seed, frozenset[int]]
 _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
@@ -36,8 +31,8 @@ def best_cut(
     spread: Callable[[Seed, Set[int]], Spread],
     planner: Callable[[Region], Plan | str],
 ) -> list[Chosen]:
-    """The parts of the cut of ``region`` that gains most, as far as they pay. ``planned``: it has a plan as a whole. ``order``: as
-    the chosen calls stand; ``free``: ops that none of them has."""
+    """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``planned``: the
+    whole region has a plan. ``order``: that of the chosen calls; ``free``: ops that none of them has."""
 
     def parts(cut: tuple[Pass, ...]) -> list[Chosen]:
         now, found = order.copy(), list[Chosen]()
@@ -50,25 +45,25 @@ def best_cut(
                 now.join(anchored(index.graph, part))
         return found
 
-    return max(map(parts, cuts_of(index.graph, region, planned)), key=all_gained, default=[])
+    return max(map(parts, possible_cuts(index.graph, region, planned)), key=total_gain, default=[])
 
 
-def cuts_of(graph: Graph, region: Region, planned: bool) -> list[tuple[Pass, ...]]:
-    """Every way to cut ``region``; one that has no plan as a whole (not ``planned``) only around its products for each row."""
-    at_loss = [passes_of(graph, region)] if planned else []
+def possible_cuts(graph: Graph, region: Region, planned: bool) -> list[tuple[Pass, ...]]:
+    """Every way to cut ``region``; if it has no plan as a whole (not ``planned``), only around its products for each row."""
+    at_loss = [split_at_loss(graph, region)] if planned else []
     return [cut for cut in (*at_loss, *_around_products(graph, region)) if cut is not None]
 
 
 def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | None]:
-    """(all that products for each row depend on, with what is picked of them; the rest); and the same with the layers before them
-    as a part of their own. Nothing, where there is no such product.
+    """Cuts of a region with products for each row: (all ops that these products depend on, with selections from their results; the
+    rest), and the same with the layers before them as another part. Empty if there is no such product.
 
     Such a product reads many times the memory of a layer for each row, and computes little.
     """
     streamed, sinks = region.label_of(), set(region.sinks)
     matmuls = [i for i in region.ops if graph.ops[i].kind == "dot_general" and i not in sinks]
     products = [i for i in matmuls if all(v in streamed for v in graph.ops[i].inputs)]
-    # The first ones: those of a backward pass wait for all of the forward pass.
+    # Only the first ones: those of a backward pass depend on all of the forward pass.
     products = [i for i in products if not _needed_by(graph, region, [i]).intersection(set(products) - {i})]
     if not products:
         return []
@@ -107,10 +102,10 @@ def _parts(graph: Graph, region: Region, parts: list[set[int]]) -> tuple[Pass, .
     return tuple((seed, ops) for seed, ops in found if seed is not None) if len(found) > 1 else None
 
 
-def passes_of(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
+def split_at_loss(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
     """(forward pass with the loss, backward pass), or None for a region that is no training step.
 
-    The loss is a sink that makes one number; whatever it depends on is the forward pass. A backward pass has weight gradients.
+    The loss is a sink that makes one number; everything it depends on is the forward pass. A backward pass has weight gradients.
     """
     losses = [i for i in region.sinks if graph.ops[i].kind != "dot_general" and graph.values[graph.ops[i].outputs[0]].size == 1]
     gradients = [i for i in region.sinks if graph.ops[i].kind == "dot_general"]
@@ -121,7 +116,7 @@ def passes_of(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
 
 
 def _seed(graph: Graph, region: Region, ops: set[int]) -> Seed | None:
-    """The stream of the region at one of ``ops``: an operand whose streamed dimensions are a stream axis each."""
+    """The stream of the region at one of ``ops``: an operand of which each streamed dimension is one stream axis."""
     labels = region.label_of()
     for i in sorted(ops, key=lambda i: (graph.ops[i].kind != "dot_general", i)):
         for v in graph.ops[i].inputs:
@@ -134,21 +129,11 @@ def _seed(graph: Graph, region: Region, ops: set[int]) -> Seed | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What a later region computes again instead of reading it from memory.
-#
-# Comes in: the chosen regions, in an order in which they can run. Goes out: these regions, some of whose results are gone,
-# because every region that read one makes it again. In a training step that is the forward pass of a layer, made again by the
-# region of its backward pass; in a segment softmax the score of an edge. There are two ways: all is made again from what lies in
-# memory anyway; or what products and reductions make is stored, and only pointwise work is done again. Of a layer normalisation
-# JAX keeps four arrays as large as its operand, which are that operand, its mean and its variance. Invariants: a result that is
-# read elsewhere stays; what is computed again streams as it does where it was made; and the model says that all calls together
-# take less time.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- values that a later region computes again instead of reading them from memory ------------------------------------------------
 
 Planned = tuple[Region, Plan]
-# Ops that are done again rather than stored: pointwise ones of at most so many operations an element (an exponential, a tanh), and
-# those that only move elements.
+# Ops that are computed again rather than stored: pointwise ones of at most so many operations per element (an exponential, a tanh),
+# and those that only move elements.
 _MOST_FLOPS = 16.0
 _POINTWISE = frozenset({"pointwise", "convert"})
 _CHEAP = _POINTWISE | {"broadcast", "reshape", "iota", "slice", "concatenate", "transpose", "rev", "pad"}
@@ -157,10 +142,20 @@ _CHEAP = _POINTWISE | {"broadcast", "reshape", "iota", "slice", "concatenate", "
 def recompute(
     index: GraphIndex, planned: Sequence[Planned], others: Sequence[int], plan_of: Callable[[Region], Plan | str]
 ) -> list[Planned]:
-    """``planned`` regions, changed where that pays; ``others``: ops that are in none of them, or in parts of their calls."""
+    """``planned`` regions, some without results that every region reading them computes again, if the model says that all calls
+    together take less time. They come in an order in which they can run.
+
+    In a training step that is the forward pass of a layer, computed again by the region of its backward pass; in a segment softmax
+    the score of an edge. There are two ways: everything is computed again from values that are in memory anyway; or the results of
+    products and reductions are stored, and only pointwise work is repeated. Of a layer normalisation, for example, JAX keeps four
+    arrays as large as its operand, all of which are made of that operand, its mean and its variance. A result that is read
+    elsewhere stays, and a repeated op streams as it does in its own region. ``others``: ops that are in none of the regions, or in
+    later phases of their calls.
+    """
     now = list(planned)
-    # What equals its maximum: makers would have to agree to the last bit, in products as well.
-    outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results | taken_the_largest_of(index.graph)
+    # Elements that are compared with their maximum stay stored: all makers would have to agree to the last bit, in products as
+    # well.
+    outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results | compared_extremes(index.graph)
     for k in range(len(now)):
         changed = _without_results(index, now, k, outside, plan_of)
         if changed:
@@ -172,7 +167,7 @@ def recompute(
 def _without_results(
     index: GraphIndex, now: Sequence[Planned], k: int, outside: set[int], plan_of: Callable[[Region], Plan | str]
 ) -> dict[int, Planned]:
-    """Region ``k`` and those that read its results, as they would be without them; nothing where that does not pay."""
+    """Region ``k`` and the regions that read its results, as they would be without these; empty if that does not pay."""
     maker, labels = now[k][0], now[k][0].label_of()
     readers = {j: region for j, (region, _) in enumerate(now) if j != k and not set(region.inputs).isdisjoint(maker.outputs)}
     if _has_loop(index, maker):
@@ -184,7 +179,7 @@ def _without_results(
         return {}
     best: dict[int, Planned] = {}
     gain = 0.0
-    once = {v for v in gone if sum(v in r.inputs for r in alike.values()) == 1}  # what one layer hands to the next has two readers
+    once = {v for v in gone if sum(v in r.inputs for r in alike.values()) == 1}  # a value between two layers has two readers
     for values in (gone, once) if once != gone else (gone,):
         for stored in dict.fromkeys((frozenset[int](), _worth_storing(index, maker, values))):
             left = values - stored
@@ -205,8 +200,8 @@ def _changed(
     stored: frozenset[int],
     plan_of: Callable[[Region], Plan | str],
 ) -> dict[int, Planned]:
-    """Region ``k`` without its results ``gone`` and with the results ``stored``, and its readers ``alike``; nothing where one of
-    them has no plan."""
+    """Region ``k`` without its results ``gone`` and with the results ``stored``, and its readers ``alike``; empty if one of them
+    has no plan."""
     maker = now[k][0]
     outputs = [*(v for v in maker.outputs if v not in gone), *sorted(stored.difference(maker.outputs))]
     changed: dict[int, Planned] = {}
@@ -221,8 +216,8 @@ def _changed(
 
 
 def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozenset[int]:
-    """What has to lie in memory for ``gone`` to be made of it by cheap ops only, and by what makes values that a region has no rows
-    for: those that do not run over all of its axes, as the angles of a rotary embedding."""
+    """Values to store so that ``gone`` can be computed from them by cheap ops alone. Values that do not run over all axes, such as
+    the angles of a rotary embedding, cannot be stored: a region has no rows for them."""
     found: set[int] = set()
     seen: set[int] = set()
     labels, inside, work = maker.label_of(), set(maker.ops), list(gone)
@@ -245,7 +240,7 @@ def _is_cheap(index: GraphIndex, i: int) -> bool:
 
 
 def _last_of(index: GraphIndex, v: int, inside: set[int]) -> int:
-    """What a chain of pointwise ops makes of ``v``, as long as nobody else reads what is on the way: a bias, an activation."""
+    """The last value of the chain of pointwise ops behind ``v`` whose values nothing else reads: a bias, an activation."""
     values = index.graph.values
     while v not in index.results:
         readers = index.consumers.get(v, ())
@@ -257,7 +252,7 @@ def _last_of(index: GraphIndex, v: int, inside: set[int]) -> int:
 
 
 def _has_loop(index: GraphIndex, region: Region) -> bool:
-    """Such a region takes and gives arrays: a step cuts its slices out of them."""
+    """Does ``region`` have a loop? It takes and gives whole arrays, of which each step takes slices."""
     return any(index.graph.ops[i].body is not None for i in region.ops)
 
 
@@ -266,12 +261,12 @@ def _agrees(v: int, labels: dict[int, tuple[tuple[int, ...], ...]], reader: Regi
 
 
 def _reduced(index: GraphIndex, maker: Region, outputs: Sequence[int]) -> Region | None:
-    """``maker`` with the results ``outputs`` and without what was there for others only."""
+    """``maker`` with the results ``outputs`` and without ops that only other results needed."""
     return _region(index, maker, _before(index, set(maker.ops), outputs, set()), outputs, maker.again) if outputs else None
 
 
 def _grown(index: GraphIndex, reader: Region, maker: Region, gone: set[int], stored: Sequence[int]) -> Region | None:
-    """``reader`` with the ops that make what it reads of ``gone``, of what is ``stored``."""
+    """``reader`` with the ops that compute its operands among ``gone`` from values that are ``stored``."""
     copied = _before(index, set(maker.ops), [v for v in reader.inputs if v in gone], set(stored))
     labels, theirs = reader.label_of(), maker.label_of()
     touched = {v for i in copied for v in (*index.graph.ops[i].inputs, *index.graph.ops[i].outputs)}
@@ -285,7 +280,7 @@ def _grown(index: GraphIndex, reader: Region, maker: Region, gone: set[int], sto
 
 
 def _before(index: GraphIndex, inside: set[int], values: Sequence[int], stored: set[int]) -> set[int]:
-    """The ops of ``inside`` that ``values`` are made by, behind what is ``stored``."""
+    """The ops of ``inside`` that compute ``values`` from ``stored`` ones."""
     found: set[int] = set()
     work = list(values)
     while work:
@@ -313,29 +308,26 @@ def _region(index: GraphIndex, like: Region, ops: set[int], outputs: Sequence[in
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Ops that cost less outside of the region that they could be in.
-#
-# Comes in: a region with its plan. Goes out: the same, or what is left of it with its own plan, where the model finds that this
-# gains more, and why for ops that were left out. Invariant: what is left makes nothing for others that the whole region did not
-# make.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- removing ops from a region that XLA, or a call of their own, runs faster -----------------------------------------------------
 
 PlanOf = Callable[[Region], Plan | str]
-Found = tuple[Region, Plan | str, dict[int, str]]  # the last: op that was left out -> why
+Found = tuple[Region, Plan | str, dict[int, str]]  # the last: removed op -> reason
 
-_TABLE = "left to XLA: the pipeline that makes its rows would need a table for every worker, and a call of its own is"
-_REPEATED = "made once outside of the pipeline that reads it, which would make it again for every index of an axis that it lacks"
+_TABLE = "the pipeline that computes its rows would need one table per worker, and alone"
+_REPEATED = "XLA computes it once: the pipeline that reads it would compute it again for every index of an axis that it lacks"
 _MOVED = frozenset({"reshape", "transpose"})
-# Elements that a region makes again and again: with fewer of them there is nothing to gain, and a plan takes time to make.
+# Elements that a region computes repeatedly: with fewer of them there is nothing to gain, and a plan takes time to make.
 _MANY = 1 << 17
-_COSTLY = 6  # operations of a function that is not just arithmetic
+_COSTLY = 6  # operations of a function that is more than arithmetic
 
 
-def smaller_of(index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, plan_of: PlanOf) -> Found:
-    """``region`` and its plan, or what is left of it without ops that cost less elsewhere."""
+def drop_costly_ops(index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, plan_of: PlanOf) -> Found:
+    """``region`` and its plan, or the rest of it without ops that cost less elsewhere, and the reasons for the removed ops.
+
+    The rest makes no value for others that the whole region did not make.
+    """
     region, plan, why = _without_tables(index, sp, region, plan, plan_of)
-    left = repeated(index, region)
+    left = repeated_ops(index, region)
     if not left or isinstance(plan, str):
         return region, plan, why
     rest = region_of(index, sp, needed(index, sp, set(region.ops).difference(left)))
@@ -346,10 +338,10 @@ def smaller_of(index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, 
 
 
 def _without_tables(index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, plan_of: PlanOf) -> Found:
-    """Without ops that fold rows into tables by indices.
+    """``region`` without ops that add rows to tables by indices, if that gains more.
 
-    The rows of a call stream in one order. Folded in another one, they need a table for every worker, which a call of their own
-    does not, or XLA does it.
+    The rows of a call stream in one order. To add them in another order takes one table per worker; a call of their own, or XLA,
+    needs none.
     """
     folds = tuple(i for i in region.sinks if OPS[index.graph.ops[i].kind].family == "scatter")
     order, most = None if isinstance(plan, str) else plan.order, 0.0
@@ -363,17 +355,17 @@ def _without_tables(index: GraphIndex, sp: Spread, region: Region, plan: Plan | 
         if isinstance(smaller, str):
             continue
         alone = [plan_of(region_of(index, sp, needed(index, sp, {i}))) for i in left]
-        gain = gained_apart(plan, smaller, alone)
+        gain = gain_of_splitting(plan, smaller, alone)
         if gain > most:
-            why = {i: own if isinstance(own, str) else f"{_TABLE} {compared(own)}" for i, own in zip(left, alone, strict=True)}
+            why = {i: own if isinstance(own, str) else f"{_TABLE} {estimate_text(own)}" for i, own in zip(left, alone, strict=True)}
             best, most = (rest, smaller, best[2] | why), gain
     return best
 
 
-def repeated(index: GraphIndex, region: Region) -> frozenset[int]:
-    """Lookups, products and functions of ``region`` whose results do not run over all axes of its stream, so that they are made
-    again for every index of the others (the bias of an attention, for every sample of a batch); with what moves their results and
-    what only they read."""
+def repeated_ops(index: GraphIndex, region: Region) -> frozenset[int]:
+    """Lookups, products and functions of ``region`` whose results do not run over all axes of its stream, so that they are computed
+    again for every index of the others (the bias of an attention, for every sample of a batch); with ops that move their results
+    and ops that only they read."""
     graph, labels, live = index.graph, region.label_of(), index.live
     sinks, again, left = set(region.sinks), set(region.again), set[int]()
     for i in region.ops:
@@ -399,6 +391,6 @@ def repeated(index: GraphIndex, region: Region) -> frozenset[int]:
 
 
 def _costs(graph: Graph, i: int) -> bool:
-    """More than arithmetic: a lookup, a product, a function."""
+    """Is op ``i`` more than arithmetic: a lookup, a product, a function?"""
     spec = OPS[graph.ops[i].kind]
     return spec.family in ("gather", "dot") or spec.flops > _COSTLY

@@ -1,4 +1,13 @@
-"""From a spread stream to convex regions, and the index of the graph that the search uses."""
+"""From a spread stream to convex regions, and the indexes of the graph that the search for regions uses.
+
+In: a Graph, and ``Spread`` objects (how a stream runs through its ops). Out: ``Region`` candidates. Invariants of every region: it
+is convex (no path leaves it and comes back), connected through streamed values, every streamed output depends on the whole stream
+space, and nothing in it is dead.
+
+A **maker** is an op that makes a streamed value from none (a broadcast, an iota). Its result is never an output of a region: ops
+outside that read it compute it again, which is cheaper than storing it. Ops of ``GraphIndex.again`` are in every region that needs
+their results, and these are no outputs either.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +21,20 @@ from kitsune_jax.ops.spec import COMPARISONS, HAND_ON, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import DimLabels, Region, Seed, Spread, StreamSpace, candidate_seeds, streamed_axes
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Ops that several regions compute, each for itself, because that is cheaper than to store what they make.
-#
-# Comes in: a Graph. Goes out: ``computed_again``: ops that take rows of a table by indices, and cheap pointwise ops on those. The
-# score of an edge, for example, is made of two rows that its nodes have, and every level of a segment softmax reads it; a stored
-# score would be written to fresh pages and read back. Invariants: all that such an op reads is in memory before any region that
-# computes it runs, or is made by another such op; and no opaque op reads its result.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- ops that several regions compute, each for itself, because that is cheaper than storing their results ------------------------
 
-# Operations an element, from the table's rows on: an exponential and some arithmetic take as long as eight bytes moved.
+# Operations per element, counted from the table's rows: an exponential and some arithmetic take as long as moving eight bytes.
 _MOST_FLOPS = 32.0
 _VIEWS = frozenset({"broadcast", "reshape"})
 
 
-def computed_again(graph: Graph, live: Collection[int], consumers: dict[int, tuple[int, ...]]) -> frozenset[int]:
-    """The indices of these ops; ``live``: those whose results are used."""
+def recomputed_ops(graph: Graph, live: Collection[int], consumers: dict[int, tuple[int, ...]]) -> frozenset[int]:
+    """Ops that every region computes for itself: lookups of rows by indices, and cheap pointwise ops on these rows.
+
+    The score of an edge, for example, is made of two rows of its nodes, and every level of a segment softmax reads it; a stored
+    score would be written to fresh pages and read back. Everything such an op reads is in memory before the regions that compute it
+    run, or is made by another such op; and no opaque op reads its result. ``live``: ops whose results are used.
+    """
     if not any(OPS[op.kind].family in ("gather", "scatter") for op in graph.ops if op.kind != "opaque"):
         return frozenset()
     found = _reachable(graph, _indices(graph))
@@ -42,7 +49,7 @@ def computed_again(graph: Graph, live: Collection[int], consumers: dict[int, tup
 
 
 def _indices(graph: Graph) -> set[int]:
-    """Pointwise ops on integers that the graph is given, which lead to an index."""
+    """Cheap pointwise ops on integers of the graph's inputs, whose results are indices of a lookup or a scatter."""
     producers = graph.producers()
     found: set[int] = set()
     for op in graph.ops:
@@ -64,7 +71,7 @@ def _indices(graph: Graph) -> set[int]:
 
 
 def _reachable(graph: Graph, indices: set[int]) -> set[int]:
-    """``indices``, the ops that take rows by them or by what the graph is given, and cheap ops on the rows."""
+    """``indices``, the lookups of rows by them or by inputs of the graph, and cheap ops on the rows."""
     made_by = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
     flops: dict[int, float] = dict.fromkeys(indices, 0.0)
     given = set(graph.inputs)
@@ -94,20 +101,18 @@ def _is_cheap(graph: Graph, i: int) -> bool:
 
 
 def _fills_an_array(graph: Graph, i: int) -> bool:
-    """Op ``i`` makes an array of a literal."""
+    """Does op ``i`` make an array of a literal?"""
     op = graph.ops[i]
     return op.kind == "broadcast_in_dim" and graph.values[op.inputs[0]].literal is not None
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A graph with what the search for regions derives from it once.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the index of a graph ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphIndex:
-    """``producers`` and ``consumers`` as ``Graph`` has them; ``results``: the graph's outputs; ``live``: ops whose results are
-    used, or that have effects (opaque ones are kept). ``again``: ops that several regions may compute (``regions.grow``).
+    """A graph with its ``producers`` and ``consumers``; ``results``: its outputs; ``live``: ops whose results are used, or that
+    have effects (opaque ops are kept). ``again``: ops that several regions may compute (``recomputed_ops``).
     """
 
     graph: Graph
@@ -127,13 +132,13 @@ class GraphIndex:
             if op.kind == "opaque" or any(v in needed for v in op.outputs):
                 live.add(i)
                 needed.update(op.inputs)
-        again = computed_again(graph, live, consumers)
+        again = recomputed_ops(graph, live, consumers)
         return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs), again)
 
 
 def splits_layer(op: Op, scores: Container[int] = ()) -> bool:
-    """A sink that is no weight gradient: a gradient contracts the leading dimensions of both operands, and ``scores`` are none of
-    them."""
+    """Is ``op`` a sink that splits a layer, and no weight gradient? A gradient contracts the leading dimensions of both operands,
+    and reads no attention ``scores``."""
     if op.kind != "dot_general":
         return False
     if any(v in scores for v in op.inputs):
@@ -141,26 +146,23 @@ def splits_layer(op: Op, scores: Container[int] = ()) -> bool:
     return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# An order of a graph's ops in which every call that was chosen stands as one node, kept up to date as calls are chosen.
-#
-# Comes in: a ``GraphIndex``, and groups of ops, one by one. Goes out: ``Order``, which says what comes before what. Invariant: a
-# node stands behind every node that it reads from; so no two groups wait for each other.
-#
-# Joining a group looks at no more of the graph than stands between its first and its last op and depends on it, or the other way
-# round (the ordering algorithm of Pearce and Kelly), so a network of equal layers costs in proportion to its length.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- an order of ops in which every chosen call is one node -----------------------------------------------------------------------
 
 
 class Order:
-    """``node(i)``: what stands for op ``i``: itself, or the first op of its group. ``position(node)`` grows along every path."""
+    """A topological order of nodes, updated as calls are chosen: no two groups depend on each other.
+
+    ``node(i)``: the node of op ``i``: itself, or the first op of its group. ``position(node)`` grows along every path. Joining a
+    group looks only at the graph between its first and its last op (the algorithm of Pearce and Kelly), so a network of equal
+    layers costs in proportion to its length.
+    """
 
     def __init__(self, index: GraphIndex, groups: Iterable[Sequence[int]] = ()):
         self.index = index
         self._node = list(range(len(index.graph.ops)))
         self._position = list(range(len(index.graph.ops)))
         self._members: dict[int, tuple[int, ...]] = {}
-        self.looks = 0  # how many nodes were looked at, for budgets
+        self.looks = 0  # number of nodes looked at, for budgets
         for group in groups:
             self.join(group)
 
@@ -181,19 +183,19 @@ class Order:
         return self._members.get(node, (node,))
 
     def readers(self, node: int) -> list[int]:
-        """Nodes that read what ``node`` makes, perhaps some of them several times."""
+        """Nodes that read the results of ``node``, some perhaps several times."""
         ops, consumers, of = self.index.graph.ops, self.index.consumers, self._node
         found = [of[c] for i in self.members(node) for v in ops[i].outputs for c in consumers.get(v, ())]
         return [n for n in found if n != node] if node in self._members else found
 
     def sources(self, node: int) -> list[int]:
-        """Nodes that ``node`` reads from, perhaps some of them several times."""
+        """Nodes that ``node`` reads from, some perhaps several times."""
         ops, producers, of = self.index.graph.ops, self.index.producers, self._node
         found = [of[producers[v]] for i in self.members(node) for v in ops[i].inputs if v in producers]
         return [n for n in found if n != node] if node in self._members else found
 
     def behind(self, nodes: Iterable[int], last: int) -> set[int]:
-        """``nodes`` and all that depend on them, up to position ``last``."""
+        """``nodes`` and all nodes that depend on them, up to position ``last``."""
         found = set(nodes)
         work = list(found)
         while work:
@@ -219,7 +221,7 @@ class Order:
         return False
 
     def _before(self, nodes: Iterable[int], first: int) -> set[int]:
-        """``nodes`` and all that they depend on, from position ``first`` on."""
+        """``nodes`` and all nodes that they depend on, from position ``first`` on."""
         found = set(nodes)
         work = list(found)
         while work:
@@ -230,9 +232,9 @@ class Order:
         return found
 
     def join(self, ops: Sequence[int]) -> None:
-        """Make ``ops`` (with the groups that some of them are in) one node.
+        """Make ``ops``, with the groups that some of them are in, one node.
 
-        Raises ``ValueError`` where another node would then have to stand both before and behind it.
+        Raises ``ValueError`` if another node would then have to run both before and after it.
         """
         nodes = {self._node[i] for i in ops}
         if len(nodes) > 1:
@@ -240,7 +242,7 @@ class Order:
             after = self.behind(nodes, max(places)) - nodes
             before = self._before(nodes, min(places)) - nodes
             if after & before:
-                raise ValueError("the groups wait for each other")
+                raise ValueError("the groups depend on each other")
             slots = sorted(self._position[n] for n in (*before, *nodes, *after))
             for slot, n in zip(slots, sorted(before, key=self._position.__getitem__), strict=False):
                 self._position[n] = slot
@@ -260,9 +262,9 @@ class Order:
 
 
 def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The ops in a topological order in which every group stands as one node (other ops alone), earliest ops first.
+    """The ops in a topological order in which every group is one node (other ops alone), earliest ops first.
 
-    Raises ``ValueError`` where no such order exists (the groups wait for each other).
+    Raises ``ValueError`` if no such order exists because groups depend on each other.
     """
     node_of = {i: k for k, group in enumerate(groups) for i in group}
     nodes: list[tuple[int, ...]] = [tuple(group) for group in groups]
@@ -277,26 +279,17 @@ def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tupl
         needs[node_of[i]] |= made_by - {node_of[i]}
     order = topological(needs, [node[0] for node in nodes])
     if len(order) != len(nodes):
-        raise ValueError("the groups wait for each other")
+        raise ValueError("the groups depend on each other")
     return [nodes[n] for n in order]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# From a spread stream to convex regions.
-#
-# Comes in: a Graph and a ``Spread``. Goes out: ``Region`` candidates. Invariants of every region: convex (no path leaves it and
-# comes back), connected through streamed values, every streamed output depends on the whole stream space, nothing in it is dead.
-#
-# A **maker** is an op that makes a streamed value from none (a broadcast, an iota). The result of a maker is never an output of a
-# region: ops outside that read it compute it again, which is cheaper than storing it. Ops that several regions compute
-# (``regions.grow``) are in every region that needs their results, and these are no outputs either.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- from a spread stream to regions ----------------------------------------------------------------------------------------------
 
-_SMALLER = 16  # times smaller than what is made of it
+_SMALLER = 16  # an operand so many times smaller than the result is stored, not computed again
 
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
-    """Ops that run where the region stands, and nowhere else: not its makers, nor what others compute as well."""
+    """Ops of ``region`` that no other region computes: all but its makers and ``region.again``."""
     labels, again = region.label_of(), set(region.again)
     return tuple(i for i in region.ops if i not in again and any(v in labels for v in graph.ops[i].inputs))
 
@@ -304,7 +297,7 @@ def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
 def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> list[Region]:
     """The regions that ``sp`` allows, in topological order of their first ops.
 
-    ``order``: that of the calls already chosen; each counts as one node, so that no two regions wait for each other.
+    ``order``: that of the calls already chosen; each counts as one node, so that no two regions depend on each other.
     """
     return [region_of(index, sp, group) for group in groups_of(index, sp, order)]
 
@@ -317,7 +310,7 @@ def groups_of(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[
     dropped: set[int] = set()
     while True:
         kept = [i for i in members if i not in dropped]
-        groups = [_with_again(index, sp, group) for group in _connected(index, sp, _levels(index, sp, kept, order))]
+        groups = [_add_recomputed(index, sp, group) for group in _connected(index, sp, _levels(index, sp, kept, order))]
         bad = {i for group in groups for i in _partial_outputs(index, sp, group, all_axes)}
         if not bad:
             return groups
@@ -333,19 +326,19 @@ def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> 
         return {}
     inside, sinks = set(members), set(sp.sinks)
     makers = {i for i in members if _is_maker(index, sp, i)}
-    # Behind the last member no path leads back to one.
+    # No path from behind the last member leads back to a member.
     last = max(order.position(order.node(i)) for i in members)
-    level = _up_to(order, last, inside, makers, sinks)
+    level = _levels_up_to(order, last, inside, makers, sinks)
     if any(level[i] for i in members):
         readers = (c for i in members for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
         last = max([last, *(order.position(order.node(c)) for c in readers)])
-        level = _up_to(order, last, inside, makers, sinks)
-        _raise(index, members, makers, sinks, level)
+        level = _levels_up_to(order, last, inside, makers, sinks)
+        _raise_levels(index, members, makers, sinks, level)
     return {i: level[i] for i in members}
 
 
-def _up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
-    """The levels of all ops that depend on members (``inside``) and stand no further back than ``last``."""
+def _levels_up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
+    """The levels of all ops that depend on members (``inside``) and are at or before position ``last``."""
     graph, producers = order.index.graph, order.index.producers
     level: dict[int, int] = {}
     for node in sorted(order.behind((order.node(i) for i in inside), last), key=order.position):
@@ -360,11 +353,11 @@ def _up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: s
     return level
 
 
-def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: dict[int, int]) -> None:
+def _raise_levels(index: GraphIndex, members: list[int], makers: set[int], sinks: set[int], level: dict[int, int]) -> None:
     """Lift ops to the level of their readers, unless a value of a lower level would have to be stored for them.
 
-    That is so for makers, and for what is made of them and of values from outside: momentum times its decay belongs to the update,
-    which waits for the gradient.
+    Makers are lifted, and ops on makers and values from outside: momentum times its decay belongs to the update, which waits for
+    the gradient.
     """
     inside = set(members)
     lifted = {i for i in members if i not in sinks}
@@ -389,8 +382,8 @@ def _raise(index: GraphIndex, members: list[int], makers: set[int], sinks: set[i
 
 
 def _stored_for(index: GraphIndex, inside: set[int], i: int, level: dict[int, int], moved: set[int]) -> bool:
-    """Would ``i`` read what a lower level makes, and nobody but ops that were lifted as well? A row's statistics, of which it makes
-    much larger rows, are stored."""
+    """Would ``i`` read a value of a lower level that only lifted ops read? Statistics of a row, from which much larger rows are
+    made, are stored all the same."""
     values, op = index.graph.values, index.graph.ops[i]
     for v in op.inputs:
         p = index.producers.get(v)
@@ -424,8 +417,8 @@ def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tup
     return [tuple(g) for g in sorted(groups.values())]
 
 
-def _with_again(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[int, ...]:
-    """``group`` and those ops of the spread that several regions compute and that it needs."""
+def _add_recomputed(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[int, ...]:
+    """``group`` and the ops of the spread that several regions compute and that ``group`` needs."""
     if not index.again:
         return group
     ops, work = set(group), list(group)
@@ -440,13 +433,13 @@ def _with_again(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[
 
 
 def needed(index: GraphIndex, sp: Spread, ops: Collection[int]) -> tuple[int, ...]:
-    """Those of ``ops`` that make something which is read, and the ops that several regions compute and that they need."""
+    """Those of ``ops`` whose results are read, and the ops that several regions compute and that they need."""
     kept = {i for i in ops if i not in index.again}
     for i in sorted(kept, reverse=True):
         reads = (c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
         if _is_maker(index, sp, i) and not any(c in kept for c in reads):
             kept.discard(i)
-    return _with_again(index, sp, tuple(sorted(kept)))
+    return _add_recomputed(index, sp, tuple(sorted(kept)))
 
 
 def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -468,12 +461,12 @@ def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tupl
 
 
 def _is_maker(index: GraphIndex, sp: Spread, i: int) -> bool:
-    """The op makes a streamed value from none (a broadcast, an iota): cheap to make again outside."""
+    """Does op ``i`` make a streamed value from none (a broadcast, an iota)? That is cheap to compute again outside."""
     return not any(v in sp.labels for v in index.graph.ops[i].inputs)
 
 
 def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_axes: frozenset[int]) -> set[int]:
-    """Ops whose streamed output is needed outside but can't be stored: it does not depend on every axis."""
+    """Ops whose streamed output is needed outside but cannot be stored, because it does not depend on every axis."""
     _, outs = _border(index, sp, group)
     partial = {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
     return partial.difference(sp.sinks)  # a sink has one sum for each batch
@@ -495,23 +488,21 @@ def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Values that are held against each other have one maker: either regions, or XLA.
-#
-# Comes in: a Graph; a choice of regions. Goes out: which values a comparison is made of, and which ops of ``again`` must not be
-# made again. A maximum's gradient goes to what equals it, and what equals nothing has none. Our exponential and XLA's differ in
-# the last bit, and XLA makes one operation of a multiplication and an addition: so where XLA takes the maximum of values that a
-# region would make again to compare them, the region reads XLA's. What regions make alone has the same bits in all of them
-# (``program.passes.compared_values``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- compared values: both computed in regions, or both by XLA --------------------------------------------------------------------
 
 _EXTREMES = frozenset({"reduce_max", "reduce_min", "scatter_max", "scatter_min", "cummax", "cummin"})
 S = TypeVar("S")
 _THROUGH = frozenset({"pointwise", "convert", "gather"})
 
 
-def with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], ops_of: Callable[[S], Collection[int]]) -> S:
-    """What is chosen of ``index`` so that no value is made again that XLA makes as well and that is compared."""
+def choose_with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], ops_of: Callable[[S], Collection[int]]) -> S:
+    """``choose(index)``, such that no compared value is computed both in regions and by XLA.
+
+    The gradient of a maximum goes to the elements that equal it. Our exponential and XLA's differ in the last bit, and XLA
+    contracts a multiplication and an addition: an element computed again might equal nothing. So if XLA takes the maximum of values
+    that a region would compute again to compare them, the region reads XLA's. Values that only regions compute have the same bits
+    in all of them (``program.passes.compared_values``).
+    """
     while True:
         found = choose(index)
         twice = _made_twice(index, ops_of(found))
@@ -521,42 +512,44 @@ def with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], ops_of:
 
 
 def _made_twice(index: GraphIndex, inside: Collection[int]) -> frozenset[int]:
-    """The ops of ``again`` that both regions (of the ops ``inside``) and XLA would make, on the way to a comparison."""
+    """The ops of ``again`` that both regions (of the ops ``inside``) and XLA would compute, on the way to a comparison."""
     by_xla = set(index.live.difference(inside))
     both = set[int]()
-    for i in sorted(index.again.intersection(inside), reverse=True):  # who reads a value stands behind who makes it
+    for i in sorted(index.again.intersection(inside), reverse=True):  # readers of a value come behind its maker
         if any(c in by_xla for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())):
             by_xla.add(i)
             both.add(i)
     if all(_is_exact(index.graph.ops[i]) for i in both):
         return frozenset()
-    ways = compared(index.graph)
+    ways = compared_floats(index.graph)
     both = {i for i in both if not ways.isdisjoint(index.graph.ops[i].outputs) and OPS[index.graph.ops[i].kind].family != "gather"}
     return frozenset() if all(_is_exact(index.graph.ops[i]) for i in both) else frozenset(both)
 
 
 def _is_exact(op: Op) -> bool:
-    """Does every maker give the same bits, whatever it computes around ``op``?"""
+    """Does ``op`` give the same bits wherever it is computed?"""
     return op.kind in HAND_ON or op.kind in COMPARISONS or OPS[op.kind].moves or OPS[op.kind].family == "gather"
 
 
-def compared(graph: Graph) -> frozenset[int]:
-    """The floats that comparisons of two values are made of, through pointwise ops, maxima, and what only moves elements."""
+def compared_floats(graph: Graph) -> frozenset[int]:
+    """The floats from which comparisons of two values are computed, through pointwise ops, maxima, and ops that only move
+    elements."""
     literal = {v for v, value in enumerate(graph.values) if value.literal is not None}
     for op in graph.ops:
         if op.kind != "opaque" and OPS[op.kind].moves and op.inputs and literal.issuperset(op.inputs):
             literal.update(op.outputs)
     pairs = (op.inputs for op in graph.ops if op.kind in COMPARISONS and literal.isdisjoint(op.inputs))
-    return _behind(graph, (v for x, y in pairs if x != y for v in (x, y)))
+    return _float_sources(graph, (v for x, y in pairs if x != y for v in (x, y)))
 
 
-def taken_the_largest_of(graph: Graph) -> frozenset[int]:
-    """Those of ``compared`` whose maximum or minimum over some elements is taken."""
+def compared_extremes(graph: Graph) -> frozenset[int]:
+    """Those of ``compared_floats`` whose maximum or minimum over some elements is taken."""
     folded = (v for op in graph.ops if op.kind in _EXTREMES for v in op.inputs)
-    return compared(graph) & _behind(graph, folded)
+    return compared_floats(graph) & _float_sources(graph, folded)
 
 
-def _behind(graph: Graph, values: Iterable[int]) -> frozenset[int]:
+def _float_sources(graph: Graph, values: Iterable[int]) -> frozenset[int]:
+    """``values`` and the floats from which they are computed, through ops that keep the floats' identity or fold them."""
     producers, seen, pending = graph.producers(), set[int](), list(values)
     while pending:
         v = pending.pop()
@@ -571,22 +564,20 @@ def _behind(graph: Graph, values: Iterable[int]) -> frozenset[int]:
     return frozenset(seen)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Updates of arrays that lie in memory: XLA writes them where they lie, and a pipeline would make a copy.
-#
-# Comes in: a Graph. Goes out: the ops that no region takes, each with the reason. An update of what other ops compute may stream
-# with them; one of an argument, or of what a loop or an op that the table does not know makes, touches no more than the update.
-# So does a sum by index that is added to such an array, which XLA folds into it: the gradient of what a step of a loop takes of
-# an array.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- updates of arrays in memory --------------------------------------------------------------------------------------------------
 
-WHY = "an update of an array that lies in memory: XLA writes it in place"
-# An array that is not so many times as large as what is folded into it is folded into beside the rest: no small part of it changes.
+WHY = "this updates a small part of an array in memory: XLA does that in place, and a pipeline would copy the array"
+# A sum by index is folded in place only into an array that is more than so many times larger: else no small part of it changes.
 LARGER = 4
 
 
 def updated_in_place(graph: Graph) -> dict[int, str]:
-    """op -> ``WHY``, for those updates."""
+    """op -> ``WHY``, for updates that no region takes.
+
+    An update of values that other ops compute may stream with them. An update of an argument, or of the result of a loop or an
+    opaque op, touches only the updated part. So does a sum by index that is added to such an array, which XLA folds into it: the
+    gradient by an array of which each step of a loop takes a slice.
+    """
     producers, readers = graph.producers(), graph.consumers()
     found = {}
 
@@ -610,28 +601,17 @@ def updated_in_place(graph: Graph) -> dict[int, str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Streams through a graph that were looked at, kept for the seeds that lie in them.
-#
-# Comes in: seeds, one after the other, while regions are chosen. Goes out: for each the ``Spread`` and, of its groups of ops, the
-# one that a given op is in. Invariants: a region that is handed out is legal beside all calls chosen so far; and the work is
-# bounded by a budget of op visits, so a network of many layers that are regions each does not cost in proportion to its length
-# squared.
-#
-# A seed that lies in a spread, with the dimensions that stream there, would have led to that spread: it is used again until a
-# region is chosen. When the budget is spent, it is used even then, and only its groups are looked at anew; and of the ways in
-# which a stream could run through an op only the most promising one is tried.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- a cache of spread streams ----------------------------------------------------------------------------------------------------
 
-# Ops no region starts from: they only move data, or make it.
+# No region starts from these ops: they only move data, or make it.
 NEVER_SEEDS = frozenset({"opaque", "broadcast_in_dim", "iota", "reshape", "transpose", "copy", "convert_element_type", "slice"})
-# How often ops may be looked at while spreads are made, at least and for each op of the graph. An MLP takes 4 to 8 an op; 15
-# message-passing steps, a region or two each, would take 37, and give the same regions with 10.
+# Op visits allowed while spreads are made: at least this many, and so many per op. An MLP takes 4 to 8 per op; 15 message-passing
+# steps with a region or two each would take 37, and give the same regions with 10.
 _LEAST_LOOKS, _LOOKS = 10_000, 10
 
 
 def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
-    """Those of ``ops`` that a region may start from: products first, and what has most work of either."""
+    """Those of ``ops`` that a region may start from: products first, and in each kind those with the most work."""
 
     def work(i: int) -> tuple[int, float]:
         op = graph.ops[i]
@@ -645,9 +625,9 @@ def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
 
 
 @dataclasses.dataclass(eq=False)
-class Kept:
-    """A spread and the groups of its ops. ``group_of``: op -> which of ``groups``; ``chosen``: calls at the time; ``apart``: as its
-    seed has it."""
+class CachedSpread:
+    """A spread and the groups of its ops. ``group_of``: op -> its number among ``groups``; ``chosen``: the number of calls chosen
+    when it was made; ``apart``: as its seed has it."""
 
     spread: Spread
     groups: list[tuple[int, ...]]
@@ -657,8 +637,15 @@ class Kept:
     regions: dict[int, Region] = dataclasses.field(default_factory=dict)
 
 
-class Spreads:
-    """``spread(seed, barred)`` makes one, of ops that no region has (``free``). ``few``: see ``candidate_seeds``."""
+class SpreadCache:
+    """A cache of spreads, for seeds that are asked for one after the other while regions are chosen.
+
+    ``spread(seed, barred)`` makes a spread of ops that no region has (``free``). ``few``: see ``candidate_seeds``. A region that is
+    handed out is legal beside all calls chosen so far. A seed that lies in a known spread, with the dimensions that stream there,
+    would lead to the same spread, which is used again until a region is chosen. A budget of op visits keeps the work linear in the
+    length of the network: when it is spent, spreads are used even then, only their groups are made anew, and only the most
+    promising stream through an op is tried.
+    """
 
     def __init__(
         self,
@@ -672,23 +659,23 @@ class Spreads:
         self.index, self.order, self.free, self._spread, self._few, self._scores = index, order, free, spread, few, scores
         self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
         self._chosen = 0
-        self._kept: list[Kept] = []
+        self._kept: list[CachedSpread] = []
 
     def seeds(self, op: int) -> list[Seed]:
-        """``candidate_seeds`` of ``op``, as many as the budget allows: the first one with batch axes and the first without, at
-        least. Those that keep ``scores`` apart count as those with batch axes."""
+        """The ``candidate_seeds`` of ``op`` that the budget allows: at least the first with batch axes and the first without. Seeds
+        that keep ``scores`` apart count as those with batch axes."""
         seeds = candidate_seeds(self.index.graph, op, self.index.producers if self._few else None, self._scores)
         if self._budget > 0:
             return seeds
         return [s for s in seeds if s.batch or s.apart][:1] + [s for s in seeds if not (s.batch or s.apart)][:1]
 
     def choose(self) -> None:
-        """A call was chosen: ``order`` and ``free`` are others now."""
+        """Note that a call was chosen, which has changed ``order`` and ``free``."""
         self._chosen += 1
         if self._budget > 0:
             self._kept.clear()
 
-    def at(self, seed: Seed) -> tuple[Kept, bool]:
+    def at(self, seed: Seed) -> tuple[CachedSpread, bool]:
         """The spread from ``seed``, and whether it was made just now."""
         space, labels = _seed_labels(self.index.graph, seed)
         for kept in reversed(self._kept):
@@ -697,13 +684,13 @@ class Spreads:
         looks = self.order.looks
         made = self._spread(seed, self._barred(seed, space, labels))
         groups = groups_of(self.index, made, self.order)
-        kept = Kept(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen, seed.apart)
+        kept = CachedSpread(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen, seed.apart)
         self._budget -= made.looks + self.order.looks - looks
         self._kept.append(kept)
         return kept, True
 
     def _barred(self, seed: Seed, space: StreamSpace, labels: DimLabels) -> Mapping[int, str]:
-        """The ops that a stream from ``seed`` would be kept out of, as far as spreads are known that would have led there."""
+        """The ops that a stream from ``seed`` would be kept out of, as far as known spreads show it."""
         for kept in reversed(self._kept):
             if kept.chosen == self._chosen and kept.spread.space == space and kept.apart == seed.apart:
                 for reached, barred in reversed(kept.spread.rounds):
@@ -711,8 +698,8 @@ class Spreads:
                         return barred
         return {}
 
-    def region_with(self, kept: Kept, op: int) -> Region | None:
-        """The region of a spread that ``op`` is in, if any."""
+    def region_with(self, kept: CachedSpread, op: int) -> Region | None:
+        """The region of a spread that contains ``op``, if any."""
         k = kept.group_of.get(op)
         if k is None:
             return None
@@ -722,8 +709,8 @@ class Spreads:
             kept.regions[k] = region_of(self.index, kept.spread, kept.groups[k])
         return kept.regions[k]
 
-    def _anew(self, kept: Kept, k: int, op: int) -> Region | None:
-        """What calls chosen since then have left of a group."""
+    def _anew(self, kept: CachedSpread, k: int, op: int) -> Region | None:
+        """The region of ``op`` among the ops of a group that later calls have not taken."""
         ops = tuple(i for i in kept.groups[k] if i in self.free)
         inside = set(ops)
         touched = {v for i in ops for v in (*self.index.graph.ops[i].inputs, *self.index.graph.ops[i].outputs)}

@@ -1,4 +1,9 @@
-"""Calls: which regions run as phases of one custom call, and whether a call is worth it."""
+"""Calls: the regions that run as phases of one custom call, and the decision whether a call pays.
+
+In: regions with their plans. Out: ``Chosen`` calls: phases, merged calls, followers and phases that pay only inside a call.
+Invariants: a phase reads results of phases with lower numbers, or operands of the call; phases of one number do not read each
+other's results. A sink of a phase is an ordinary array behind the barrier, so every phase has a stream space of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,7 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, has_few_rows
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, regions_of
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# A call: regions that run one after the other, as the phases of one custom call.
-#
-# Comes in: regions with their plans. Goes out: ``Chosen``: the phases, each with the number of the first phase in which it can
-# run. Invariants: a phase reads what phases of lower numbers make, or what the call is given; phases of one number do not read
-# each other's results. What was a sink of a phase is an array like any other behind the barrier, so every phase has a stream
-# space of its own.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- a call -----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +32,14 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A call, its phases in the order in which they run. ``apart``: the calls that were merged into it, none for any other."""
+    """A call, its phases in the order in which they run. ``apart``: the calls that were merged into it, if any."""
 
     phases: tuple[Phase, ...]
     apart: tuple[Chosen, ...] = ()
 
     @staticmethod
     def of(planned: Sequence[tuple[Region, Plan]], apart: tuple[Chosen, ...] = ()) -> Chosen:
-        """The call of these regions with their plans, none of which may wait for itself."""
+        """The call of these regions with their plans, none of which may depend on itself."""
         maker = {v: k for k, (region, _) in enumerate(planned) for v in region.outputs}
         number: dict[int, int] = {}
 
@@ -60,12 +58,12 @@ class Chosen:
 
     @property
     def region(self) -> Region:
-        """That of the first phase."""
+        """The region of the first phase."""
         return self.phases[0].region
 
     @property
     def plan(self) -> Plan:
-        """That of the first phase."""
+        """The plan of the first phase."""
         return self.phases[0].plan
 
     @property
@@ -82,15 +80,16 @@ class Chosen:
         return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
 
 
-Together = Callable[[Chosen], Chosen | str]  # a call with the plans that its phases have in it, or why they are no phases of one
+Together = Callable[[Chosen], Chosen | str]  # the call with the plans of its phases in it, or why they cannot be one call
 
 
-def as_they_are(call: Chosen) -> Chosen:
+def keep_plans(call: Chosen) -> Chosen:
     return call
 
 
 def anchored_call(graph: Graph, regions: Sequence[Region]) -> tuple[int, ...]:
-    """The anchored ops of a call: those of its regions, and makers of what an earlier phase made, which can run nowhere else."""
+    """The anchored ops of a call: those of its regions, and makers that read results of an earlier phase, which can run nowhere
+    else."""
     fixed = dict.fromkeys(i for r in regions for i in anchored(graph, r))
     if len(regions) > 1:
         made = {v for r in regions for v in r.outputs}
@@ -99,10 +98,10 @@ def anchored_call(graph: Graph, regions: Sequence[Region]) -> tuple[int, ...]:
     return tuple(fixed)
 
 
-def joined(graph: Graph, regions: Sequence[Region], wanted: Collection[int] = ()) -> Region:
-    """The regions of a call as one: its ops, what it reads and what it gives. ``wanted``: values that other calls read.
+def region_of_call(graph: Graph, regions: Sequence[Region], wanted: Collection[int] = ()) -> Region:
+    """The regions of a call as one: its ops, operands and results. ``wanted``: values that other calls read.
 
-    The stream space, the labels and the sinks are those of the first; the others have their own.
+    The stream space, the labels and the sinks are those of the first region.
     """
     if len(regions) == 1:
         return regions[0]
@@ -118,7 +117,7 @@ def joined(graph: Graph, regions: Sequence[Region], wanted: Collection[int] = ()
 
 
 def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
-    """Values that are read outside of the ops ``inside``, also by makers among these that are made again outside."""
+    """Values that are read outside of the ops ``inside``, also by their makers, which are computed again outside."""
     producers = graph.producers()
     needed: set[int] = set()
     work = [*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)]
@@ -132,34 +131,31 @@ def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]
     return needed
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# When a pipeline is worth it, by what the model says of its plan.
-#
-# Comes in: a ``Plan``. Goes out: whether it is taken, and the comparison in words.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- when a pipeline pays ---------------------------------------------------------------------------------------------------------
 
-# A pipeline has to be modelled at least this much faster than XLA: the model is not better than that.
+# A pipeline must be modelled at least this much faster than XLA: the model is not more accurate than that.
 PROFIT_MARGIN = 1.07
-# One that moves less than this part of XLA's bytes only has to be as fast: bytes are counted, seconds modelled. With all legal
-# regions instead of those at 1.07x or more GraphCast took 0.94 of the CPU time, its gradient 0.91, its processor's 0.98 (Zen 5).
+# A pipeline that moves less than this part of XLA's bytes only has to be as fast: bytes are counted, seconds modelled. With all
+# legal regions instead of those at 1.07x or more GraphCast took 0.94 of the CPU time, its gradient 0.91, its processor's 0.98 (Zen
+# 5).
 _FEW_BYTES = 0.5
 
 
 def seconds_gained(plan: Plan) -> float:
-    """What the model says a pipeline saves, in seconds."""
+    """The modelled seconds that a pipeline saves."""
     return plan.baseline_seconds - plan.seconds
 
 
-def all_gained(found: Sequence[Chosen]) -> float:
-    """What it says several calls save, in seconds."""
+def total_gain(found: Sequence[Chosen]) -> float:
+    """The modelled seconds that the first phases of several calls save."""
     return sum(seconds_gained(c.plan) for c in found)
 
 
-def gained_apart(whole: Plan | str, rest: Plan, alone: Sequence[Plan | str]) -> float:
-    """What is gained where a region ``whole`` becomes ``rest`` and others, each ``alone`` a call where that pays, else XLA's.
+def gain_of_splitting(whole: Plan | str, rest: Plan, alone: Sequence[Plan | str]) -> float:
+    """The seconds gained by splitting a region ``whole`` into ``rest`` and parts, each ``alone`` a call if that pays, else XLA's.
 
-    Where all of them have plans the times that things take are compared. What XLA would take for the parts is no measure: that is
-    more than for the whole where a part makes an array that is inside of it.
+    If all of them have plans, their times are compared. XLA's time for the parts is no measure: it is more than for the whole if a
+    part makes an array that is inside of the whole.
     """
     if not isinstance(whole, str) and not any(isinstance(p, str) for p in alone):
         apart = [p.seconds if pays(p) else p.baseline_seconds for p in alone if not isinstance(p, str)]
@@ -169,52 +165,49 @@ def gained_apart(whole: Plan | str, rest: Plan, alone: Sequence[Plan | str]) -> 
 
 
 def pays(plan: Plan) -> bool:
-    """Is a pipeline modelled so much faster than XLA that it is taken?"""
+    """Is a pipeline modelled fast enough, against XLA, to be taken?"""
     if not any(stage.resource == "tensor" for stage in plan.stages):
         return plan.baseline_seconds > plan.margin * plan.seconds
     few = plan.bytes_moved < _FEW_BYTES * plan.baseline_bytes
     return plan.baseline_seconds > (1.0 if few else PROFIT_MARGIN) * plan.seconds
 
 
-def compared(plan: Plan) -> str:
-    """The modelled times of a pipeline and of XLA, in words."""
-    return f"modelled at {_time(plan.seconds)} as a pipeline against {_time(plan.baseline_seconds)}"
+def estimate_text(plan: Plan) -> str:
+    """The modelled times of a pipeline and of XLA, as the reason why ``plan`` is not taken."""
+    return f"a pipeline gains too little (estimate: {_time(plan.seconds)}, with jax.jit {_time(plan.baseline_seconds)})"
 
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Calls that follow each other become one, whose phases they are: the steps of a message-passing network, forward and backward.
-#
-# Comes in: chosen calls. Goes out: the calls, some of them merged. Two calls are merged where one reads what the other makes, no
-# op outside would have to run between them, and what a phase needs in front of the whole call (the permutation of its rows; a
-# broadcast that several calls make for themselves) does not wait for the other. Every phase keeps its plan, but for what the
-# target changes in it to run it with others.
-#
-# A merged call does the same work. It saves a call for each phase behind the first, and the fresh pages of every value that only
-# phases of the call read: the executor keeps these in memory of its own, which it uses again within a call and between calls. It
-# costs that all operands and results of the call live while it runs. So calls are merged wherever that is legal and the target
-# runs them as one (``Target.together``), until a call has as many regions as the target takes, or would hold much more memory
-# than its parts did one by one.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- merging calls that follow each other -----------------------------------------------------------------------------------------
 
-# A merged call may hold a quarter more than its parts did, and this many bytes.
+# A merged call may hold a quarter more memory than its parts did, and this many bytes.
 _MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
 
 
-def merged(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int) -> list[Chosen]:
-    """``calls``, merged where they can be. ``together(call)``: the call as the target would run it, or why it would not; ``most``:
-    phases of a call."""
+def merge_calls(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int) -> list[Chosen]:
+    """``calls``, merged wherever that is legal: the steps of a message-passing network, for example, forward and backward.
+
+    Two calls are merged if one reads results of the other, no op outside would have to run between them, and values that a phase
+    needs before the whole call (the permutation of its rows; a broadcast that several calls compute for themselves) do not depend
+    on the other. Every phase keeps its plan, except where the target changes it to run it with others.
+
+    A merged call does the same work. It saves a call per phase behind the first, and the fresh pages of every value that only its
+    phases read: the executor keeps these in memory that it reuses within a call and between calls. Its price is that all operands
+    and results live while it runs, so merging stops when a call would hold much more memory than its parts did one by one, or has
+    ``most`` phases. ``together(call)``: the call as the target would run it, or why it would not.
+    """
     return _Merge(index, calls, together, most).run()
 
 
-class _Waits:
-    """What waits for what: calls (numbers from 0) and, behind them, ops that XLA runs; some of these are ops of regions as well,
-    which others make again for themselves.
+class _Dependencies:
+    """The dependencies of calls (numbers from 0) and, after them, of ops that XLA runs; some of these are ops of regions as well,
+    which others compute again for themselves.
 
-    ``before[node]``: the nodes that make what it reads. ``position`` grows along every path. ``group[call]``: those that are one.
+    ``before[node]``: the nodes that make its operands. ``position`` grows along every path. ``group[call]``: the calls merged with
+    it.
     """
 
     def __init__(self, index: GraphIndex, calls: Sequence[Chosen]):
@@ -244,7 +237,7 @@ class _Waits:
         self.group: dict[int, tuple[int, ...]] = {k: (k,) for k in range(len(calls))}
 
     def join(self, calls: tuple[int, ...]) -> bool:
-        """Make ``calls`` one node, unless another would then stand both before and behind it."""
+        """Make ``calls`` one node, unless another node would then have to run both before and after it."""
         inside = set(calls)
         first = min(self.position[k] for k in calls)
         seen: set[int] = set()
@@ -266,7 +259,7 @@ class _Waits:
 
 
 def _reads(call: Chosen) -> set[int]:
-    """What must be there before the call or its phases begin: their operands, and the indices in whose order rows stream."""
+    """Values that must exist before the call or its phases begin: their operands, and the indices that order their rows."""
     orders = {p.plan.order for p in call.phases if p.plan.order is not None}
     return {v for r in call.regions for v in r.inputs} | orders
 
@@ -274,21 +267,21 @@ def _reads(call: Chosen) -> set[int]:
 class _Merge:
     def __init__(self, index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int):
         self.index, self.calls, self.together, self.most = index, calls, together, most
-        self.waits = _Waits(index, calls)
+        self.dependencies = _Dependencies(index, calls)
         self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
 
     def run(self) -> list[Chosen]:
-        waits = self.waits
-        place = waits.position.__getitem__
+        dependencies = self.dependencies
+        place = dependencies.position.__getitem__
         for k in sorted(range(len(self.calls)), key=place):
-            makers = [n for n in waits.before[k] if n < len(self.calls)]
-            for j in sorted(makers, key=place, reverse=True):  # what was made last is in the caches
-                if waits.group[j] != waits.group[k]:
-                    self._try(tuple(sorted((*waits.group[j], *waits.group[k]), key=place)))
-        return [self.made[calls] for calls in dict.fromkeys(waits.group.values())]
+            makers = [n for n in dependencies.before[k] if n < len(self.calls)]
+            for j in sorted(makers, key=place, reverse=True):  # the values made last are in the caches
+                if dependencies.group[j] != dependencies.group[k]:
+                    self._try(tuple(sorted((*dependencies.group[j], *dependencies.group[k]), key=place)))
+        return [self.made[calls] for calls in dict.fromkeys(dependencies.group.values())]
 
     def _try(self, calls: tuple[int, ...]) -> None:
-        """Merge ``calls`` where that is legal and holds no more memory than it may."""
+        """Merge ``calls`` if that is legal and does not hold too much memory."""
         apart = tuple(self.calls[k] for k in calls)
         call = Chosen.of([pair for c in apart for pair in c.planned], apart)
         made = {v for r in call.regions for v in r.outputs}
@@ -296,14 +289,14 @@ class _Merge:
         if len(call.phases) > self.most or ordered or self._holds_more(call):
             return
         found = self.together(call)
-        if not isinstance(found, str) and self.waits.join(calls):
+        if not isinstance(found, str) and self.dependencies.join(calls):
             self.made[calls] = found
 
     def _holds_more(self, call: Chosen) -> bool:
-        """Would ``call`` hold much more than its parts do, one after the other?
+        """Would ``call`` hold much more memory than its parts do, one after the other?
 
-        As one call its operands are held from its beginning and its results to its end, though a part alone would free or make them
-        when it runs. Arguments of the function are its caller's.
+        One call holds all operands from its beginning and all results to its end, though a part alone would free or make them when
+        it runs. Arguments of the function belong to its caller.
         """
         regions = call.regions
         results, consumers, given = self.index.results, self.index.consumers, set(self.index.graph.inputs)
@@ -324,14 +317,7 @@ class _Merge:
         return max(itertools.accumulate(together)) > _MOST_MORE * max(itertools.accumulate(apart)) + _FREE_BYTES
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Followers of a region: what runs in later phases of its call, such as the updates of the parameters whose gradients it makes.
-#
-# Comes in: a region that was chosen, and the ops that no region has. Goes out: more regions for its call: pointwise work (and
-# sums) over the elements of a gradient, and the scalar work between two of them, such as the factor of clipping by the global
-# norm. Invariants: the call with all of its followers is convex; a follower reads what earlier phases made, or what does not
-# depend on the call.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- followers: later phases of a call, such as the updates of the parameters whose gradients it makes ----------------------------
 
 # A follower has an op of one of these families; one that only moved data would save nothing.
 _COMPUTES = frozenset({"pointwise", "convert", "reduce"})
@@ -339,11 +325,11 @@ _SCALAR = frozenset({"pointwise", "convert"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Following:
-    """What the search needs to know about a graph whose regions are being chosen.
+class FollowerSearch:
+    """A search for followers of regions, while the regions of a graph are being chosen.
 
-    ``free``: ops that no region has. ``order``: that of all calls that were chosen. ``spread(seed, free)`` spreads a stream over
-    ops of ``free``; ``supports(op)`` is a reason or None.
+    ``free``: ops that no region has. ``order``: that of all chosen calls. ``spread(seed, free)`` spreads a stream over ops of
+    ``free``; ``supports(op)`` is a reason or None.
     """
 
     index: GraphIndex
@@ -353,13 +339,15 @@ class Following:
     supports: Callable[[int], str | None]
 
     def followers(self, region: Region) -> list[Region]:
-        """The followers of ``region``."""
+        """The followers of ``region``: pointwise work and sums over the elements of a gradient, and the scalar work between two of
+        them, such as the factor of clipping by the global norm. The call with all of its followers is convex; a follower reads
+        results of earlier phases, or values that do not depend on the call."""
         order = self.order.copy()
         candidates = self._candidates(region, order)
-        return _Join(self, region, candidates, order).run() if candidates else []
+        return _FollowerWalk(self, region, candidates, order).run() if candidates else []
 
     def _candidates(self, region: Region, order: Order) -> list[Region]:
-        """Regions over the elements of the sinks' results, and of what becomes of them. Each becomes a node of ``order``."""
+        """Regions over the elements of the sinks' results, and of values computed from these. Each becomes a node of ``order``."""
         graph, free, call = self.index.graph, set(self.free), anchored(self.index.graph, region)[0]
         found: list[Region] = []
         for v in self._gradients(region):
@@ -376,8 +364,8 @@ class Following:
         return found
 
     def _is_spread_out(self, v: int) -> bool:
-        """Is ``v`` rows of numbers (a score of each head, a sum of each node) repeated over more elements? What reads that streams
-        over these rows, and repeats a number where it reads it: as a follower it would have XLA write all elements first."""
+        """Is ``v`` rows of numbers (a score per head, a sum per node) repeated over more elements? Its reader streams over these
+        rows, and repeats a number where it reads it: as a follower it would have XLA write all elements first."""
         i = self.index.producers.get(v)
         if i is None or i not in self.free or OPS[self.index.graph.ops[i].kind].family != "broadcast":
             return False
@@ -385,7 +373,7 @@ class Following:
         return any(1 < value.size < self.index.graph.values[v].size for value in of)
 
     def _gradients(self, region: Region) -> list[int]:
-        """Results of the sinks that are arrays; what a scalar one is made, where its parameter is an array of one element."""
+        """Results of the sinks that are arrays; for a scalar result, arrays of one element that are made of it (a parameter's)."""
         graph = self.index.graph
         found: list[int] = []
         for i in region.sinks:
@@ -399,8 +387,8 @@ class Following:
 
 
 class _Elementwise:
-    """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array, unless the call that
-    they would follow waits for them.
+    """The ops of ``free`` on arrays of ``size`` elements and scalars only, and reductions of such an array, except ops that the
+    call they would follow depends on.
 
     An op on larger arrays than the gradient is no part of its update: it may become a region, but no follower.
     """
@@ -421,17 +409,17 @@ class _Elementwise:
         return not self.order.leads_to(self.order.node(i), self.call)
 
 
-class _Join:
-    """One walk over what depends on ``region``, in ``order``, where it and the candidates are nodes: who can stand behind the
-    region's barrier?"""
+class _FollowerWalk:
+    """One walk over the ops that depend on ``region``, in ``order``, where it and the candidates are nodes, to find those that can
+    run behind the region's barrier."""
 
-    def __init__(self, given: Following, region: Region, candidates: Sequence[Region], order: Order):
+    def __init__(self, given: FollowerSearch, region: Region, candidates: Sequence[Region], order: Order):
         self.given, self.region, self.order = given, region, order
         self.graph = given.index.graph
         self.candidates = {anchored(self.graph, c): c for c in candidates}
         self.inside = set(region.ops)
         self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
-        self.behind: set[int] = set()  # values that some op outside makes of what the call makes
+        self.behind: set[int] = set()  # values that ops outside compute from results of the call
         self.joined: list[Region] = []
         self.scalars: dict[int, int] = {}  # scalar op -> phase
 
@@ -452,7 +440,7 @@ class _Join:
         return [*self.joined, *self._scalar_regions()]
 
     def _after(self, values: Iterable[int]) -> int | None:
-        """The last phase that makes one of ``values``; None where one of them is made outside the call, after the call began."""
+        """The last phase that makes one of ``values``; None if one of them is made outside of the call, after the call began."""
         values = tuple(values)
         if any(v in self.behind or self._made_again(v) for v in values):
             return None
@@ -478,7 +466,7 @@ class _Join:
         return not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs))
 
     def _scalar(self, i: int) -> None:
-        """Scalar ops of one phase are one region, so they may read each other; all else they read comes from phases before."""
+        """Scalar ops of one phase are one region, so they may read each other; their other operands come from earlier phases."""
         op = self.graph.ops[i]
         if self._after(op.inputs) is None:
             self._outside((i,))
@@ -495,7 +483,7 @@ class _Join:
             self.behind.update(v for op in ops for v in op.outputs)
 
     def _scalar_regions(self) -> list[Region]:
-        """One region a phase of the scalar ops that some follower waits for; XLA does the others."""
+        """One region per phase, of the scalar ops that followers need; XLA runs the others."""
         needed: set[int] = set()
         work = [v for region in self.joined for v in region.inputs]
         while work:
@@ -509,7 +497,7 @@ class _Join:
         return [self._scalar_region(ops) for ops in by_phase.values()]
 
     def _scalar_region(self, ops: list[int]) -> Region:
-        """A stream of one row: a space without axes."""
+        """``ops`` as a stream of one row: a space without axes."""
         graph, inside = self.graph, set(ops)
         made = [v for i in ops for v in graph.ops[i].outputs]
         read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
@@ -524,25 +512,22 @@ class _Join:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What pays beside the chosen calls though it would not by itself: it becomes a phase of a call whose arrays it reads or makes.
-#
-# An array that only a call reads lies in memory that the executor keeps. Between a call and XLA, or between two of XLA's kernels,
-# it lies in the block of memory that XLA allocates for the whole program. Where that block is large, it is fresh pages at every
-# run, of which the system zeroes each at its first touch: of the gradient of a graph attention network with three regions left to
-# XLA between four calls, 29 of 200 ms of CPU time. What a region is modelled at by itself has nothing of this, as the arrays that
-# it reads and those that it makes are XLA's either way.
-#
-# Comes in: the chosen calls, a region that none of them has. Goes out: the seconds that are saved where both are one call. A
-# region that stands between two calls may save more than the arrays that it reads and makes itself: they become one with it, and
-# what else one hands to the other is no array of XLA's then either (``border_seconds``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- regions that pay only as an extra phase of a chosen call ---------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
-    """``ops`` of the chosen calls, and ``made``: what they make. ``fresh``: seconds for each byte of an array that is XLA's.
-    ``spare``: seconds that a region may lose by itself, if it stands between calls."""
+class PhaseSavings:
+    """The seconds that a region saves as a phase of a chosen call, beyond its own modelled gain.
+
+    An array that only one call reads lies in memory that the executor keeps. An array between a call and XLA lies in the block that
+    XLA allocates for the whole program. A large block is fresh pages in every run, each zeroed by the system at its first touch: 29
+    of
+    200 ms of CPU time in the gradient of a graph attention network with three regions left to XLA between four calls.
+
+    ``ops`` of the chosen calls, and ``made``: their results. ``fresh``: seconds for each byte of an array in XLA's memory.
+    ``spare``: seconds that a region may lose by itself if it connects calls, whose other arrays then leave XLA's memory
+    (``border_seconds``).
+    """
 
     index: GraphIndex
     ops: frozenset[int]
@@ -551,19 +536,19 @@ class Beside:
     spare: float = 0.0
 
     @staticmethod
-    def of(index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0) -> Beside:
+    def of(index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0) -> PhaseSavings:
         regions = [r for c in chosen for r in c.regions]
         ops, made = frozenset(i for r in regions for i in r.ops), frozenset(v for r in regions for v in r.outputs)
-        return Beside(index, ops, made, fresh, spare)
+        return PhaseSavings(index, ops, made, fresh, spare)
 
     def pays(self, region: Region, plan: Plan) -> bool:
-        """Is ``region`` modelled faster than XLA, with what is saved as a phase of a chosen call?"""
+        """Is ``region`` modelled faster than XLA, including its savings as a phase of a chosen call?"""
         saved = self.saved(region)
         between = not self.made.isdisjoint(region.inputs) and any(map(self._is_read, region.outputs))
         return saved > 0.0 and plan.baseline_seconds + saved + self.spare * between > plan.seconds
 
     def saved(self, region: Region) -> float:
-        """Seconds that arrays between ``region`` and the calls take where it is left to XLA: those that nothing else reads."""
+        """Seconds that arrays between ``region`` and the calls take if XLA runs it: arrays that nothing else reads."""
         inside = self.ops.union(region.ops)
         values = [v for v in region.inputs if v in self.made]
         values += [v for v in region.outputs if self._is_read(v)]
@@ -574,19 +559,19 @@ class Beside:
 
 
 class Bridges:
-    """Calls, of which more become one because of what stands between them.
+    """Calls, more of which become one if a region that connects them (a bridge) is chosen.
 
-    ``merge(more)`` gives the calls there are with ``more`` chosen ones; ``calls`` are the best that were found, with what was
-    accepted, and ``border`` the seconds that they take for what else is no array of a call's.
+    ``merge(more)`` returns all calls with the chosen calls ``more`` among them; ``calls`` are the best found so far, with the
+    accepted bridges, and ``border`` the seconds that their arrays in XLA's memory take.
     """
 
     def __init__(self, index: GraphIndex, merge: Callable[[Sequence[Chosen]], list[Chosen]], fresh: float):
         self.index, self.merge, self.fresh = index, merge, fresh
         self.calls, self.border = self._tried([])
-        self.refused: set[tuple[int, ...]] = set()  # by their ops, each of which may be a seed
+        self.refused: set[tuple[int, ...]] = set()  # by their ops: several seeds lead to one bridge
 
     def accepts(self, bridge: Chosen) -> bool:
-        """Take ``bridge`` where it saves more than it loses by itself."""
+        """Take ``bridge`` if it saves more than it loses by itself."""
         if bridge.ops in self.refused:
             return False
         calls, border = self._tried([bridge])
@@ -603,7 +588,7 @@ class Bridges:
 
 
 def border_seconds(index: GraphIndex, calls: Sequence[Chosen], fresh: float) -> float:
-    """Seconds that arrays take which one of ``calls`` makes, and something else of the program reads."""
+    """Seconds for arrays that one of ``calls`` makes and another part of the program reads."""
     values = [(v, c.ops) for c in calls for r in c.regions for v in r.outputs if v not in index.results]
     return fresh * sum(_bytes(index, v) for v, ops in values if not _stays(index, v, frozenset(ops)))
 
@@ -617,28 +602,18 @@ def _bytes(index: GraphIndex, v: int) -> int:
     return value.size * np_dtype(value.dtype).itemsize
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What stands between the calls of a token that is generated: norms, rotary embeddings, residual sums of one row or a few.
-#
-# Comes in: the chosen calls, and the ops that no region has. Goes out: calls of one region each, streams of one row, which a
-# merge may make phases of their neighbours. A product of few rows takes as long as its weight takes to arrive, and its call
-# should be followed by the next one's without XLA in between. Nothing of this kind is looked for where no such product was
-# chosen.
-#
-# Invariant: a region has ops of one level, and a path that leaves a level through any other op comes back to a higher one; so
-# each is convex, and no two of them wait for each other.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- small ops between the calls of a decoded token: norms, rotary embeddings, residual sums of one row or a few ------------------
 
-# One thread does it all: what takes longer than handing out work is left to XLA's.
+# One thread does it all: larger arrays take longer than handing out work, and are left to XLA.
 _MOST_ELEMENTS = 1 << 15
 _FAMILIES = frozenset(
     {"pointwise", "convert", "reduce", "argreduce", "broadcast", "reshape", "transpose", "iota", "slice", "concatenate", "pad"}
 )
-# Two calls that become one save the one's start.
+# Two calls that become one save the start of one.
 _SAVED = 4e-6
 
 
-def between(
+def find_decode_glue(
     index: GraphIndex,
     chosen: Sequence[Chosen],
     order: Order,
@@ -646,10 +621,15 @@ def between(
     supports: Callable[[int], str | None],
     plan_of: Callable[[Region], Plan | str],
 ) -> list[Chosen]:
-    """The calls that ``chosen`` ones of products of few rows may be joined by. ``order``: that of the chosen calls; ``free``: ops
-    that no region has."""
+    """Calls of one region each, streams of one row, that a merge may make phases of neighbouring calls of products of few rows.
+
+    A product of few rows takes as long as its weight takes to arrive, so its call should be followed by the next one without XLA in
+    between. Empty if no such product was chosen. A region has ops of one level, and a path that leaves a level through any other op
+    comes back to a higher one; so each region is convex, and no two of them depend on each other. ``order``: that of the chosen
+    calls; ``free``: ops that no region has.
+    """
     graph = index.graph
-    if not any(has_token(index, c) for c in chosen):
+    if not any(has_few_row_product(index, c) for c in chosen):
         return []
     members = {i for i in free if i in index.live and _small(graph, i) and supports(i) is None}
     levels: dict[int, list[int]] = {}
@@ -664,8 +644,8 @@ def between(
     return found
 
 
-def has_token(index: GraphIndex, call: Chosen) -> bool:
-    """Does ``call`` stream over what a product of few rows contracts?"""
+def has_few_row_product(index: GraphIndex, call: Chosen) -> bool:
+    """Does ``call`` stream over the contracted dimension of a product of few rows?"""
     return any(_few_rows(index, region) for region in call.regions)
 
 
@@ -673,10 +653,10 @@ def _few_rows(index: GraphIndex, region: Region) -> bool:
     return any(has_few_rows(index.graph, index.producers, i) for i in region.sinks)
 
 
-def joins(index: GraphIndex, chosen: Sequence[Chosen], region: Region, plan: Plan) -> bool:
-    """Is ``region`` such a product that pays as a phase of a call, beside one of those that were ``chosen``?"""
+def pays_as_decode_phase(index: GraphIndex, chosen: Sequence[Chosen], region: Region, plan: Plan) -> bool:
+    """Is ``region`` a product of few rows that pays as a phase of a call, beside another one among the ``chosen`` calls?"""
     near = plan.seconds <= plan.baseline_seconds + _SAVED
-    return near and _few_rows(index, region) and any(has_token(index, c) for c in chosen)
+    return near and _few_rows(index, region) and any(has_few_row_product(index, c) for c in chosen)
 
 
 def _small(graph: Graph, i: int) -> bool:
@@ -687,8 +667,8 @@ def _small(graph: Graph, i: int) -> bool:
 
 
 def _levels(index: GraphIndex, order: Order, members: set[int]) -> dict[int, int]:
-    """The level of each member: of what it reads the highest, and one more where a path from a member came by another op. What is
-    read by members only is as high as the lowest of them, so that it is made beside its readers."""
+    """The level of each member: the highest of its operands, plus one if a path from a member came through another op. A value that
+    only members read is as high as the lowest of its readers, so that it is made beside them."""
     graph, producers = index.graph, index.producers
     level: dict[int, int] = {}
     nodes = sorted({order.node(i) for i in index.live}, key=order.position)

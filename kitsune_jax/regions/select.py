@@ -1,4 +1,10 @@
-"""The choice of regions: legal ones first, then those that the cost model says pay; loops by themselves."""
+"""The choice of regions: legal ones first, then those that the cost model says pay; loops are regions by themselves.
+
+In: a Graph, the ops that the target supports, a planner. Out: ``Selection``: disjoint, convex regions with their plans, and for
+every op outside of them the reason. A region must be modelled faster than XLA's code for the same ops; ``force`` takes every legal
+region (for tests). Followers of a region (``regions.joining``) are always taken: they share the call of their region, and their
+operands are in the cache.
+"""
 
 from __future__ import annotations
 
@@ -13,49 +19,41 @@ from kitsune_jax.ops.spec import Dims
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, Wiring, has_few_rows, is_batched, relations_of, spread
-from kitsune_jax.regions.alternatives import best_cut, recompute, smaller_of
+from kitsune_jax.regions.alternatives import best_cut, drop_costly_ops, recompute
 from kitsune_jax.regions.grow import (
     NEVER_SEEDS,
     GraphIndex,
     Order,
-    Spreads,
+    SpreadCache,
     anchored,
+    choose_with_one_maker,
     regions_of,
     seed_order,
     splits_layer,
     updated_in_place,
-    with_one_maker,
 )
 from kitsune_jax.regions.joining import (
     PROFIT_MARGIN,
-    Beside,
     Bridges,
     Chosen,
-    Following,
+    FollowerSearch,
+    PhaseSavings,
     Together,
-    all_gained,
     anchored_call,
-    as_they_are,
-    between,
-    compared,
-    has_token,
-    joins,
-    merged,
+    estimate_text,
+    find_decode_glue,
+    has_few_row_product,
+    keep_plans,
+    merge_calls,
     pays,
+    pays_as_decode_phase,
     seconds_gained,
+    total_gain,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Loops as regions: each is one by itself, with what makes its operands of constants.
-#
-# Comes in: a loop of a Graph, and what spreads a stream over it. Goes out: the regions that it may be, most promising first:
-# streams over dimensions that no step mixes, and last a stream of one row, in which all dimensions stay whole. Sums over all
-# steps and rows of what a loop makes and takes for each step (the gradients of its weights) are members of its region: their
-# parts are added up step by step. Invariant: what else reads a loop's slices finds them in memory, so xs are inputs of its region
-# and ys are results.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- loops as regions -------------------------------------------------------------------------------------------------------------
 
-_SAME = "one of its results is the same for all rows of a stream"
+_SAME = "one of its results is the same for all rows of a stream, so no row computes it"
 _MAKERS = frozenset({"broadcast_in_dim", "iota"})
 _VIEWS = frozenset({"reshape", "broadcast", "iota"})  # families of ops
 
@@ -68,11 +66,17 @@ def loop_regions(
     spread: Callable[[Seed, Container[int]], Spread],
     sums_behind: bool = False,
 ) -> Iterator[Region | str]:
-    """The regions that loop ``i`` may be, or why a stream does not go through it. ``free``: ops that no region has.
-    ``sums_behind``: the loop may also leave its sums behind, with arrays of all steps for them."""
+    """The regions that loop ``i`` may be, most promising first, or reasons why a stream cannot pass through it.
+
+    Streams over dimensions that no step mixes come first, and last a stream of one row, in which all dimensions stay whole. Makers
+    of its operands from constants belong to the region. So do sums over all steps and rows of values that the loop makes or takes
+    in each step (the gradients of its weights): their parts are added step by step. Other readers of a loop's slices find them in
+    memory: xs are inputs of the region and ys are results. ``free``: ops that no region has. ``sums_behind``: the loop may also
+    leave its sums to ops behind it, with arrays of all steps for them.
+    """
     graph = index.graph
     if _idle(body_of(graph.ops[i])):
-        yield "its steps only hand arrays on"
+        yield "its steps only move arrays: there is nothing to pipeline"
         return
     p = parts(graph.ops[i])
     makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
@@ -96,23 +100,23 @@ def loop_regions(
                     yields = all(v in labels or v in made for v in region.outputs)
                     yield region if yields else _SAME
                     summed |= yields and bool(made)
-    if not summed:  # else another stream would leave arrays of all steps behind, of which the sums are made
+    if not summed:  # else another stream would store arrays of all steps, only to sum them
         yield _one_row(index, i)
 
 
 def _idle(body: Graph) -> bool:
-    """Does a body compute nothing, as one that swaps two carries? Views do not count."""
+    """Does a body compute nothing, such as one that swaps two carries? Views do not count."""
     return all(_idle(op.body) if op.body is not None else OPS[op.kind].family in _VIEWS for op in body.ops)
 
 
 def _makes(graph: Graph, i: int) -> bool:
-    """Op ``i`` makes an array of a scalar, or of nothing."""
+    """Does op ``i`` make an array of a scalar, or of nothing?"""
     op = graph.ops[i]
     return op.kind in _MAKERS and all(not graph.values[v].shape for v in op.inputs)
 
 
 def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
-    """All dimensions of the largest operand or result that no step mixes; of each one its first, its others."""
+    """For each large operand or result: all its dimensions that no step mixes, and each of them alone; at most ``_MOST`` seeds."""
     op = graph.ops[i]
     operands = (*op.inputs, *op.outputs)
     mixed = {(operands[k], d) for r in relations_of(graph, op) if r.role != "parallel" for k, d in r.members}
@@ -124,7 +128,7 @@ def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
         dims = tuple(d for d in range(len(shape)) if (v, d) not in mixed and shape[d] > 1)
         choices |= dict.fromkeys(Seed(v, c) for c in (dims, *((d,) for d in dims)) if c)
     shortest: dict[Seed, None] = {}
-    for v in values:  # where there is nothing else, a stream of one row
+    for v in values:  # if there is nothing else, a stream of one row
         shape = graph.values[v].shape
         shortest |= dict.fromkeys(Seed(v, (d,)) for d in range(len(shape)) if (v, d) not in mixed and shape[d] == 1)
     yield from list(choices)[:_MOST] or list(shortest)[:1]
@@ -134,7 +138,7 @@ _MOST = 8  # seeds that are tried
 
 
 def _by_index(body: Graph) -> Op | None:
-    """An op of the body that takes or folds rows by indices."""
+    """An op of the body that reads or adds rows by indices."""
     for op in body.ops:
         found = op if OPS[op.kind].family in ("gather", "scatter") else None if op.body is None else _by_index(op.body)
         if found is not None:
@@ -148,9 +152,9 @@ def _one_row(index: GraphIndex, i: int) -> Region | str:
     results = set(graph.outputs)
     labelled = [v for v in (*p.initial, *p.xs, *op.outputs) if graph.values[v].literal is None and v not in p.consts]
     if not set(labelled).intersection(op.inputs):
-        return "it computes the same whatever the arguments are"
+        return "its results do not depend on the arguments"
     if (by_index := _by_index(body_of(op))) is not None:
-        return f"{by_index.label or by_index.kind} ({by_index.source}) goes by indices, and no dimension of the loop streams"
+        return f"{by_index.label or by_index.kind} ({by_index.source}) works by indices, and no dimension of it is independent"
     labels = {v: ((),) * len(graph.values[v].shape) for v in sorted(set(labelled))}
     alone = OPS[op.kind].alone
     if alone is not None and (
@@ -166,16 +170,9 @@ def _one_row(index: GraphIndex, i: int) -> Region | str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Choosing regions: legal ones first, then those the cost model says pay.
-#
-# Comes in: a Graph, what the target supports, a planner. Goes out: disjoint, convex regions with their plans, and for every op
-# that is in none of them the reason. ``force`` takes every legal region whatever the model says (for tests); otherwise a region
-# must be modelled faster than what XLA would do with the same ops. Followers of a region (``regions.joining``) are always
-# taken: they share the call of their region, and their operands are in the cache.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the search -------------------------------------------------------------------------------------------------------------------
 
-_OWN_BODY = "a loop left to XLA, with pipelines in its body where they pay"
+_OWN_BODY = "XLA runs this loop, with pipelines in its body where they pay"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +182,7 @@ class Selection:
 
 
 Planner = Callable[[Graph, Region], Plan | str]
-Failed = Callable[[Exception, Sequence[int]], str]  # (a bug of ours, the ops around which it showed) -> the reason in words
+Failed = Callable[[Exception, Sequence[int]], str]  # (a bug of this package, the ops around it) -> the reason in words
 
 
 def _raised(error: Exception, _: Sequence[int]) -> str:
@@ -194,7 +191,7 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """What a search for regions was asked for: the arguments of ``select``."""
+    """The arguments of ``select``."""
 
     supports: Callable[[int], str | None]
     planner: Planner
@@ -212,16 +209,16 @@ def select(
     capabilities: TargetCapabilities = SIMPLEST,
     *,
     force: bool,
-    together: Together = as_they_are,
+    together: Together = keep_plans,
     fresh: float = 0.0,
     failed: Failed = _raised,
 ) -> Selection:
     """Pick regions greedily, from the ops with the most work down.
 
-    ``supports(op index)`` gives a reason, or None. ``planner(graph, region)`` gives a plan, or a reason in words. ``capabilities``:
-    of the target; where it runs calls of several phases, regions may have followers, and up to ``most_merged`` regions become one
-    call. ``together`` says with which plans, or why not. ``fresh``: seconds for each byte of an array that is between calls instead
-    of between phases of one (``regions.joining``). ``failed``: told of an error of one region, which it costs.
+    ``supports(op index)`` returns a reason, or None. ``planner(graph, region)`` returns a plan, or a reason. ``capabilities``: if
+    the target runs calls of several phases, regions may have followers, and up to ``most_merged`` regions become one call.
+    ``together`` returns a call with its plans, or why it cannot be one. ``fresh``: seconds per byte of an array between calls
+    instead of between phases of one (``PhaseSavings``). ``failed`` records an error, which costs only its region.
     """
     search = _Search(supports, planner, capabilities, force, together, fresh, failed)
     wiring = Wiring(graph, capabilities.sums_by_batch)
@@ -229,7 +226,7 @@ def select(
     def choose(index: GraphIndex) -> Selection:
         return _Selector(index, wiring, search).run()
 
-    return with_one_maker(GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops})
+    return choose_with_one_maker(GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops})
 
 
 class _Selector:
@@ -237,13 +234,13 @@ class _Selector:
         self.index, self.graph, self.wiring = index, (graph := index.graph), wiring
         self.capabilities, self.planner, self.force = search.capabilities, search.planner, search.force
         self.together, self.failed, self.fresh = search.together, search.failed, search.fresh
-        self.beside = Beside.of(self.index, (), self.fresh)  # of nothing yet
+        self.phase_savings = PhaseSavings.of(self.index, (), self.fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(search.supports)
         self.why = updated_in_place(graph)
         free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.free = free - self.why.keys()
-        self.spreads = Spreads(
+        self.spreads = SpreadCache(
             self.index,
             self.order,
             self.free,
@@ -253,7 +250,7 @@ class _Selector:
         )
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
-        self.parted: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
+        self.reduced: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
         self.cut: dict[Region, tuple[int, list[Chosen]]] = {}  # the best cut of a region, by how many were chosen then
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -268,11 +265,13 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        beside = self._choose_beside(seeds) if self.capabilities.most_merged > 1 and self.fresh and not self.force else frozenset()
-        if self.capabilities.recomputes and not self.force:  # elsewhere passes are cut by the plans of both (``_passes``)
+        extra = (
+            self._choose_extra_phases(seeds) if self.capabilities.most_merged > 1 and self.fresh and not self.force else frozenset()
+        )
+        if self.capabilities.recomputes and not self.force:  # other targets compare plans of both passes (``_best_parts``)
             self._recompute()
         if self.capabilities.most_merged > 1:
-            self._merge(beside, seeds)
+            self._merge(extra, seeds)
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
         return Selection(tuple(sorted(self.chosen, key=lambda c: c.region.ops[0])), tuple(rejected))
@@ -293,19 +292,19 @@ class _Selector:
                 self.chosen.append(best)
                 self.free.difference_update(set(best.region.ops).difference(best.region.again))
                 self.spreads.choose()
-                # The same seed may head another region: what a level or a component split off.
+                # The same seed may lead to another region: a level or a component that was split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
 
-    def _choose_beside(self, seeds: Sequence[int]) -> frozenset[int]:
-        """Choose what pays as a phase of a call that was chosen, and what pays beside these; the ops of all that."""
+    def _choose_extra_phases(self, seeds: Sequence[int]) -> frozenset[int]:
+        """Choose regions that pay as phases of a chosen call, and regions that pay beside these; the ops of all of them."""
         own, before = len(self.chosen), -1
         while before < len(self.chosen):
-            before, self.beside = len(self.chosen), Beside.of(self.index, self.chosen, self.fresh)
+            before, self.phase_savings = len(self.chosen), PhaseSavings.of(self.index, self.chosen, self.fresh)
             self._choose(seeds)
         return frozenset(i for c in self.chosen[own:] for i in c.ops)
 
     def _choose_loops(self) -> None:
-        """Loops are regions by themselves; those that are none keep the reason."""
+        """Choose loops, which are regions by themselves; note the reason for the others."""
         for i in (i for i in self.index.live if self.graph.ops[i].body is not None):
             try:
                 best = self._best_loop(i)
@@ -319,7 +318,7 @@ class _Selector:
             self.free.difference_update(best.region.ops)
 
     def _best_loop(self, i: int) -> Chosen | None:
-        """The region of loop ``i`` that gains most, if one does; with ``force`` the most promising one that has a plan."""
+        """The region of loop ``i`` that gains most, if any pays; with ``force`` the most promising one that has a plan."""
         why = self.supports(i)
         best: Chosen | None = None
         planned = i in self.closest
@@ -332,12 +331,12 @@ class _Selector:
                 and best.region.sinks
                 and not region.sinks
             ):
-                continue  # it would leave behind the sums with which it pays
+                continue  # its sums, with which the loop pays, would be left out
             plan = region if isinstance(region, str) else self._plan_of(region)[0]
             if isinstance(plan, str):
                 if planned or isinstance(region, str) or region.space.rows == 1:
                     self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
-                else:  # says more than why another stream does not go through the loop
+                else:  # tells more than the reason why another stream cannot pass through the loop
                     self.why[i], planned = f"{_OWN_BODY}: {plan}", True
                 continue
             assert not isinstance(region, str)
@@ -349,15 +348,15 @@ class _Selector:
                     best = candidate
             elif plan.baseline_seconds / plan.seconds > self.closest.get(i, 0.0):
                 self.closest[i] = plan.baseline_seconds / plan.seconds
-                self.why[i] = f"{_OWN_BODY}: {compared(plan)}"
+                self.why[i] = f"{_OWN_BODY}: {estimate_text(plan)}"
         return best
 
     def _follow(self, first: int = 0) -> None:
-        """Give the regions chosen from number ``first`` on their followers."""
+        """Add followers to the regions chosen from number ``first`` on."""
         for k in range(first, len(self.chosen)) if self.capabilities.runs_phases else ():
-            following = Following(self.index, self.free, self.order, self._spread, self.supports)
+            search = FollowerSearch(self.index, self.free, self.order, self._spread, self.supports)
             try:
-                found = following.followers(self.chosen[k].region)
+                found = search.followers(self.chosen[k].region)
             except Exception as error:
                 self.failed(error, self.chosen[k].ops)
                 continue
@@ -365,12 +364,12 @@ class _Selector:
             for region in found:
                 plan = self.planner(self.graph, region)
                 if isinstance(plan, str):
-                    return  # those that wait for it could not run
+                    return  # followers that depend on it could not run
                 planned.append((region, plan))
             call = self.together(Chosen.of(planned)) if found else ""
             if isinstance(call, str):
-                told = f"no later phase of the call that makes its operands: {call}"
-                self.why.update((i, told) for region in found for i in region.ops)
+                reason = f"it cannot join the kernel call that computes its operands: {call}"
+                self.why.update((i, reason) for region in found for i in region.ops)
             else:
                 try:
                     self.order.join(anchored_call(self.graph, call.regions))
@@ -382,7 +381,7 @@ class _Selector:
                 self.spreads.choose()
 
     def _recompute(self) -> None:
-        """Let regions compute again what they would read of others, where that takes less time."""
+        """Let regions compute values again instead of reading them from others, where that takes less time."""
         self.chosen.sort(key=lambda c: self.order.position(self.order.node(anchored(self.graph, c.region)[0])))
         inside = {i for c in self.chosen for i in c.region.ops}
         others = [i for i in self.index.live if i not in inside] + [
@@ -395,24 +394,30 @@ class _Selector:
             return
         self.chosen = [Chosen.of([pair, *c.planned[1:]]) for c, pair in zip(self.chosen, found, strict=True)]
 
-    def _merge(self, beside: frozenset[int], seeds: Sequence[int]) -> None:
-        """Make one call of several, with what stands between the calls of a token that is generated, and between others. Regions of
-        ops ``beside`` were chosen to be phases."""
+    def _merge(self, extra: frozenset[int], seeds: Sequence[int]) -> None:
+        """Merge calls, also over small ops between the calls of a decoded token and over bridges. ``extra``: ops of regions that
+        were chosen to be phases."""
         try:
             found: list[Chosen] = []
             if self.capabilities.few_rows and not self.force:
-                found = between(self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0])
+                found = find_decode_glue(
+                    self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0]
+                )
             bridges = Bridges(
                 self.index,
-                lambda more: merged(self.index, [*self.chosen, *more, *found], self.together, self.capabilities.most_merged),
+                lambda more: merge_calls(self.index, [*self.chosen, *more, *found], self.together, self.capabilities.most_merged),
                 self.fresh,
             )
             if len(bridges.calls) > 1 and self.fresh and not self.force:
-                self.beside = Beside.of(self.index, bridges.calls, self.fresh, bridges.border)
+                self.phase_savings = PhaseSavings.of(self.index, bridges.calls, self.fresh, bridges.border)
                 self._choose(seeds, bridges.accepts)
             calls = bridges.calls
-            alone = [*found, *(c for c in self.chosen if has_token(self.index, c)), *(c for c in calls if beside.issuperset(c.ops))]
-            self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]  # they may pay as phases only
+            alone = [
+                *found,
+                *(c for c in self.chosen if has_few_row_product(self.index, c)),
+                *(c for c in calls if extra.issuperset(c.ops)),
+            ]
+            self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]  # some pay only as phases
         except Exception as error:
             self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
@@ -438,11 +443,11 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
-    def _passes(self, region: Region, plan: Plan | str) -> list[Chosen]:
-        """The parts of a region that pay as calls of their own, where they gain more than the region does as one.
+    def _best_parts(self, region: Region, plan: Plan | str) -> list[Chosen]:
+        """The parts of a region that pay as calls of their own, if they gain more than the region does as one.
 
-        In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has an arrangement of its own, and what
-        the second reads of the first goes through memory.
+        In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has its own arrangement, and the values
+        that the second reads of the first go through memory.
         """
         if self.force or not isinstance(plan, str) and plan.arrangement != "spatial":
             return []
@@ -451,20 +456,20 @@ class _Selector:
             around = self.index, self.order, self.free, self._spread, lambda r: self.planner(self.graph, r)
             known = self.cut[region] = len(self.chosen), best_cut(region, not isinstance(plan, str), *around)
         gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
-        return known[1] if all_gained(known[1]) > PROFIT_MARGIN * gain_as_one else []
+        return known[1] if total_gain(known[1]) > PROFIT_MARGIN * gain_as_one else []
 
-    def _smaller(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
-        """``region`` and its plan, or what is left of it without ops that cost less elsewhere."""
-        known = self.parted.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
+    def _drop_costly_ops(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
+        """``region`` and its plan, or the rest of it without ops that cost less elsewhere."""
+        known = self.reduced.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
         if known is None:
-            rest, smaller, why = smaller_of(self.index, sp, region, plan, lambda r: self._plan_of(r)[0])
+            rest, smaller, why = drop_costly_ops(self.index, sp, region, plan, lambda r: self._plan_of(r)[0])
             self.why.update(why)
-            known = self.parted[id(region)] = region, (rest, smaller)
+            known = self.reduced[id(region)] = region, (rest, smaller)
         return known[1]
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
-        """The key by which candidates are compared, larger is better. With ``force`` the model does not decide: a stream over rows
-        goes before one over a layer's columns or scores, which ends in sums of partial products; then a larger region first."""
+        """The key by which candidates are compared; larger is better. With ``force`` the model does not decide: a stream over rows
+        precedes one over a layer's columns or scores, which ends in sums of partial products; then the larger region."""
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
@@ -482,25 +487,28 @@ class _Selector:
             return None, {seed_op}
         plan, asked = self._plan_of(region)
         if not self.force:
-            region, plan = self._smaller(kept.spread, region, plan)
-        passes = self._passes(region, plan)
-        if passes:  # the others are found when their own ops are looked at, and what is left once all of them are taken
+            region, plan = self._drop_costly_ops(kept.spread, region, plan)
+        passes = self._best_parts(region, plan)
+        if passes:  # the others are found when their own ops are tried, and the rest once all of them are taken
             mine = [c for c in passes if seed_op in c.region.ops]
             return (mine or passes)[0], {seed_op}
         if isinstance(plan, str):
             for i in region.ops if asked else ():
                 self.why[i] = plan
             return None, {seed_op}
-        near = self.beside.pays(region, plan) or self.capabilities.few_rows and joins(self.index, self.chosen, region, plan)
+        near = (
+            self.phase_savings.pays(region, plan)
+            or self.capabilities.few_rows
+            and pays_as_decode_phase(self.index, self.chosen, region, plan)
+        )
         if self.force or pays(plan) or near:
             return Chosen.of([(region, plan)]), set()
-        text = f"left to XLA: {compared(plan)}"
+        text = f"{estimate_text(plan)}; force=True pipelines it anyway"
         speedup = plan.baseline_seconds / plan.seconds
         for i in region.ops:
             if speedup > self.closest.get(i, 0.0):
                 self.closest[i], self.why[i] = speedup, text
-        # Products of a batch may stream in another way, with keys and values that lie still; products of few rows in ways of their
-        # own.
+        # Products of a batch may stream in another way, with keys and values in place; products of few rows in ways of their own.
         batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
         few = {
             i
@@ -510,7 +518,7 @@ class _Selector:
         return None, set(region.ops) - batched - few
 
     def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
-        """The plan of ``region``, or why it has none; and whether this is the first time that it is asked for.
+        """The plan of ``region``, or the reason why it has none; and whether it is asked for the first time.
 
         Regions are looked up by identity first: every op of a region may be a seed, and comparing regions takes time in proportion
         to their ops.
@@ -526,9 +534,9 @@ class _Selector:
     def _reason(self, i: int) -> str:
         op = self.graph.ops[i]
         if op.kind == "opaque":
-            return op.reason or f"{op.label} is not an op the pipeline knows"
+            return op.reason or f"kitsune_jax has no rule for {op.label}, so XLA runs it"
         if i in self.why:
             return self.why[i]
         if not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs)):
-            return "scalar work outside any stream"
-        return "does not depend on a stream (stationary)"
+            return "it computes single numbers: a pipeline needs rows of an array"
+        return "it does not depend on the rows of a pipeline, so XLA computes it once"

@@ -14,7 +14,7 @@ from kitsune_jax import targets
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
 from kitsune_jax.planning.streams import Region
-from kitsune_jax.regions.grow import compared, taken_the_largest_of
+from kitsune_jax.regions.grow import compared_extremes, compared_floats
 from kitsune_jax.regions.select import Selection, select
 from tests.support.graphs import graph_of
 
@@ -86,13 +86,13 @@ def test_gradients_where_xla_takes_the_largest(name: str, monkeypatch: pytest.Mo
 def test_values_that_nobody_compares_are_made_again() -> None:
     z = jnp.zeros((NODES, 6))
     graph = graph_of(pooled(SCORES["exp"]), z, z, SENDERS, RECEIVERS)
-    assert not compared(graph)
+    assert not compared_floats(graph)
 
 
 def test_what_is_compared_with_a_constant_is_not_held_against_another_maker() -> None:
     x = jnp.zeros((9, 5))
-    assert not compared(graph_of(lambda x: jnp.where(jnp.exp(x) > 0.5, x, 0.0), x))
-    assert not compared(graph_of(lambda x: jnp.isnan(jnp.exp(x)), x))
+    assert not compared_floats(graph_of(lambda x: jnp.where(jnp.exp(x) > 0.5, x, 0.0), x))
+    assert not compared_floats(graph_of(lambda x: jnp.isnan(jnp.exp(x)), x))
     graph = graph_of(jax.grad(lambda x: jnp.maximum(jnp.exp(x), x[:, ::-1]).sum()), x)
-    assert compared(graph) and not taken_the_largest_of(graph)
-    assert taken_the_largest_of(graph_of(jax.grad(lambda x: jnp.exp(x).max(-1).sum()), x))
+    assert compared_floats(graph) and not compared_extremes(graph)
+    assert compared_extremes(graph_of(jax.grad(lambda x: jnp.exp(x).max(-1).sum()), x))

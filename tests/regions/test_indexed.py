@@ -13,7 +13,7 @@ import kitsune_jax as kj
 from kitsune_jax.frontend.route import Routed, RouteOptions, isolate, route
 from kitsune_jax.planning.cost import Access, pipeline_traffic
 from kitsune_jax.planning.stages import orders_of
-from kitsune_jax.regions.grow import computed_again
+from kitsune_jax.regions.grow import recomputed_ops
 from kitsune_jax.regions.joining import Phase
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
@@ -150,7 +150,7 @@ def test_a_segment_softmax_stores_no_array_of_its_edges():
 
 def test_scores_and_indices_are_computed_again_and_sums_are_not():
     graph = graph_of(attention, *attention_data(np.random.default_rng(5)))
-    again = computed_again(graph, range(len(graph.ops)), graph.consumers())
+    again = recomputed_ops(graph, range(len(graph.ops)), graph.consumers())
     kinds = {graph.ops[i].kind for i in again}
     assert {"take", "add", "exp"} <= kinds
     assert not [k for k in kinds if k.startswith("scatter") or k == "dot_general"]
@@ -163,7 +163,7 @@ def test_a_result_that_is_returned_is_not_computed_again():
 
     rng = np.random.default_rng(6)
     graph = graph_of(fn, normal(rng, 11, 4), ids(rng, 11, 100))
-    again = computed_again(graph, range(len(graph.ops)), graph.consumers())
+    again = recomputed_ops(graph, range(len(graph.ops)), graph.consumers())
     assert not [i for i in again if graph.ops[i].kind == "take"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.planning.streams import Region, StreamSpace
-from kitsune_jax.regions.alternatives import repeated
+from kitsune_jax.regions.alternatives import repeated_ops
 from kitsune_jax.regions.grow import GraphIndex
 from tests.support.graphs import graph_of
 
@@ -57,7 +57,7 @@ def left_of(function: Any, *args: Any, rows: tuple[int, ...]) -> list[str]:
         if len(v.shape) == len(rows)
     )
     region = Region(StreamSpace(rows), tuple(range(len(graph.ops))), labels, graph.inputs, graph.outputs)
-    return [graph.ops[i].kind for i in sorted(repeated(GraphIndex.of(graph), region))]
+    return [graph.ops[i].kind for i in sorted(repeated_ops(GraphIndex.of(graph), region))]
 
 
 def test_what_is_made_again_goes_with_all_that_only_it_needs() -> None:

@@ -11,7 +11,7 @@ import kitsune_jax as kj
 from benchmarks.apps import APPS
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.planning.streams import Region
-from kitsune_jax.regions.alternatives import passes_of
+from kitsune_jax.regions.alternatives import split_at_loss
 from kitsune_jax.report import Report
 
 
@@ -57,7 +57,7 @@ def test_the_forward_pass_depends_on_nothing_of_the_backward_pass() -> None:
     flat = jax.make_jaxpr(lambda *a: step_of("mgn")(jax.tree.unflatten(tree, a[:-2]), *a[-2:]))(*leaves, x, y)
     graph = capture(flat).graph
     whole = region_of(graph)
-    passes = passes_of(graph, whole)
+    passes = split_at_loss(graph, whole)
     assert passes is not None
     (_, forward), (_, backward) = passes
     assert forward | backward == set(whole.ops) and not forward & backward
