@@ -1,7 +1,7 @@
 """The checker of tile programs: types, shapes, queues and freedom from deadlock.
 
-Comes in: a ``Program`` or a ``TileProgram``. Goes out: nothing, or ``ValueError`` with the stage, the instruction and what is wrong
-there; ``Schedule``, by which the interpreter runs stages.
+In: a ``Program`` or a ``TileProgram``, from the builder or written by hand. Out: nothing, or ``ValueError`` with the stage, the
+instruction and what is wrong there; ``Schedule``, by which the interpreter runs stages.
 """
 
 from __future__ import annotations
@@ -19,20 +19,15 @@ from kitsune_jax.program import instructions
 from kitsune_jax.program.instructions import FOLDED, Wrong, need, told
 from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which stage may run when: the firing rule over bounded queues, and the check that no program deadlocks.
-#
-# Comes in: a ``TileProgram``. Goes out: ``check_deadlock_free``, None or who waits for which queue; ``Schedule``, by which the
-# interpreter runs stages. Tokens are moved, not data.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the firing rule over bounded queues ------------------------------------------------------------------------------------------
 
 
 class Deadlock(RuntimeError):
-    """No stage can fire although tiles are left. The message says which stage waits for which queue."""
+    """No stage can fire although tiles are left. The message names the queue that each stage waits for."""
 
 
 def check_deadlock_free(program: TileProgram, *, lookahead: int = 1) -> str | None:
-    """None if the program's queues let every tile through, else who waits for which queue.
+    """None if the program's queues let every tile through, else which stage waits for which queue.
 
     Moves tokens, not data, for no more tiles than are needed to fill every queue. One order of firing is enough: a stage that can
     fire stays able to until it does, so either every order ends or none does. ``lookahead`` as in ``interpret``; plans are made for
@@ -52,7 +47,7 @@ def check_deadlock_free(program: TileProgram, *, lookahead: int = 1) -> str | No
 class Schedule:
     """The firing rule: stage s may run its next tile when all its input entries are full and all its output entries are free.
 
-    State: ``done[s]``, the tiles stage s has finished. A stage fires atomically, so that is also how many it has popped and pushed.
+    State: ``done[s]``, the tiles that stage s has finished. A stage fires atomically, so it has popped and pushed as many.
     """
 
     def __init__(self, program: TileProgram, tiles: int | None = None, lookahead: int = 0):
@@ -62,10 +57,10 @@ class Schedule:
         self.pops, self.pushes = _queues_of(program)
 
     def ready(self) -> list[int]:
-        return [s for s, done in enumerate(self.done) if done < self.tiles and not self.waits(s)]
+        return [s for s, done in enumerate(self.done) if done < self.tiles and not self.waits_for(s)]
 
-    def waits(self, s: int) -> list[str]:
-        """Why stage ``s`` can't fire, in words; empty when it can."""
+    def waits_for(self, s: int) -> list[str]:
+        """The queue entries that stage ``s`` waits for, in words; empty if it can fire."""
         tile, why = self.done[s], []
         for q in self.pops[s]:
             queue = self.program.queues[q]
@@ -83,10 +78,10 @@ class Schedule:
         self.done[s] += 1
 
     def check_done(self) -> None:
-        """Raise ``Deadlock`` where a stage has tiles left."""
+        """Raise ``Deadlock`` if a stage has tiles left."""
         stuck = [s for s, done in enumerate(self.done) if done < self.tiles]
         if stuck:
-            lines = [f"{self.name(s)}, at tile {self.done[s]}, waits for {' and for '.join(self.waits(s))}" for s in stuck]
+            lines = [f"{self.name(s)}, at tile {self.done[s]}, waits for {' and for '.join(self.waits_for(s))}" for s in stuck]
             raise Deadlock("; ".join(lines))
 
     def name(self, s: int) -> str:
@@ -94,7 +89,7 @@ class Schedule:
 
 
 def _queues_of(program: TileProgram) -> tuple[list[list[int]], list[list[int]]]:
-    """(queues popped, queues pushed) by each stage. Raises ``TypeError`` where bodies and queues disagree."""
+    """(queues popped, queues pushed) by each stage. Raises ``TypeError`` if bodies and queues disagree."""
     pops = [[i["queue"] for i in stage.body if i.kind == "pop"] for stage in program.stages]
     pushes = [[i["queue"] for i in stage.body if i.kind == "push"] for stage in program.stages]
     for q, queue in enumerate(program.queues):
@@ -104,7 +99,7 @@ def _queues_of(program: TileProgram) -> tuple[list[list[int]], list[list[int]]]:
             for what, found, named in (("pop", pops[s], s in queue.consumers), ("push", pushes[s], s == queue.producer)):
                 if found.count(q) != named:
                     raise TypeError(
-                        f"stage {s} ({stage.name}) has {found.count(q)} {what} of queue {q}; the queue says {int(named)}"
+                        f"stage {s} ({stage.name}) has {found.count(q)} {what} of queue {q}; the queue declares {int(named)}"
                     )
     for s, used in enumerate(zip(pops, pushes, strict=True)):
         for q in (*used[0], *used[1]):
@@ -113,19 +108,16 @@ def _queues_of(program: TileProgram) -> tuple[list[list[int]], list[list[int]]]:
     return pops, pushes
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What every program must satisfy: one checker, for what the builder makes and for what is written by hand.
-#
-# Comes in: a ``Program`` or a ``TileProgram``. Goes out: nothing, or ``ValueError`` with the stage, the instruction and what is
-# wrong there. Checked: types and shapes of every instruction; values are defined once, before they are read, and not read outside
-# of the loop that defines them; carries keep their types; slices stay inside their arrays; every output is written; queues are
-# popped and pushed as their types say, are bounded and let every tile through; parts of a call fit its arrays and its phases. The
-# cost is linear in the number of instructions, whatever the sizes of the arrays.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the rules of a program -------------------------------------------------------------------------------------------------------
 
 
 def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
-    """Raise ``ValueError`` where ``program`` breaks a rule of ``program.ir``. ``lookahead``: as in ``check_deadlock_free``.
+    """Raise ``ValueError`` if ``program`` breaks a rule of ``program.ir``. ``lookahead``: as in ``check_deadlock_free``.
+
+    Checked: types and shapes of every instruction; values are defined once, before they are read, and not read outside of the loop
+    that defines them; carries keep their types; slices stay inside their arrays; every output is written; queues are popped and
+    pushed as declared, are bounded and let every tile through; parts of a call fit its arrays and its phases. The cost is linear in
+    the number of instructions, for any size of arrays.
 
     >>> verify(TileProgram((4,), 0, (), (), (), (), (), (), ()))
     Traceback (most recent call last):
@@ -139,7 +131,7 @@ def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
     phase = 0
     for k, part in enumerate(program.parts):
         where = f"part {k}"
-        need(part.phase >= phase, f"{where}: phase {part.phase} stands behind phase {phase}")
+        need(part.phase >= phase, f"{where}: phase {part.phase} comes after phase {phase}")
         phase = part.phase
         for what, numbers, types in (("reads", part.reads, part.program.inputs), ("writes", part.writes, part.program.outputs)):
             need(len(numbers) == len(types), f"{where}: {what} {len(numbers)} arrays, its program has {len(types)}")
@@ -172,7 +164,7 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
     _order(program)
     for k, array in enumerate(program.outputs):
         kept = [n for n, stride in zip(program.axes, array.row_strides, strict=False) if not stride]
-        need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows lie in one place")
+        need(not array.streamed or math.prod(kept) <= 1, f"output {k}: several rows are written to one place")
     for k, sink in enumerate(program.sinks):
         _sink(program, sink, f"sink {k}")
     defined: set[int] = set()
@@ -190,24 +182,24 @@ def _tile_program(program: TileProgram, lookahead: int) -> None:
         stuck = check_deadlock_free(program, lookahead=lookahead)
     except TypeError as error:
         raise Wrong(str(error)) from None
-    need(stuck is None, f"the stages wait for each other: {stuck}")
+    need(stuck is None, f"the stages deadlock: {stuck}")
 
 
 def _sink(program: TileProgram, sink: SinkType, name: str) -> None:
     need(sink.how in FOLDS, f"{name}: how is {sink.how!r}")
     need(0 <= sink.array < len(program.outputs), f"{name}: there is no output {sink.array}")
     out = program.outputs[sink.array]
-    told = f"{name} of {list(sink.shape)}: output {sink.array} is {out.dtype}{list(out.shape)}"
-    need(not out.streamed and out.loaded.shape == sink.shape, f"{told} and may depend on no row")
+    text = f"{name} of {list(sink.shape)}: output {sink.array} is {out.dtype}{list(out.shape)}"
+    need(not out.streamed and out.loaded.shape == sink.shape, f"{text} and may depend on no row")
     if out.row_strides:  # one for each batch
         real = [d in out.dims for d, n in enumerate(out.shape) if n > 1]
-        together = real == sorted(real)
-        apart = all(stride or n <= 1 for n, stride in zip(program.axes[: program.batch_axes], out.row_strides, strict=False))
-        need(together and apart, f"{told}, in which the sums of a batch do not lie together, or those of several in one place")
+        contiguous = real == sorted(real)
+        distinct = all(stride or n <= 1 for n, stride in zip(program.axes[: program.batch_axes], out.row_strides, strict=False))
+        need(contiguous and distinct, f"{text}, in which the sums of a batch are not contiguous, or those of several overlap")
 
 
 def _order(program: TileProgram) -> None:
-    """The array that holds the order of the stream, if it has one of its own."""
+    """Check the array that holds the order of the stream, if there is one."""
     k = program.order
     if k is None:
         return
@@ -246,14 +238,14 @@ def _define(program: TileProgram, defined: set[int], v: int) -> None:
 
 
 class _Bodies:
-    """The instructions of stages, loops and all."""
+    """A check of the instructions of stages, including their loops."""
 
     def __init__(self, program: TileProgram, defined: set[int]):
         self.program, self.defined, self.numbers = program, defined, dict(program.literals)
-        self.slices: dict[int, dict[int, list[tuple[int, int]]]] = {}  # output -> dimension -> elements stored, by each instruction
+        self.slices: dict[int, dict[int, list[tuple[int, int]]]] = {}  # output -> dimension -> elements stored per instruction
 
     def run(self, body: Sequence[Instr], visible: set[int], loops: Mapping[int, int], where: str) -> None:
-        """``visible``: values that may be read, to which those of ``body`` are added. ``loops``: number -> count of each."""
+        """Check ``body``. ``visible``: values that may be read, to which its own are added. ``loops``: number -> count of each."""
         for n, instr in enumerate(body):
             here = f"{where}, instruction {n}, {instr.kind}"
             try:
@@ -264,7 +256,7 @@ class _Bodies:
                 else:
                     need(instr.block is None, "only a loop has a block")
                     again = instr.kind in ("push", "pop") or (instr.kind == "sink_at" and instr["sorted"])
-                    need(not loops or not again, "it may not stand in a loop")
+                    need(not loops or not again, "it may not be in a loop")
                     self._one(instr, loops)
                 for v in instr.outputs:
                     _define(self.program, self.defined, v)
@@ -303,8 +295,8 @@ class _Bodies:
         wanted = self._types(block.carries)
         for what, values in (("initial", instr.inputs), ("next", block.results), ("final", instr.outputs)):
             got = self._types(values)
-            told = f"its {what} carries are {', '.join(map(str, got))}; its block takes {', '.join(map(str, wanted))}"
-            need(got == wanted, told)
+            text = f"its {what} carries are {', '.join(map(str, got))}; its block takes {', '.join(map(str, wanted))}"
+            need(got == wanted, text)
 
     def _one(self, instr: Instr, loops: Mapping[int, int]) -> None:
         if instr.kind in ("load_slice", "store_slice"):
@@ -324,7 +316,7 @@ class _Bodies:
             _table_op(instr, ins, outs)
             return
         wanted = rule(self.program, instr, ins, outs)
-        need(outs == wanted, f"it makes {told(wanted)}, and says {told(outs)}")
+        need(outs == wanted, f"it makes {told(wanted)}, but declares {told(outs)}")
 
     def _slice(self, instr: Instr, loops: Mapping[int, int]) -> None:
         loading = instr.kind == "load_slice"
@@ -342,8 +334,8 @@ class _Bodies:
     def _cut(
         self, instr: Instr, numbers: Sequence[int], shape: Sequence[int], kept: Sequence[int], loops: Mapping[int, int]
     ) -> list[tuple[int, int, int]]:
-        """The dimensions that ``instr`` cuts by ``numbers``, all of them among ``kept``: each with the first element that is cut
-        out, and the one behind the last that is reached without a gap, over all iterations."""
+        """The dimensions that ``instr`` cuts by ``numbers``, all of them among ``kept``: each with the first element of all slices,
+        and the end of the elements that they cover without a gap, over all iterations."""
         dims, steps, sizes = instr["dims"], instr["steps"], instr["sizes"]
         need(len(numbers) == len(dims) == len(steps) == len(sizes), "it needs a dimension, a step and a size for each number")
         fit = len(set(dims)) == len(dims) and set(dims) <= set(kept)
@@ -356,7 +348,7 @@ class _Bodies:
         return found
 
     def _reach(self, number: int, step: int, size: int, loops: Mapping[int, int]) -> tuple[int, int, bool]:
-        """The first element that a slice cuts, the one behind the last, over all iterations, and whether it leaves gaps."""
+        """(first element of a slice, end of the last one, whether there are gaps between them), over all iterations."""
         need(size >= 0 and step >= 0, f"a step of {step} and a size of {size}")
         if (count := loops.get(number)) is not None:
             return 0, (count - 1) * step + size if count else 0, count > 1 and step > size
@@ -367,7 +359,7 @@ class _Bodies:
 
 
 def _written(program: TileProgram, slices: Mapping[int, Mapping[int, Sequence[tuple[int, int]]]]) -> None:
-    """Every output is stored by one instruction, or filled by ``slices``, or has a sink that something is folded into."""
+    """Check that every output is stored by one instruction, filled by ``slices``, or folded into by a sink."""
     instrs = [i for stage in program.stages for i in walk(stage.body)]
     folded = {i["sink"] for i in instrs if i.kind in SINKS}
     writers = Counter(i["array"] for i in instrs if i.kind == "store")
@@ -384,7 +376,7 @@ def _written(program: TileProgram, slices: Mapping[int, Mapping[int, Sequence[tu
             need(end == array.shape[d], f"output {k}: slices write {end} of {array.shape[d]} elements of dimension {d}")
 
 
-# Which parameters of an op name dimensions that it works along: never the rows of a tile.
+# Parameters of an op that name dimensions along which it works: never the rows of a tile.
 _ALONG = {
     "reduce": "axes",
     "argreduce": "axis",
@@ -393,7 +385,7 @@ _ALONG = {
     "iota": "dimension",
     "concatenate": "dimension",
 }
-_ROWS = 1_000_003  # stands for the rows of a tile, and for no other extent
+_ROWS = 1_000_003  # represents the rows of a tile, and no other extent
 
 
 def _table_op(instr: Instr, ins: Sequence[TileType], outs: Sequence[TileType]) -> None:

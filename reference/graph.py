@@ -1,7 +1,7 @@
-"""Evaluating a Graph with NumPy, op by op: what every executor is compared with.
+"""The evaluation of a Graph with NumPy, op by op: the results of every target are compared with it.
 
-Comes in: a Graph without opaque ops and arrays for its inputs. Goes out: arrays for its outputs. Invariant: every value has its
-graph shape, and its graph dtype unless ``widen``.
+In: a Graph without opaque ops, and arrays for its inputs. Out: arrays for its outputs. Invariant: every value has its graph shape,
+and its graph dtype unless ``widen``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kitsune_jax.ops.table import OPS
 def evaluate_numpy(graph: Graph, arrays: Sequence[Array], *, widen: bool = False) -> list[Array]:
     """The outputs of ``graph`` on ``arrays``, one per graph input.
 
-    With ``widen`` every floating value is held and computed in float64 whatever its dtype, so that only the rounding of the inputs
-    and of literals (and what ``reduce_precision`` asks for) is left: the reference for errors. Integers keep their dtypes.
+    With ``widen`` every floating value is held and computed in float64, so that only the rounding of the inputs, of literals and of
+    ``reduce_precision`` is left: the reference for errors. Integers keep their dtypes.
 
     Raises:
       ValueError: the graph has an opaque op.

@@ -1,6 +1,8 @@
 """The NumPy interpreter of tile programs: the results of every target are compared with its results.
 
-Comes in: a ``Program`` and its operands. Goes out: its results, or ``Deadlock`` with who waits for which queue.
+In: a ``Program`` and its operands. Out: its results, or ``Deadlock`` with the queue that each stage waits for. Tiles travel through
+*bounded* queues, and stages fire in a random order drawn from a seed, so a program that can deadlock does. The interpreter checks
+that every value has the shape and dtype of its type, and that stages push and pop exactly the queues that name them.
 """
 
 from __future__ import annotations
@@ -24,19 +26,13 @@ from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, SinkType, T
 from kitsune_jax.program.loop_bounds import met
 from reference.check import Schedule
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Instructions of the tile program in NumPy: what each of them does to the tile at hand.
-#
-# Comes in: an instruction, its operands, and the ``State`` of the call: its arrays, the rings of its queues, its sinks. Goes out:
-# the values it makes. ``interpret`` decides which stage runs which tile.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
+# --- instructions -----------------------------------------------------------------------------------------------------------------
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclasses.dataclass
 class Tile:
-    """One tile in flight in one stage: its number, the elements that its rows are, and the values computed so far."""
+    """One tile in flight in one stage: its number, the elements of its rows, and the values computed so far."""
 
     number: int
     rows: Array
@@ -44,7 +40,7 @@ class Tile:
 
 
 class State:
-    """Everything that outlives a tile: arrays, rings, accumulators. ``widen``: floats are computed as float64."""
+    """The arrays, queue rings and accumulators of a call, which outlive a tile. ``widen``: floats are computed as float64."""
 
     def __init__(self, program: TileProgram, arrays: Sequence[Any], widen: bool):
         self.program, self.widen = program, widen
@@ -52,22 +48,22 @@ class State:
         self.outputs = [np.zeros(t.shape, self.dtype(t.dtype)) for t in program.outputs]
         self.rings: list[dict[int, Array]] = [{} for _ in program.queues]
         self.sums = [self._identity(s) for s in program.sinks]
-        self.last = [-1] * len(program.sinks)  # of those with sorted indices: the last one folded in
-        self.tops: dict[int, Array] = {}  # of scaled sinks: what their sums are scaled by; those of no row are -inf
-        self.spoiled: dict[int, Array] = {}  # ... and which are NaN, because their top is not finite
+        self.last = [-1] * len(program.sinks)  # of sinks with sorted indices: the last index folded in
+        self.tops: dict[int, Array] = {}  # of scaled sinks: the largest scores that their sums are scaled by; -inf without rows
+        self.spoiled: dict[int, Array] = {}  # of scaled sinks: sums that are NaN, because their largest score is not finite
         self.literals: dict[int, Scalar] = dict(program.literals)
         self.order = None if program.order is None else self.inputs[program.order]
         if self.order is not None and not np.array_equal(np.sort(self.order), np.arange(program.rows)):
             raise ValueError("the order of the stream is no permutation of its rows")
 
     def _identity(self, s: SinkType) -> Array:
-        """The accumulators of a sink as they begin; one for each batch where it has several."""
+        """The initial accumulators of a sink; one for each batch if it has several."""
         wide = _wide(np.dtype(s.dtype))
         batches = (self.program.batches,) if self.program.outputs[s.array].row_strides else ()
         return np.full((*batches, *s.shape), identity(s.how, wide), wide)
 
     def finish(self) -> None:
-        """Write what was folded to the outputs."""
+        """Write the accumulators to the outputs."""
         for k, spoiled in self.spoiled.items():
             self.sums[k][spoiled] = math.nan
         for sink, total in zip(self.program.sinks, self.sums, strict=True):
@@ -80,7 +76,7 @@ class State:
                 out.reshape(-1)[self.offsets(t, Tile(0, np.asarray([b * rows])), {})] = part.astype(out.dtype)
 
     def rows_of(self, tile: int) -> Array:
-        """The elements of streamed arrays that tile number ``tile`` is made of."""
+        """The elements of streamed arrays that are the rows of tile number ``tile``."""
         rows = self.program.rows_of(tile)
         return np.asarray(rows) if self.order is None else self.order[rows.start : rows.stop].astype(np.int64)
 
@@ -96,7 +92,7 @@ class State:
         return _wide(np.dtype(name)) if self.widen else np.dtype(name)
 
     def run(self, body: Sequence[Instr], tile: Tile, where: str) -> None:
-        """Every instruction of ``body`` on ``tile``. Raises ``TypeError`` where a value is not what its type says."""
+        """Run every instruction of ``body`` on ``tile``. Raises ``TypeError`` if a value does not have its declared type."""
         for instr in body:
             inputs = [self.value(tile, v) for v in instr.inputs]
             results = _EXECUTE.get(instr.kind, _table_op)(self, instr, tile, inputs)
@@ -117,14 +113,14 @@ class State:
     def check(self, array: Array, t: TileType, tile: Tile, who: str) -> None:
         shape, dtype = (len(tile.rows), *t.shape) if t.tile else t.shape, self.dtype(t.dtype)
         if array.shape != shape or array.dtype != dtype:
-            raise TypeError(f"{who} gives {array.dtype}{list(array.shape)} where the program says {dtype}{list(shape)}")
+            raise TypeError(f"{who} gives {array.dtype}{list(array.shape)} where the program declares {dtype}{list(shape)}")
 
     def made(self, instr: Instr) -> np.dtype[Any]:
         """The dtype of the instruction's result."""
         return self.dtype(self.program.values[instr.outputs[0]].dtype)
 
     def offsets(self, t: ArrayType, tile: Tile, cuts: Mapping[int, range]) -> Array:
-        """Where the tile's elements, of dimension d those of ``cuts[d]`` only, lie in the flat array; in the value's shape."""
+        """The places of the tile's elements in the flat array, of dimension d only ``cuts[d]``; in the value's shape."""
         offsets = np.zeros((), np.int64)
         if t.row_strides:
             rows = tile.rows if t.streamed else tile.rows[0]
@@ -237,7 +233,7 @@ def _part(state: State, instr: Instr, number: Array) -> tuple[slice | int, ...]:
 
 
 def _empty(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
-    """Numbers that spoil what is computed of them."""
+    """Numbers that spoil every value computed from them."""
     t = state.program.values[instr.outputs[0]]
     shape, dtype = (len(tile.rows), *t.shape) if t.tile else t.shape, state.made(instr)
     return np.full(shape, np.nan if _is_float(dtype) else True, dtype)
@@ -255,7 +251,7 @@ def _matmul_sink(state: State, instr: Instr, tile: Tile, inputs: list[Array]) ->
 
 
 def _fold(state: State, instr: Instr, tile: Tile, numbers: Sequence[Array], part: Array) -> None:
-    """Fold ``part`` into the accumulator of the tile's batch, or into what ``numbers`` cut out of it."""
+    """Fold ``part`` into the accumulator of the tile's batch, or into the slice of it that ``numbers`` select."""
     k = instr["sink"]
     total, sink = state.sums[k], state.program.sinks[k]
     if state.program.outputs[sink.array].row_strides:
@@ -285,7 +281,7 @@ def _sink_at(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Non
 
 
 def _add_scaled(state: State, instr: Instr, index: Array, rows: Array, tops: Array) -> None:
-    """Add rows that were scaled by e^-top, one top for each of their first dimensions, to the sums of their indices."""
+    """Add rows that were scaled by e^-top, one top for each index of their first dimensions, to the sums of their indices."""
     k = instr["sink"]
     total = state.sums[k]
     known = state.tops.setdefault(k, np.full((len(total), *tops.shape[1:]), -np.inf))
@@ -403,18 +399,11 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:
-    """bfloat16 and its like have NumPy kind "V"; the only other dtypes here are numbers and booleans."""
+    """bfloat16 and the 8-bit floats have NumPy kind "V"; the only other dtypes here are numbers and booleans."""
     return dtype.kind in "fV"
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The NumPy interpreter of tile programs: what every target's result is compared with.
-#
-# Comes in: a ``Program`` and its operands. Goes out: its results. Tiles travel through *bounded* queues, and stages fire in a
-# random order drawn from a seed, so a program that can deadlock does, as ``Deadlock`` with who waits for which queue. Invariants
-# that it checks on the way: every value has the shape and dtype its type says, and stages push and pop exactly the queues that
-# name them.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the interpreter --------------------------------------------------------------------------------------------------------------
 
 
 def interpret(
@@ -429,7 +418,7 @@ def interpret(
 
     ``schedule_seed``: the order in which ready stages fire; None fires the last ready one, the order of least memory. ``widen``:
     compute and return floats as float64, for comparison with JAX in float64. ``lookahead``: tiles beyond its own that a stage waits
-    for before it fires, as one that prefetches does. Sinks of floats accumulate in float64.
+    for before it fires, like a stage that prefetches. Sinks of floats accumulate in float64.
 
     Raises ``Deadlock``, ``ValueError`` for arrays that do not fit the program, ``TypeError`` for a program that breaks its own
     types.
@@ -460,7 +449,7 @@ def _run(state: State, schedule: Schedule, seed: int | None) -> None:
 
 
 def _drop_read(state: State, schedule: Schedule) -> None:
-    """Entries that every consumer has read are gone, so that reading one twice is an error here as it is on a device."""
+    """Drop entries that every consumer has read, so that reading one twice is an error here as it is on a device."""
     for queue, ring in zip(state.program.queues, state.rings, strict=True):
         read = min(schedule.done[c] for c in queue.consumers)
         for number in [n for n in ring if n < read]:

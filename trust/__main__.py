@@ -1,7 +1,7 @@
 """Command line of the search for wrong answers.
 
 python -m trust --programs 10000 --seed 1 --jobs 2 --budget 3600
-python -m trust --replay tests/trust/regressions/*.json             # what was found before
+python -m trust --replay tests/trust/regressions/*.json             # programs that once failed
 python -m trust --show 1:42                                         # program 42 of seed 1, and its jaxpr
 """
 
@@ -24,7 +24,7 @@ FOUND = Path("out/trust")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: every program agrees with NumPy. 1: something failed. 2: the search itself did."""
+    """Exit status 0: every program agrees with NumPy. 1: a program failed. 2: the search itself failed."""
     args = _parser().parse_args(argv)
     if args.show:
         return _show(args.show)

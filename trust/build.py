@@ -1,8 +1,7 @@
 """The JAX function of a ``Program``, and the arrays it is called with.
 
-Comes in: a ``Program``. Goes out: its arguments as NumPy arrays, and for any ``wrap`` (``kitsune_jax.pipeline``, or the identity)
-the function with its loop and its transformation, ``wrap`` applied where the program says. The function and its reference are the
-same code.
+In: a ``Program``. Out: its arguments as NumPy arrays, and for any ``wrap`` (``kitsune_jax.pipeline``, or the identity) the function
+with its loop and its transformation, ``wrap`` applied where the program says. The function and its reference are the same code.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class Built:
 
 
 def build(program: Program) -> Built:
-    """Raises ``Invalid`` where plain JAX cannot trace the body of ``program`` either."""
+    """The function and arguments of ``program``. Raises ``Invalid`` if plain JAX cannot trace its body either."""
     recorder = Recorder()
     try:
         jax.eval_shape(lambda: _evaluate(program, recorder))
-    except Exception as e:  # whatever JAX or an operator says about these shapes
+    except Exception as e:  # any error of JAX or an operator for these shapes
         raise Invalid(f"{type(e).__name__}: {e}") from e
     specs = tuple(recorder.demanded)
     if program.spare:

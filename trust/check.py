@@ -1,9 +1,9 @@
 """One program, run through the pipeline and compared with NumPy in float64.
 
-Comes in: a ``Program``. Goes out: an ``Outcome``. A result may differ from float64 by what the roundings of its dtype may do:
-that is measured on this very program, by evaluating its jaxpr with each primitive rounded, a few times with roundings moved
-about. A program whose results the roundings alone decide is discarded. Before a result counts as wrong, more samples are drawn,
-and ``jax.jit`` gives one too.
+In: a ``Program``. Out: an ``Outcome``. A result may differ from float64 by as much as the roundings of its dtype may cause. That is
+measured on the same program, by evaluating its jaxpr with each primitive rounded, several times with the roundings moved. A program
+whose results are dominated by roundings is discarded. Before a result counts as wrong, more samples are drawn, and one of
+``jax.jit``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trust.reference import Arithmetic, Endless, evaluate, inner_jaxprs, roundes
 Array = Any
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 FAILURES = ("wrong", "exception", "fallback", "nondeterministic", "hang", "crash")
-# Primitives whose result, rounded once, is the same on every machine; beside those that round nothing.
+# Primitives whose result, rounded once, is the same on every machine, beside those that round nothing.
 CORRECTLY_ROUNDED = frozenset({"add", "sub", "mul", "div", "sqrt", "add_any", "square"})
 CALL = re.compile(r'custom_call_target="kitsune_cpu"')
 
@@ -48,9 +48,9 @@ class Outcome:
 
 
 def check(program: Program, wrap: Wrap | None = None) -> Outcome:
-    """Run ``program``. ``wrap``: what stands for ``kitsune_jax.pipeline`` (for tests of this file)."""
+    """Run ``program``. ``wrap``: a replacement of ``kitsune_jax.pipeline`` (for tests of this file)."""
     with _precision(program.dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what JAX says of numbers while it traces; a fallback is told by ``kj.fallbacks()``
+        warnings.simplefilter("ignore")  # warnings about numbers while JAX traces; fallbacks are found by ``kj.fallbacks()``
         try:
             built = build(program)
             closed, tree = _traced(built)
@@ -86,13 +86,13 @@ def _traced(built: Built) -> tuple[Any, Any]:
     plain = built.function(lambda f: f)
     try:
         closed, shape = jax.make_jaxpr(plain, return_shape=True)(*built.arguments)
-    except Exception as e:  # what plain JAX rejects proves nothing
+    except Exception as e:  # a program that plain JAX rejects proves nothing
         raise Invalid(f"{type(e).__name__}: {e}") from e
     return closed, jax.tree.structure(shape)
 
 
 def _compare(program: Program, built: Built, closed: Any, tree: Any, exact: list[Array], wrap: Wrap) -> Outcome:
-    forget()  # each program is told of its own fallbacks only
+    forget()  # so that each program reports only its own fallbacks
     try:
         compiled = jax.jit(built.function(wrap)).lower(*built.arguments).compile()
         first, second = (jax.block_until_ready(compiled(*built.arguments)) for _ in range(2))
@@ -138,7 +138,7 @@ def _compare(program: Program, built: Built, closed: Any, tree: Any, exact: list
 
 
 def rounded_one_by_one(closed: Any) -> bool:
-    """Is ``closed`` a chain of 16-bit floats of which every bit is determined, where each operator rounds its result?"""
+    """Is ``closed`` a chain of 16-bit floats whose every bit is determined if each operator rounds its result?"""
     jaxpr = getattr(closed, "jaxpr", closed)
     for eqn in jaxpr.eqns:
         inner = inner_jaxprs(eqn)
@@ -152,7 +152,7 @@ def rounded_one_by_one(closed: Any) -> bool:
 
 
 def _other_bits(a: Array, b: Array) -> int:
-    """Elements that are not the same number; subnormal ones are zeros to XLA."""
+    """The number of elements that are not the same number; subnormal ones are zeros to XLA."""
     if not _is_float(a.dtype):
         return int(np.sum(a != b))
     a, b = (x.astype(np.float32) for x in (a, b))
@@ -182,7 +182,7 @@ def _is_float(dtype: Any) -> bool:
 
 def _ill_conditioned(samples: Sequence[list[Array]], exact: list[Array], closed: Any) -> str:
     avals = _avals(closed)
-    most = min(0.25, 0.02 + 32 * roundest(closed))  # relative to the array's largest element: beyond, a comparison proves nothing
+    most = min(0.25, 0.02 + 32 * roundest(closed))  # relative to the largest element: a larger error makes a comparison useless
     for k, want in enumerate(exact):
         if not want.size or not _is_float(avals[k].dtype):
             continue
@@ -198,19 +198,19 @@ def _ill_conditioned(samples: Sequence[list[Array]], exact: list[Array], closed:
 
 
 def _floor(dtype: Any) -> float:
-    """Below this a value is zero to XLA, or has few bits."""
+    """The magnitude below which a value is zero to XLA, or has few bits."""
     info = jnp.finfo(dtype)
     return float(info.smallest_subnormal) if dtype == jnp.float16 else float(info.tiny)
 
 
 def _difference(got: list[Array], exact: list[Array], samples: Sequence[list[Array]]) -> str:
-    """How ``got`` differs from ``exact`` by more than the samples' roundings explain; empty if it does not."""
+    """A text of how ``got`` differs from ``exact`` by more than the samples' roundings explain; empty if it does not."""
     for k, (a, want) in enumerate(zip(got, exact, strict=True)):
         if not want.size:
             continue
         if not _is_float(a.dtype):
-            settled = np.all([np.asarray(s[k]) == want for s in samples], axis=0)
-            if wrong := int(np.sum((a != want) & settled)):
+            certain = np.all([np.asarray(s[k]) == want for s in samples], axis=0)
+            if wrong := int(np.sum((a != want) & certain)):
                 return f"result {k}, {a.dtype}{a.shape}: {wrong} of {a.size} elements differ"
             continue
         eps = float(jnp.finfo(a.dtype).eps)
@@ -234,9 +234,9 @@ def _difference(got: list[Array], exact: list[Array], samples: Sequence[list[Arr
 
 
 def finite_differences(program: Program, seed: int = 0) -> tuple[float, float] | None:
-    """The slope of a gradient program's objective along a random direction: by its gradients, and by differences of its values.
+    """The slope of a gradient program's objective along a random direction: (by its gradients, by differences of its values).
 
-    Both in float64 by NumPy, so that the derivative rules of JAX are checked as well. ``None`` for a program that is no
+    Both in float64 by NumPy, so that JAX's derivative rules are checked as well. ``None`` for any other program than a
     "value_and_grad".
     """
     if program.transform != "value_and_grad":

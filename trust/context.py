@@ -1,7 +1,7 @@
-"""What an operator sees while a program's function is traced: its choices, and where further arguments come from.
+"""The context of an operator while a program's function is traced: its choices, and the source of further arguments.
 
-Arguments are demanded by the operators that read them. ``Recorder`` notes each demand while shapes are evaluated; ``Reader``
-hands out the function's arguments in the same order.
+Operators that read arguments demand them. ``Recorder`` notes each demand while shapes are evaluated; ``Reader`` hands out the
+function's arguments in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SIZE = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """``kind``: "row" (streams), "param", "index" (integers below ``below``, one a row) or "mask" (one bool a row)."""
+    """``kind``: "row" (streams), "param", "index" (one integer below ``below`` per row) or "mask" (one bool per row)."""
 
     kind: str
     shape: tuple[int, ...]
@@ -60,9 +60,9 @@ class Reader:
 
 
 class Context(Digits):
-    """Values so far.
+    """The values so far.
 
-    ``rows``: floating, with one axis behind the leading ones. ``ints``: one integer or bool a row. ``others``: stationary.
+    ``rows``: floating, with one axis behind the leading ones. ``ints``: one integer or bool per row. ``others``: stationary.
     """
 
     def __init__(self, program: Program, source: Recorder | Reader) -> None:
@@ -84,7 +84,7 @@ class Context(Digits):
         return self.program.dtype
 
     def add(self, value: Array) -> None:
-        """Keep ``value`` for later operators, unless it is too large to go on with."""
+        """Keep ``value`` for later operators, unless it is too large."""
         if value.size > MAX_SIZE or max(value.shape, default=0) > 4096:
             return
         self.all.append(value)
@@ -110,20 +110,20 @@ class Context(Digits):
         return self._source(Argument("row", (*self.program.lead, width), self.dtype))
 
     def index(self, below: int) -> Array:
-        """One integer a row, from 0 to ``below`` - 1."""
+        """One integer per row, from 0 to ``below`` - 1."""
         return self._source(Argument("index", self.program.lead, "int32", below))
 
     def mask(self) -> Array:
-        """One bool a row."""
+        """One bool per row."""
         return self._source(Argument("mask", self.program.lead, "bool"))
 
     def stationary(self, choice: int, width: int) -> Array:
-        """A vector of ``width``: of what earlier operators reduced, where one fits, or a weight."""
+        """A vector of ``width``: a result of an earlier reduction, if one fits, or a weight."""
         fitting = [v for v in self.others if v.shape == (width,)]
         return fitting[choice % len(fitting)] if fitting and choice % 3 else self.param(width)
 
     def integers(self, choice: int, below: int) -> Array:
-        """Integers below ``below``, one a row: made of earlier ones, or a new input."""
+        """Integers below ``below``, one per row: made of earlier ones, or a new input."""
         whole = [v for v in self.ints if jnp.issubdtype(v.dtype, jnp.integer)]
         if whole and choice % 2:
             return jnp.abs(whole[choice % len(whole)].astype(jnp.int32)) % max(1, below)

@@ -1,4 +1,4 @@
-"""Random programs: a function of a seed and a number, so that a program can be drawn again anywhere."""
+"""Random programs as a function of a seed and a number, so that a program can be drawn again anywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trust.transforms import REVERSE, TRANSFORMS
 
 DTYPES = {"float32": 9, "bfloat16": 4, "float16": 4, "float64": 2}
 ROWS = (0, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 37, 64, 97, 128, 200)
-MANY_ROWS = (257, 600, 1025, 2051)  # several tiles, of which the last is not full
+MANY_ROWS = (257, 600, 1025, 2051)  # several tiles, the last of them not full
 FEATURES = (*range(1, 18), 24, 31, 32, 33)
 WEIGHTS = {
     "unary": 5,
@@ -57,14 +57,14 @@ def draw(seed: int, number: int) -> Program:
     lead = _lead(rng)
     weights = {name: LIKELY.get(name, 1) for name in TRANSFORMS if loop not in FORWARD_ONLY or name not in REVERSE}
     transform = _weighted(rng, weights)
-    # A loop's body alone is what XLA simplifies most, so no operator or one is as likely as many.
+    # XLA simplifies short loop bodies most, so they have few operators, often one.
     most = rng.choice((1, 2, 4, 6, 9)) if loop == "none" else rng.choice((1, 1, 2, 4))
     likely = {name: WEIGHTS.get(name, 2) * (8 if loop != "none" and name in ("pair", "binary") else 1) for name in OPERATORS}
     ops = tuple(
         Op(_weighted(rng, likely), rng.choice((0, 0, 0, 1, 2, 5)), rng.randrange(4), rng.randrange(1 << 20))
         for _ in range(rng.randint(1, most))
     )
-    if dtype in ("bfloat16", "float16") and rng.random() < 0.2:  # a chain of which every bit is determined
+    if dtype in ("bfloat16", "float16") and rng.random() < 0.2:  # a chain whose every bit is determined
         ops = tuple(dataclasses.replace(op, name="compensated") for op in ops)
     several = loop != "none" and rng.random() < 0.6
     outputs = tuple(rng.choice((0, 0, 1, 2, 3)) for _ in range(rng.choice((1, 1, 2, 3))))

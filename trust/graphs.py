@@ -1,7 +1,7 @@
 """Operators over graphs and tables: gathers by indices that stream, reductions over segments, products of each row with itself.
 
-Entries of ``GRAPH`` are as those of ``operators.COMPUTE``. Indices come as they are, sorted, all equal, below 0 or beyond the end;
-out of range they are read and written in modes that say what happens.
+The entries of ``GRAPH`` have the form of those of ``operators.COMPUTE``. Indices are random, sorted, all equal, below 0 or beyond
+the end; those out of range are read and written in modes that define the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _ids(c: Context, below: int) -> Array:
 
 
 def _rows(v: Array) -> tuple[Array, float]:
-    """(the rows of ``v``, the square root of how many there are)."""
+    """(the rows of ``v``, the square root of their number)."""
     flat = v.reshape(-1, v.shape[-1])
     return flat, max(1, flat.shape[0]) ** 0.5
 
@@ -64,7 +64,7 @@ def _table(c: Context, v: Array, u: Array) -> Any:
 
 
 def _segment(c: Context, v: Array, u: Array) -> Any:
-    """Reductions over segments, also by two kinds of indices, and what is made of them."""
+    """Reductions over segments, also by two kinds of indices, and operators on their results."""
     k = c.pick(1, 3, 6, 50)
     flat, scale = _rows(v)
     ids, others = _ids(c, k), _ids(c, k)

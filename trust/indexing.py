@@ -1,4 +1,4 @@
-"""The primitives that read or write at indices which are data, in plain NumPy: slices, gather and scatter in their general form."""
+"""Primitives that read or write at indices which are data, in plain NumPy: slices, gather and scatter in their general form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dynamic_update_slice(params: Params, x: Array, update: Array, *indices: Arra
 def _windows(
     indices: Array, mapped: tuple[int, ...], batching: Any, shape: tuple[int, ...], sizes: tuple[int, ...], mode: str
 ) -> tuple[tuple[Array, ...], Array]:
-    """An index array for each dimension of the operand, of shape (batch..., window...), and which windows lie within it."""
+    """An index array for each dimension of the operand, of shape (batch..., window...), and a mask of the windows inside it."""
     batch = indices.shape[:-1]
     starts: list[Array] = [np.zeros(batch, np.int64) for _ in shape]
     for k, d in enumerate(mapped):

@@ -1,8 +1,8 @@
 """Loops and branches whose body is a program's function.
 
-Comes in: the function (``Callee``), choices, and ``wrap``, which pipelines the body. Goes out: a function of the same arguments.
-The first arguments, all of one shape, are the carries; the body's results become the next carries, in an order and with
-stationary ones as the choices say. Every loop ends after a few rounds, because what it counts is exact in every dtype.
+In: the function (``Callee``), choices, and ``wrap``, which pipelines the body. Out: a function of the same arguments. The first
+arguments, all of one shape, are the carries; the body's results become the next carries, in an order and with stationary ones by
+choice. Every loop ends after a few rounds, because its counter is exact in every dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Wrap = Callable[[Function], Function]
 
 
 def _fitted(out: Array, like: Array) -> Array:
-    """``out`` as an array of ``like``'s shape and dtype: itself, where it is one already."""
+    """``out`` as an array of ``like``'s shape and dtype; ``out`` itself if it is one already."""
     if out.shape == like.shape and out.dtype == like.dtype:
         return out
     out = out.astype(like.dtype)
@@ -34,7 +34,7 @@ def _fitted(out: Array, like: Array) -> Array:
 
 
 def _carried(callee: Callee, choices: Digits) -> Function:
-    """The body on ``(carries, the other arguments)``: the next carries."""
+    """The body as a function of ``(carries, the other arguments)`` that returns the next carries."""
     carries = callee.program.inputs
     turn = choices.below(carries)
     stationary = choices.below(carries + 1) if carries > 1 and choices.below(2) else carries
@@ -61,7 +61,7 @@ def none(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
 
 
 def scan(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
-    """With or without sliced inputs and collected outputs, forwards or backwards, unrolled or not."""
+    """A ``scan`` with or without sliced inputs and collected outputs, forwards or backwards, unrolled or not."""
     length, reverse, unroll = choices.pick(3, 1, 2, 0), choices.pick(False, True), choices.pick(1, 2)
     sliced, collected = choices.pick(False, True), choices.pick(False, True)
     body = _carried(callee, choices)
@@ -92,22 +92,22 @@ def fori(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
 
 
 def fori_traced(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
-    """The number of rounds is data: a ``while`` loop."""
+    """A ``fori_loop`` whose number of rounds is data: a ``while`` loop."""
     times = choices.pick(2, 1, 3, 0)
     body = wrap(_carried(callee, choices))
 
     def loop(*args: Array) -> Any:
         carry, rest = _split(callee, args)
-        bound = times + jnp.sum(jnp.isnan(carry[0]).astype(jnp.int32))  # XLA cannot know it
+        bound = times + jnp.sum(jnp.isnan(carry[0]).astype(jnp.int32))  # not known at compile time
         return lax.fori_loop(0, bound, lambda i, c: body(*c, *rest), carry)
 
     return loop
 
 
 def while_(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
-    """No counter: the loop goes on while an element of a carry, its clock, is small. The pipelined body adds one to it.
+    """A ``while_loop`` without a counter: it runs while an element of a carry, its clock, is small. The body adds one to it.
 
-    The clock stands before, after or between the other carries, or is the only one, or is the first, which the body reads.
+    The clock is before, after or between the other carries, or the only carry, or the first one, which the body reads.
     """
     rounds = choices.pick(3, 1, 2, 0)
     place, wide, kind = choices.pick(0, 1, -1), choices.pick(True, False), choices.pick("first", "extra", "extra", "alone")
@@ -160,7 +160,7 @@ def while_of_scan(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
 
 
 def nested(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
-    """A ``scan`` within a ``fori_loop``; pipelined is the innermost body, or the inner loop."""
+    """A ``scan`` within a ``fori_loop``; the innermost body or the inner loop is pipelined."""
     pipelined_loop = choices.pick(False, True)
     inner = scan(callee, choices, (lambda f: f) if pipelined_loop else wrap)
     inner = wrap(inner) if pipelined_loop else inner
@@ -185,7 +185,7 @@ def map_(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
 
 
 def branch(callee: Callee, choices: Digits, wrap: Wrap) -> Function:
-    """``lax.switch`` between the function, itself of other inputs, and something plain; the index is data."""
+    """``lax.switch`` between the function, the function of other inputs, and zeros; the index is data."""
     chosen, pipelined_all = choices.pick(0, 1, 2), choices.pick(True, False)
     body = wrap(callee.f)
 

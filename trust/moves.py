@@ -1,6 +1,6 @@
-"""Operators that move elements, choose between them, count in integers, or hold control flow of their own.
+"""Operators that move elements, choose between them, count in integers, or contain control flow.
 
-Entries of ``MOVE`` are as those of ``operators.COMPUTE``.
+The entries of ``MOVE`` have the form of those of ``operators.COMPUTE``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _integers(c: Context, v: Array, u: Array) -> Any:
 
 
 def _argument(c: Context, v: Array, u: Array) -> Any:
-    """Where the largest element stands: of an input, whose elements lie apart."""
+    """The index of the largest or smallest element of an input, whose elements are far enough apart."""
     x = c.rows[c.below(c.program.inputs)]
     k = c.pick(jnp.argmax, jnp.argmin)(x, axis=-1)
     return c.pick(

@@ -1,7 +1,7 @@
 """Operators that compute: pointwise functions, products, norms, reductions, dtypes.
 
-An entry of ``COMPUTE`` takes a ``Context`` and two values that stream, ``v`` and ``u``, and returns a value or several. Values
-stay near 1 where their inputs do, and no branch depends on the last bit of what was computed, so that float64 is an oracle.
+An entry of ``COMPUTE`` takes a ``Context`` and two values that stream, ``v`` and ``u``, and returns one or more values. Values stay
+near 1 if their inputs do, and no branch depends on the last bit of a computed value, so that float64 is an oracle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 24, 31, 32, 33)
 
 
 def matched(v: Array, u: Array) -> tuple[Array, Array]:
-    """Both, cut to the columns that both have."""
+    """Both, cut to their common columns."""
     n = min(v.shape[-1], u.shape[-1])
     return v[..., :n], u[..., :n]
 
@@ -122,7 +122,7 @@ def _binary(c: Context, v: Array, u: Array) -> Any:
 
 
 def _pair(c: Context, v: Array, u: Array) -> Any:
-    """Two results of the same operands, in their order."""
+    """Two results of the same operands, in either order."""
     a, b = matched(v, u)
     return c.pick(
         lambda: (a * a, 2 * a * b),
@@ -135,7 +135,7 @@ def _pair(c: Context, v: Array, u: Array) -> Any:
 
 
 def _compensated(c: Context, v: Array, u: Array) -> Any:
-    """Arithmetic whose result is an error of rounding, or depends on one: operators that are rounded correctly, one by one."""
+    """Arithmetic whose result is a rounding error, or depends on one: correctly rounded operators, one after the other."""
     a, b = matched(v, u)
     total = a + b
     part = total - a
@@ -168,7 +168,7 @@ def _dense(c: Context, v: Array, u: Array) -> Any:
 
 
 def _odd_product(c: Context, v: Array, u: Array) -> Any:
-    """Products by literals, without contraction, of rank 0 and 1, outer products."""
+    """Products with literals, without contraction, of rank 0 and 1, outer products."""
     k = v.shape[-1]
     a, b = matched(v, u)
     n = a.shape[-1]
@@ -211,7 +211,7 @@ def _heads(c: Context, v: Array, u: Array) -> Any:
 
 
 def _rows_product(c: Context, v: Array, u: Array) -> Any:
-    """Products that contract the rows (as a weight gradient does), and what reads them."""
+    """Products that contract the rows, like a weight gradient, and operators that read their results."""
     a = v.reshape(-1, v.shape[-1])
     b = u.reshape(-1, u.shape[-1])
     r = max(1, a.shape[0])
@@ -260,7 +260,7 @@ def _norm(c: Context, v: Array, u: Array) -> Any:
 
 
 def _row_statistic(c: Context, v: Array, u: Array) -> Any:
-    """One number a row, and back to the columns."""
+    """One number per row, and back to the columns."""
     reduce = c.pick(
         jnp.mean,
         lambda x, **k: jnp.sum(x, **k) / x.shape[-1],
@@ -321,7 +321,7 @@ def _scale(c: Context, v: Array, u: Array) -> Any:
 
 
 def _dtype(c: Context, v: Array, u: Array) -> Any:
-    """Casts, there and perhaps back."""
+    """Casts, and some of them back."""
     to = c.pick(jnp.bfloat16, jnp.float16, jnp.float32)
     a, b = matched(v, u)
     return c.pick(
@@ -335,7 +335,7 @@ def _dtype(c: Context, v: Array, u: Array) -> Any:
 
 
 def _rare(c: Context, v: Array, u: Array) -> Any:
-    """Functions and reductions that few programs use, where they are smooth; and what rounds, of an input, which is exact."""
+    """Rare functions and reductions, where they are smooth; and roundings of an input, which is exact."""
     x, positive, small = c.rows[0], jnp.abs(v) + 0.5, 0.9 * jnp.tanh(v)
     axis = (v.ndim - 1,)
     return c.pick(

@@ -1,7 +1,7 @@
-"""What each primitive of JAX computes, in plain NumPy.
+"""The computation of each JAX primitive in plain NumPy.
 
-One entry a primitive: ``(parameters of the equation, *operands) -> array or list of arrays``. Entries follow the documentation of
-``jax.lax``; none calls JAX. ``EXACT`` names those that do not round.
+One entry per primitive: ``(parameters of the equation, *operands) -> array or list of arrays``. Entries follow the documentation of
+``jax.lax``; none calls JAX. ``EXACT`` names the primitives that do not round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Params = dict[str, Any]
 
 
 class Unknown(Exception):
-    """A primitive that has no entry here: the program proves nothing."""
+    """A primitive without an entry here: the program proves nothing."""
 
 
 def _pointwise(f: Callable[..., Array]) -> Callable[..., Array]:
@@ -63,7 +63,7 @@ def _convert(params: Params, x: Array) -> Array:
 
 
 def _bitcast(params: Params, x: Array) -> Array:
-    """Between floats and integers of 4 or 8 bytes, whatever the float is held as. JAX takes a float's low bits off this way."""
+    """Between floats and integers of 4 or 8 bytes, however the float is held. JAX clears a float's low bits this way."""
     to: Any = np.dtype(params["new_dtype"])
     floats = {4: np.float32, 8: np.float64}
     if to.itemsize not in floats:
@@ -308,22 +308,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
 EXACT = frozenset(
     (
         *("abs", "sign", "neg", "floor", "ceil", "round", "max", "min", "maximum", "minimum", "clamp", "select_n"),
-        *(
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "and",
-            "or",
-            "xor",
-            "not",
-            "is_finite",
-            "convert_element_type",
-            "iota",
-            "bitcast_convert_type",
-        ),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite", "convert_element_type", "iota"),
+        "bitcast_convert_type",
         *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "concatenate", "stack", "unstack", "tile"),
         *("split", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-max", "scatter-min"),
         *("reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "cummax", "cummin", "sort", "top_k"),

@@ -1,7 +1,7 @@
-"""What a random program is: plain data, written as JSON and read back.
+"""A random program as plain data, written as JSON and read back.
 
-Invariant: every ``Program`` with known names means something. Numbers that choose are taken modulo what there is to choose from, so
-that a program stays one whatever the shrinker takes out of it.
+Invariant: every ``Program`` with known names is meaningful. A choice is taken modulo the number of its options, so a program stays
+valid whatever the shrinker removes from it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function, what is done with it, and what it is called with.
+    """A function, its loop and transformation, and its arguments.
 
     Attributes:
       dtype: of its floating arguments.
       lead: the axes that stream (rows); ``features``: the last axis of the first ``inputs`` arguments.
       ops: the function's body.
-      outputs: which of its values it returns, counted from the newest.
-      constants: which parameters are no arguments but arrays (or, of rank 0, Python numbers) that the function closes over.
+      outputs: the values that it returns, counted from the newest.
+      constants: parameters that are not arguments but arrays (or, of rank 0, Python numbers) that the function closes over.
       spare: one more argument that nothing reads.
-      magnitude: what inputs are multiplied by.
-      loop: "none", or which loop or branch has the function for its body; transform: what is then done with all of it.
+      magnitude: the factor of its inputs.
+      loop: "none", or the loop or branch whose body the function is; transform: applied to the whole.
       loop_choice, transform_choice: their forms.
-      pipelined: "body", "loop" or "whole": what ``kitsune_jax.pipeline`` is applied to; "all": to each of them, nested.
+      pipelined: "body", "loop" or "whole": the part that ``kitsune_jax.pipeline`` is applied to; "all": to each of them, nested.
       force, residuals: its options.
       seed: of the arguments' values.
     """
@@ -59,7 +59,7 @@ class Program:
     seed: int = 0
 
     def to_json(self) -> str:
-        """As few lines as can be read: defaults are left out."""
+        """As short as can be read: defaults are left out."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain = {k: v for k, v in fields.items() if k != "ops" and v != Program.__dataclass_fields__[k].default}
         return json.dumps({**plain, "ops": [[op.name, op.first, op.second, op.choice] for op in self.ops]})
@@ -76,7 +76,7 @@ class Program:
 
 
 class Digits:
-    """Choices out of one number: each takes the next digit, in the base of how many options it has."""
+    """Choices from one number: each takes the next digit, in the base of its number of options."""
 
     def __init__(self, number: int) -> None:
         self._left = number

@@ -1,10 +1,9 @@
-"""A jaxpr evaluated with NumPy, primitive by primitive: what every result is compared with.
+"""The evaluation of a jaxpr with NumPy, primitive by primitive: every result is compared with it.
 
-Comes in: what ``jax.make_jaxpr`` gave, and arrays for its arguments. Goes out: arrays for its results. XLA takes no part, so an
-error of XLA's is not an oracle of ours. Two ways to evaluate: ``widen`` holds every floating value in float64, so that only the
-rounding of arguments and literals is left; without it each primitive's result is rounded to its dtype, as a plain reading of the
-jaxpr would. ``jitter`` moves results of arithmetic by up to one rounding: what several such samples differ by is what roundings
-may do here.
+In: the result of ``jax.make_jaxpr``, and arrays for its arguments. Out: arrays for its results. XLA takes no part, so an error of
+XLA cannot hide an error of ours. ``widen`` holds every floating value in float64, so that only the rounding of arguments and
+literals is left; without it the result of each primitive is rounded to its dtype, as the jaxpr says. ``jitter`` moves results of
+arithmetic by up to one rounding: the spread of several such samples is the error that roundings may cause.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import numpy as np
 from trust.primitives import EXACT, PRIMITIVES, Unknown
 
 Array = Any
-STEPS = 1000  # rounds of a while loop: every loop drawn ends after a few
+STEPS = 1000  # rounds of a while loop: every loop that is drawn ends after a few
 
 
 class Endless(Exception):
-    """A while loop of the reference does not end: its description is at fault."""
+    """A while loop of the reference does not end: its description is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """``widen``: floating values are float64. ``jitter``: draws the extra roundings, or ``None``."""
+    """``widen``: floating values are float64. ``jitter``: the generator of extra roundings, or ``None``."""
 
     widen: bool = False
     jitter: np.random.Generator | None = None
@@ -50,7 +49,7 @@ def evaluate(closed: Any, args: Sequence[Array], arithmetic: Arithmetic) -> list
     """The results of ``closed`` on ``args``.
 
     Raises:
-      Unknown: it holds a primitive that has no entry in ``PRIMITIVES``. Endless: a loop goes on for more than ``STEPS`` rounds.
+      Unknown: a primitive has no entry in ``PRIMITIVES``. Endless: a loop runs for more than ``STEPS`` rounds.
     """
     with np.errstate(all="ignore"):
         return _run(closed, [arithmetic.held(a, a.dtype) for a in map(np.asarray, args)], arithmetic)
@@ -123,7 +122,7 @@ def _while(params: dict[str, Any], operands: list[Array], arithmetic: Arithmetic
         if not goes_on.any():
             return carry
         new = _run(params["body_jaxpr"], [*for_body, *carry], arithmetic)
-        # Under vmap one predicate an example: those that have ended stay as they are.
+        # Under vmap each example has its own predicate: examples that have ended keep their carry.
         carry = [
             np.where(goes_on.reshape(goes_on.shape + (1,) * (a.ndim - goes_on.ndim)), b, a) for a, b in zip(carry, new, strict=True)
         ]

@@ -1,7 +1,7 @@
-"""The search: workers take the next program until all have run or the time is over; what fails is made small and written down.
+"""The search: workers take the next program until all have run or the time is over; failing programs are shrunk and written down.
 
-Comes in: a ``Search``. Goes out: a ``Summary``, and a JSON file for each failure: the smallest program found that fails so, the
-one that was drawn, and what happened. Files of one failure, told apart by ``signature``, are written once.
+In: a ``Search``. Out: a ``Summary``, and a JSON file for each failure: the smallest program found that fails in the same way, the
+program that was drawn, and the error. Failures with one ``signature`` are written once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trust.worker import Worker
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """``budget``, ``limit``: seconds for all programs, and for one. ``attempts``: of the shrinker, for each failure."""
+    """``budget``, ``limit``: seconds for all programs, and for one. ``attempts``: of the shrinker, per failure."""
 
     programs: int
     seed: int
@@ -39,7 +39,7 @@ class Search:
 
 @dataclasses.dataclass
 class Summary:
-    """What ran: programs by outcome, how many held a pipeline, how often each failure was met, and the files of the failures."""
+    """The counts of a search: programs by outcome, programs with a pipeline, failures by signature; and the files of failures."""
 
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     discarded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -70,7 +70,7 @@ class Summary:
 
 
 def signature(program: Program, outcome: dict[str, Any]) -> str:
-    """What tells failures apart before they are shrunk: the message without its numbers; of wrong results, what was done."""
+    """A key that separates failures before they are shrunk: the message without numbers; for wrong results, the program's parts."""
     if outcome["kind"] in ("exception", "fallback"):
         message = re.sub(r"\(.*?\)", "", outcome["detail"].splitlines()[0])
         return f"{outcome['kind']}: {re.sub(r'[0-9]+', 'N', message)[:160]}"
@@ -80,7 +80,7 @@ def signature(program: Program, outcome: dict[str, Any]) -> str:
 
 
 def save(folder: Path, small: Program, drawn: Program, outcome: dict[str, Any]) -> Path:
-    """Named by what failed and by the program, so that the same failure is the same file."""
+    """Write a failure. The file is named by the failure and the program, so that the same failure is the same file."""
     digest = hashlib.sha256(small.to_json().encode()).hexdigest()[:8]
     path = folder / f"{outcome['kind']}-{'-'.join(dict.fromkeys(op.name for op in small.ops)) or 'no-ops'}-{digest}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,15 +96,15 @@ def save(folder: Path, small: Program, drawn: Program, outcome: dict[str, Any]) 
 
 
 def search(wanted: Search, stopped: threading.Event | None = None, *, show: bool = True) -> Summary:
-    """Runs until done, out of time, or ``stopped``, which ends the workers; returns what is known by then."""
+    """Run until done, out of time, or ``stopped``, which ends the workers; returns the counts so far."""
     state = _State(wanted, Summary(), stopped or threading.Event())
     threads = [threading.Thread(target=state.work, daemon=True) for _ in range(wanted.jobs)]
-    start = told = time.monotonic()
+    start = shown = time.monotonic()
     for thread in threads:
         thread.start()
     while any(t.is_alive() for t in threads) and time.monotonic() - start < wanted.budget and not state.stopped.wait(0.2):
-        if show and (sys.stdout.isatty() or time.monotonic() - told > 20):
-            told = time.monotonic()
+        if show and (sys.stdout.isatty() or time.monotonic() - shown > 20):
+            shown = time.monotonic()
             _progress(wanted, state, time.monotonic() - start)
     state.stopped.set()
     for worker in state.workers:
@@ -146,7 +146,7 @@ class _State:
                     return
                 new = self._count(program, outcome)
                 if new:
-                    self._shrunk(worker, program, outcome)
+                    self._shrink(worker, program, outcome)
         except Exception as e:
             self.stopped.set()
             self.summary.errors.append(f"the search itself failed: {type(e).__name__}: {e}")
@@ -161,7 +161,7 @@ class _State:
             return self._next - 1
 
     def _count(self, program: Program, outcome: dict[str, Any]) -> bool:
-        """Whether this failure was not met before."""
+        """Count ``outcome``. Returns whether it is a failure with a new signature."""
         with self._lock:
             summary = self.summary
             summary.kinds[outcome["kind"]] += 1
@@ -176,7 +176,7 @@ class _State:
             summary.signatures[name] += 1
             return summary.signatures[name] == 1
 
-    def _shrunk(self, worker: Worker, program: Program, outcome: dict[str, Any]) -> None:
+    def _shrink(self, worker: Worker, program: Program, outcome: dict[str, Any]) -> None:
         kind, name = outcome["kind"], signature(program, outcome)
         last = outcome
         limit = min(self.wanted.limit, 15.0) if kind == "hang" else None

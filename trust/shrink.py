@@ -1,7 +1,7 @@
-"""Making a failing program small while it keeps failing in the same way.
+"""Shrink a failing program while it keeps failing in the same way.
 
-Comes in: a program, and a predicate that says whether a program fails as it does. Goes out: a program of which no single
-simplification fails so, or the smallest that the budget allowed.
+In: a program, and a predicate that tells whether a program fails in the same way. Out: a program that no single simplification
+keeps failing, or the smallest that the budget allowed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trust.program import Op, Program
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """``fails`` is asked about ever simpler programs, until it refuses them all, or raises ``StopIteration``."""
+    """Ask ``fails`` about ever simpler programs, until it refuses them all or raises ``StopIteration``."""
     try:
         again = True
         while again:
@@ -29,7 +29,7 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def shrink_within(program: Program, fails: Callable[[Program], bool], attempts: int) -> Program:
-    """``shrink`` with at most ``attempts`` questions. The smallest failing program asked about is kept."""
+    """``shrink`` with at most ``attempts`` calls of ``fails``. Returns the smallest failing program."""
     best, left = program, attempts
 
     def asked(simpler: Program) -> bool:
@@ -97,7 +97,7 @@ def candidates(program: Program) -> Iterator[Program]:
 
 
 def _smaller(number: int) -> Iterator[int]:
-    """Zero, few digits of ``number`` in any base, and half of it: a choice reads digits from the lowest on."""
+    """Zero, the lowest digits of ``number`` in several bases, and half of it: a choice reads digits from the lowest on."""
     seen = {number}
     for value in (0, *(number % base for base in (12, 35, 60, 144, 420, 1000, 5040)), number // 2):
         if value < number and value not in seen:

@@ -1,6 +1,6 @@
-"""What is done with a function: derivatives by one argument, by two or by all, batches, and whole training steps.
+"""Transformations of a function: derivatives by one argument, by two or by all, batches, and whole training steps.
 
-Comes in: a ``Callee`` (the function, perhaps pipelined, and what its arguments are) and choices. Goes out: a function of the same
+In: a ``Callee`` (the function, perhaps pipelined, and a description of its arguments) and choices. Out: a function of the same
 arguments. Tangents, cotangents and batches are made of the arguments, so that a transformed function needs no others.
 """
 
@@ -46,7 +46,7 @@ def _floating(outs: Any) -> list[Array]:
 
 
 def objective(callee: Callee, choices: Digits) -> Function:
-    """A number of all floating results, with a penalty on the parameters as users write it, or none."""
+    """A number that depends on all floating results, perhaps with a penalty on the parameters in one of the ways users write it."""
     reduce = choices.pick(
         lambda x: jnp.mean(jnp.sin(x)),
         lambda x: jnp.mean(jnp.square(x)) * 0.5,
@@ -194,7 +194,7 @@ def vmap_of_vmap(callee: Callee, choices: Digits) -> Function:
 
 
 def jacobian(callee: Callee, choices: Digits) -> Function:
-    """Of the sums of a few columns, by the first elements of one argument."""
+    """The Jacobian of the sums of a few columns, by the first elements of one argument."""
     (k, *_) = callee.some(choices)
     kind = choices.pick(jax.jacfwd, jax.jacrev)
 
@@ -224,7 +224,7 @@ def hessian_vector(callee: Callee, choices: Digits) -> Function:
 
 
 def train(callee: Callee, choices: Digits) -> Function:
-    """Whole steps: value and gradient, clipping, an optimiser; once, or a few within a ``scan``."""
+    """Whole training steps: value and gradient, clipping, an optimiser; once, or several in a ``scan``."""
     value = objective(callee, choices)
     optimiser, clipped = choices.pick("sgd", "momentum", "adam"), choices.pick("none", "norm", "elements")
     decay, steps = choices.pick(0.0, 0.01), choices.pick(0, 0, 2)

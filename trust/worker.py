@@ -1,8 +1,8 @@
 """The process that runs programs, and the handle by which another process watches it.
 
 A request is a line of JSON on the worker's standard input, its outcome a line on its standard output. JAX is imported once for many
-programs. A worker that does not answer in time, or dies, is the finding: ``Worker.run`` then says "hang" or "crash", and the next
-request starts another.
+programs. A worker that does not answer in time, or dies, is a finding: ``Worker.run`` then returns "hang" or "crash", and the next
+request starts another worker.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 from trust.program import Program
 
-RECYCLED = 400  # programs of one worker: JAX keeps what it has compiled
-MEMORY = 4 << 30  # bytes of a worker: a program that takes more fails, not the machine
-START = 120.0  # seconds until a worker is ready, on a loaded machine
+RECYCLED = 400  # programs per worker: JAX keeps everything it has compiled
+MEMORY = 4 << 30  # bytes per worker: a program that takes more fails, not the machine
+START = 120.0  # seconds for a worker to become ready, on a loaded machine
 
 
 def command() -> list[str]:
@@ -33,7 +33,7 @@ def command() -> list[str]:
 
 
 class Worker:
-    """A process that checks one program at a time. ``limit``: seconds for one."""
+    """A process that checks one program at a time. ``limit``: seconds per program."""
 
     def __init__(self, limit: float, argv: Sequence[str] | None = None) -> None:
         self.limit = limit
@@ -43,7 +43,8 @@ class Worker:
         self._pending = b""
 
     def run(self, program: Program, limit: float | None = None) -> dict[str, Any]:
-        """The outcome of ``program``: ``{"kind", "detail", "pipelines"}``. What plain JAX dies of as well proves nothing."""
+        """The outcome of ``program``: ``{"kind", "detail", "pipelines"}``. If plain JAX dies as well, the program proves
+        nothing."""
         outcome = self._ask(program, False, limit or self.limit)
         if outcome["kind"] in ("hang", "crash"):
             plain = self._ask(program, True, limit or self.limit)
@@ -72,19 +73,19 @@ class Worker:
         return dict(json.loads(line))
 
     def kill(self) -> None:
-        """Ends the process, if there is one, and whatever it started: a ``run`` in another thread then returns."""
+        """End the process, if there is one, and its children: a ``run`` in another thread then returns."""
         if (process := self._process) is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """``kill``, and give back the pipes. For the thread that calls ``run``."""
+        """``kill``, and close the pipes. For the thread that calls ``run``."""
         if self._process is not None:
             self.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # what a process that died has not read
+                    with contextlib.suppress(BrokenPipeError):  # a dead process has not read everything
                         pipe.close()
             self._process = None
 
@@ -102,7 +103,7 @@ class Worker:
             environment["KITSUNE_PROFILE"] = "zen5-2"  # the same plans on every machine
             flags = environment.get("XLA_FLAGS", "")
             environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=1".strip()
-            # A session of its own: Ctrl-C reaches the parent alone, which ends its workers.
+            # A session of its own: Ctrl-C reaches only the parent, which ends its workers.
             self._process = subprocess.Popen(
                 self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
             )
@@ -132,7 +133,7 @@ def main() -> int:
     """Answer requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     import jax
 
     from trust.check import Outcome, check, check_plain

@@ -1,1 +1,1 @@
-"""The op table: what is known about each kind of op, one entry for each kind (``table.OPS``)."""
+"""The op table, one entry for each kind of op (``table.OPS``), and the Graph that its ops form."""

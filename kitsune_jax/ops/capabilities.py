@@ -1,6 +1,6 @@
-"""What a target can run: the one description that capture, the choice of regions and the lowering are given, whole.
+"""The capabilities of a target: one object that capture, the choice of regions and the lowering receive whole.
 
-Comes in: nothing. Goes out: ``TargetCapabilities``. Invariant: a target has one such object, and nobody unpacks it into parameters.
+Invariant: a target has one such object, and nothing unpacks it into parameters.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class TargetCapabilities:
     divides_gradients: bool = False
     #: There is code for the online sums of a segment softmax (``ops.reduce.ONLINE``).
     sums_online: bool = False
-    #: Sums by index may be faster where their order, and so their bits, may differ from run to run.
+    #: Sums by index may be faster if their order, and so their bits, may differ from run to run.
     sums_unordered: bool = False
-    #: There is code for sums over the rows of each batch. Where there is none, the gradients of an attention by queries and those
-    #: by keys and values each compute scores of their own (``capture.rewrites.attention_scores``).
+    #: There is code for sums over the rows of each batch. Without it, the gradients of an attention by queries and those by keys
+    #: and values each compute scores of their own (``capture.rewrites.attention_scores``).
     sums_by_batch: bool = True
     #: There is code for the loops of a graph (``scan``).
     runs_loops: bool = False
@@ -37,11 +37,10 @@ class TargetCapabilities:
     few_rows: bool = False
     #: A loop may be a call without the sums over its steps, which are then computed from arrays of all steps.
     sums_behind: bool = False
-    #: So many elements of sums over the steps of a loop stay on chip. Behind a loop whose weights have more, its products are
-    #: computed from arrays of all steps (``capture.rewrites.loops``). ``None``: there is no limit.
+    #: So many elements of sums over the steps of a loop stay on chip. A loop with more weights stores arrays of all steps, and its
+    #: gradients are computed from these (``capture.rewrites.loops``). ``None``: there is no limit.
     most_summed: int | None = None
-    #: Where there are fewer rows than workers, reductions over a long dimension may be split into parts
-    #: (``capture.rewrites.few_rows``).
+    #: If there are fewer rows than workers, reductions over a long dimension may be split (``capture.rewrites.few_rows``).
     splits_reductions: bool = False
     #: Reductions of few rows over a long dimension may stream over its elements, as folds by index (``capture.rewrites.few_rows``).
     streams_elements: bool = False

@@ -1,8 +1,8 @@
-"""The Graph: what every pass after capture reads.
+"""The Graph: the data that every pass after capture reads.
 
-Comes in: nothing (this is data). Goes out: frozen, comparable, hashable and JSON-serialisable dataclasses. Invariants, checked by
-``Graph.validate``: value ids are indices into ``Graph.values``; every value is defined once (graph input, literal, or output of one
-op); ops stand in topological order. Nothing in here knows JAX's equations or a device.
+Frozen, comparable, hashable and JSON-serialisable dataclasses. Invariants, checked by ``Graph.validate``: value ids are indices
+into ``Graph.values``; every value is defined once (graph input, literal, or output of one op); ops are in topological order.
+Nothing here knows JAX's equations or a device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = bool | int | float
-Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: whatever survives the JSON round trip
+Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: types that survive the JSON round trip
 
 FORMAT_VERSION = 3
 
@@ -41,7 +41,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Code:
-    """What an opaque op computes: a StableHLO module as ``jax.export`` writes it (``standalone``).
+    """The computation of an opaque op: a StableHLO module as ``jax.export`` writes it (``standalone``).
 
     ``operands``: which of the op's inputs the module takes. ``convention``: the version of JAX's calling convention.
     """
@@ -57,11 +57,11 @@ class Code:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. ``kind`` is a key of ``kitsune_jax.ops.table.OPS``, or ``"opaque"`` for what the table does not know.
+    """One operation. ``kind`` is a key of ``kitsune_jax.ops.table.OPS``, or ``"opaque"`` for a primitive outside the table.
 
-    ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason`` says why an opaque
-    op is opaque. ``label`` is the name the user would recognise (the JAX primitive's). ``code``: what an opaque op computes, in a
-    graph that stands alone. ``body``: what a loop (kind ``"scan"``) computes in a step (``ops.loops``).
+    ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason``: why an opaque op is
+    opaque. ``label``: the name that the user knows (the JAX primitive's). ``code``: the computation of an opaque op, in a graph
+    that stands alone. ``body``: one step of a loop (kind ``"scan"``, ``ops.loops``).
     """
 
     kind: str
@@ -116,7 +116,7 @@ class Graph:
         return {v: tuple(ops) for v, ops in out.items()}
 
     def validate(self) -> None:
-        """Raise ``ValueError`` where an invariant of this module is broken."""
+        """Raise ``ValueError`` if an invariant of this module is broken."""
         defined = set(self.inputs) | {i for i, v in enumerate(self.values) if v.literal is not None}
         if len(set(self.inputs)) != len(self.inputs):
             raise ValueError("a graph input is listed twice")
@@ -214,7 +214,7 @@ def _thaw(x: Any) -> Param:
 def topological(needs: Sequence[Collection[int]], rank: Sequence[int]) -> list[int]:
     """Nodes in an order in which each comes after those it needs, the lowest ``rank`` first (Kahn's algorithm).
 
-    A node that waits for itself, or for one that does, is left out.
+    A node that depends on itself, or on one that does, is left out.
 
     >>> topological([{1}, set(), {2}], rank=[0, 1, 2])
     [1, 0]

@@ -1,13 +1,13 @@
 """The loop of the op table: ``scan``, whose body is a Graph.
 
-Comes in: the table of all other entries. Goes out: ``entries``, the loop's own, and what every room asks of a loop: its ``parts``,
-its type rule, its meaning, and which dimensions inside it and outside of it travel together (``Classes``).
+In: the table of all other entries. Out: the loop's own entry (``entries``), and the parts, type rule, semantics and dimension
+relations (``Classes``) of a loop.
 
 A ``scan`` has the parameters ``consts`` and ``carries`` (how many operands of each), ``length`` (steps) and ``reverse`` (the last
-step is taken first). Its inputs are constants, initial carries and arrays of one slice for each step (xs); its outputs are final
-carries and arrays of one slice for each step (ys). Its body takes the constants, the carries and a slice of each x, and makes the
-next carries and a slice of each y. A slice lacks the first dimension of its array, the time. A carry that a step hands on unchanged
-is a constant. Invariant: two dimensions are in one class if index i of one meets only index i of the other, in any step.
+step is taken first). Its inputs are constants, initial carries and arrays with one slice per step (xs); its outputs are final
+carries and arrays with one slice per step (ys). Its body takes the constants, the carries and a slice of each x, and makes the next
+carries and a slice of each y. A slice lacks the first dimension of its array, the time. A carry that no step changes is a constant.
+Invariant: two dimensions are in one class if index i of one meets only index i of the other, in any step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOOPS = frozenset({"scan"})
 _ROW_BY_ROW = frozenset(
     {"dot", "gather", "scatter", "cumulative", "argreduce", "window"}
 )  # no instruction does these for all rows at once
-_TIME = "the steps of a loop follow each other"
+_TIME = "each step of a loop needs the step before it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """The operands and results of a loop, as values of the graph around it, beside those of its body (``in_*``)."""
+    """The operands and results of a loop, as values of the graph around it, and those of its body (``in_*``)."""
 
     consts: tuple[int, ...]
     initial: tuple[int, ...]
@@ -73,10 +73,11 @@ def parts(op: Op) -> Parts:
 
 
 def check(op: Op, values: Sequence[Value]) -> None:
-    """Raise ``ValueError`` where a loop's operands and results are not what its body takes and makes."""
+    """Raise ``ValueError`` if the operands and results of a loop do not fit its body."""
     body, length = body_of(op), op["length"]
     if length < 0 or len(op.inputs) != len(body.inputs) or len(op.outputs) != len(body.outputs):
-        raise ValueError(f"a loop of {length} steps has {len(op.inputs)} operands and {len(op.outputs)} results, its body others")
+        given = f"a loop of {length} steps has {len(op.inputs)} operands and {len(op.outputs)} results"
+        raise ValueError(f"{given}, its body {len(body.inputs)} and {len(body.outputs)}")
     p = parts(op)
     if min(op["consts"], op["carries"]) < 0 or not len(p.initial) == len(p.in_carries) == len(p.in_next) == len(p.final):
         raise ValueError(f"a loop of {op['carries']} carries has {len(p.initial)} initial and {len(p.final)} final ones")
@@ -95,16 +96,16 @@ def check(op: Op, values: Sequence[Value]) -> None:
     for v, w in zip(p.in_carries, p.in_next, strict=True):
         a, b = body.values[v], body.values[w]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(f"a carry of a loop is {a} before a step and {b} behind it")
+            raise ValueError(f"a carry of a loop is {a} before a step and {b} after it")
 
 
-# --- what it computes -------------------------------------------------------------------------------------------------------------
+# --- semantics --------------------------------------------------------------------------------------------------------------------
 
 
 def evaluate_numpy(table: Table, graph: Graph, arrays: Sequence[Array], widen: bool = False) -> list[Array]:
     """The outputs of ``graph`` on ``arrays`` by the NumPy rules of ``table``. ``widen``: every float is held in float64.
 
-    Raises ``ValueError`` where the graph has an opaque op.
+    Raises ``ValueError`` if the graph has an opaque op.
     """
     env = {v: np.asarray(x) for v, x in zip(graph.inputs, arrays, strict=True)}
     env |= {v: np.asarray(x.literal, np_dtype(x.dtype)) for v, x in enumerate(graph.values) if x.literal is not None}
@@ -169,13 +170,13 @@ def _graph_by_jax(table: Table, graph: Graph, arrays: Sequence[Any]) -> list[Any
     return [env[v] for v in graph.outputs]
 
 
-# --- how its dimensions travel together -------------------------------------------------------------------------------------------
+# --- dimension relations ----------------------------------------------------------------------------------------------------------
 
 _Dim = tuple[int, int]  # (value of the body, dimension)
 
 
 class Classes:
-    """Which dimensions of a loop's body travel together. ``why``: what keeps those of a class from streaming."""
+    """Classes of dimensions of a loop's body that stream together. ``why``: class -> the reason why it cannot stream."""
 
     def __init__(self, table: Table, op: Op):
         body, p = body_of(op), parts(op)
@@ -198,14 +199,14 @@ class Classes:
             seen = set()
             for d in range(len(value.shape)):
                 if (root := self.root((v, d))) in seen:
-                    stops.append((root, "two dimensions of one array follow it"))
+                    stops.append((root, "it corresponds to two dimensions of one array"))
                 seen.add(root)
         self.why: dict[_Dim, str] = {}
         for dim, why in stops:
             self.why.setdefault(self.root(dim), why)
 
     def root(self, dim: _Dim) -> _Dim:
-        """The dimension that stands for the class of ``dim``."""
+        """The dimension that represents the class of ``dim``."""
         while (parent := self._parent.get(dim, dim)) != dim:
             self._parent[dim] = self._parent.get(parent, parent)
             dim = parent
@@ -225,7 +226,7 @@ def _why(op: Op, relation: DimRelation) -> str:
 
 
 def _outside(op: Op) -> Iterator[tuple[int, int, bool]]:
-    """(operand number, value of the body, does the operand have a time) for each operand and result."""
+    """(operand number, value of the body, does the operand have a time dimension) for each operand and result."""
     body, first = body_of(op), op["consts"] + op["carries"]
     for k, v in enumerate(body.inputs):
         yield k, v, k >= first
@@ -234,9 +235,11 @@ def _outside(op: Op) -> Iterator[tuple[int, int, bool]]:
 
 
 def labels_inside(table: Table, op: Op, labels: Sequence[DimLabels | None]) -> dict[int, DimLabels]:
-    """The labels of all values of a loop's body that stream; ``labels``: those of its operands and results, None for a stationary.
+    """The labels of all values of a loop's body that stream. ``labels``: those of its operands and results; None for a stationary
+    one.
 
-    A value streams if a dimension of it does, or if it is made of one that streams (in a stream of one row nothing has a label).
+    A value streams if a dimension of it does, or if it is computed from one that streams (in a stream of one row nothing has a
+    label).
     """
     body, classes, p = body_of(op), Classes(table, op), parts(op)
     axes: dict[_Dim, tuple[int, ...]] = {}
@@ -264,7 +267,7 @@ def labels_inside(table: Table, op: Op, labels: Sequence[DimLabels | None]) -> d
 
 
 def live_inside(op: Op, wanted: Sequence[bool]) -> set[int]:
-    """The values of a loop's body that are needed for those of its results that are ``wanted``."""
+    """The values of a loop's body that its ``wanted`` results depend on."""
     p, body = parts(op), body_of(op)
     live = {v for v, want in zip(body.outputs, wanted, strict=True) if want}
     while True:
@@ -282,10 +285,10 @@ def live_inside(op: Op, wanted: Sequence[bool]) -> set[int]:
 
 
 def as_step(loop: Op, op: Op) -> Op | None:
-    """``op``, a sum over the steps of ``loop`` of what its slices make, as an op of the body that adds its part of a step.
+    """``op``, a sum over the steps of ``loop`` of values of its slices, as an op of the body that adds the part of one step.
 
-    None where ``op`` is anything else: it reads other values, or does not contract the time of all that it reads. Its inputs are
-    then values of the body; its output is that of ``op``.
+    None for any other ``op``: it reads other values, or does not contract the time of all its operands. The inputs of the result
+    are values of the body; its output is that of ``op``.
     """
     p = parts(loop)
     inside = dict(zip((*p.xs, *p.ys), (*p.in_xs, *p.in_ys), strict=True))
@@ -322,20 +325,20 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
         return tuple(relations)
 
     def alone(op: Op, ins: list[Dims]) -> str:
-        """Why some op of the body has no row-local form where its operands stream so."""
+        """The reason why some op of the body has no row-local form if its operands stream this way; "" if all have one."""
         body, inside = body_of(op), labels_inside(table, op, [x.labels for x in ins])
         for inner in body.ops:
             rule = table[inner.kind].alone
             dims = [Dims(body.values[v].shape, inside.get(v), body.values[v].dtype) for v in inner.inputs]
             why = rule(inner, dims) if rule is not None else ""
             if table[inner.kind].family in _ROW_BY_ROW and all(x.labels is None for x in dims):
-                why = "what it is given is the same for all rows"
+                why = "its operands are the same for all rows"
             if why:
                 return f"{inner.label or inner.kind} ({inner.source}): {why}"
         return ""
 
     def numpy(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
-        raise ValueError("a loop has several results: evaluate_numpy makes them")
+        raise ValueError("a loop has several results: use evaluate_numpy")
 
     doc = "constants, carries, xs -> carries, ys: the body, length times, each time on the carries that it made before"
     return {"scan": OpSpec("scan", "loop", None, numpy, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}

@@ -1,4 +1,7 @@
-"""The pointwise entries of the op table, with their NumPy semantics: arithmetic, special functions, and two hashes."""
+"""The pointwise entries of the op table (``POINTWISE``), with their NumPy semantics: arithmetic, special functions, and two hashes.
+
+Invariant: an operand of a pointwise op is of full shape or of rank 0. 16-bit floats are widened before they reach these functions.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,7 @@ from kitsune_jax.ops.spec import (
     widen,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Pointwise arithmetic that NumPy does not spell as XLA means it: integer division, shifts, rounding, conversion, bit counting.
-#
-# Comes in: NumPy arrays of one dtype (16-bit floats already widened). Goes out: arrays. Invariant: every function here is exact;
-# for floats it rounds at most once, in the dtype it is given.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- arithmetic that NumPy and XLA define differently: exact, or rounded once in the dtype given ----------------------------------
 
 
 def unsigned(x: Array) -> Array:
@@ -93,7 +91,7 @@ def multiply_high(x: Array, y: Array) -> Array:
 
 
 def sign(x: Array) -> Array:
-    """-1, 0 or 1; of a float NaN and either zero itself."""
+    """-1, 0 or 1; a NaN or a zero stays itself."""
     return np.where((x == 0) | (x != x), x, np.sign(x))
 
 
@@ -104,20 +102,20 @@ def round_away(x: Array) -> Array:
 
 
 def shift_left(x: Array, amount: Array) -> Array:
-    """0 where ``amount`` (taken as unsigned) is not below the number of bits."""
+    """0 if ``amount`` (taken as unsigned) is not below the number of bits."""
     x, safe, within = _shift_operands(x, amount)
     return np.where(within, np.left_shift(x, safe), np.zeros_like(x))
 
 
 def shift_right_logical(x: Array, amount: Array) -> Array:
-    """Zeros come in from the left; 0 where ``amount`` is not below the number of bits."""
+    """Zeros come in from the left; 0 if ``amount`` is not below the number of bits."""
     x, safe, within = _shift_operands(x, amount)
     shifted = np.asarray(np.right_shift(unsigned(x), unsigned(safe))).view(x.dtype)
     return np.where(within, shifted, np.zeros_like(x))
 
 
 def shift_right_arithmetic(x: Array, amount: Array) -> Array:
-    """The sign comes in from the left; all sign where ``amount`` is not below the number of bits."""
+    """The sign comes in from the left; all sign if ``amount`` is not below the number of bits."""
     x, safe, within = _shift_operands(x, amount)
     bits = 8 * x.dtype.itemsize
     signed = x.view(f"i{x.dtype.itemsize}")
@@ -169,10 +167,10 @@ def integer_pow(x: Array, y: int) -> Array:
 
 
 def reduce_precision(x: Array, exponent_bits: int, mantissa_bits: int) -> Array:
-    """``x`` rounded to a float format, ties to even: too large becomes infinite.
+    """``x`` rounded to a float format, ties to even; a number that is too large becomes infinite.
 
-    With fewer exponent bits than its own dtype has, what is below the least normal number becomes a zero. Otherwise it keeps its
-    exponent, and its significand is cut at the same place as that of the least normal number.
+    With fewer exponent bits than its own dtype has, numbers below the least normal number become zero. Otherwise they keep their
+    exponent, and their significand is cut at the same place as that of the least normal number.
     """
     own_bits = FORMATS[str(x.dtype)][0]
     bias, own_bias = (2 ** (min(bits, own_bits) - 1) - 1 for bits in (exponent_bits, own_bits))
@@ -197,7 +195,8 @@ def bitcast(_params: Params, /, x: Array, *, out_dtype: str) -> Array:
 
 
 def convert(_params: Params, /, x: Array, *, out_dtype: str) -> Array:
-    """Conversion as XLA defines it: floats to integers truncate and saturate, NaN becomes 0; to bool, whatever is not 0 is true."""
+    """Conversion as XLA defines it: floats to integers truncate and saturate, NaN becomes 0; to bool, all numbers but 0 are
+    true."""
     target = np_dtype(out_dtype)
     if out_dtype == "bool":
         return np.asarray(x != 0)
@@ -209,7 +208,7 @@ def convert(_params: Params, /, x: Array, *, out_dtype: str) -> Array:
 
 
 def _integer_to_float(x: Array, out_dtype: str) -> Array:
-    """Integers become 16-bit floats by way of float32."""
+    """Integers become 16-bit floats through float32."""
     return x.astype(np.float32) if x.dtype.kind in "iub" and out_dtype in ("float16", "bfloat16") else x
 
 
@@ -223,11 +222,7 @@ def _saturate(x: Array, target: np.dtype[Any]) -> Array:
     return np.where(high, np.asarray(info.max, target), result)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Special functions in float64, with XLA's values at poles and outside the domain where SciPy's differ.
-#
-# Comes in: float64 arrays. Goes out: float64 arrays. Invariant: NaN in, NaN out, and no warnings.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- special functions of float64 arrays, with XLA's values at poles and outside the domain: NaN in, NaN out, and no warnings -----
 
 LOG2_E = 1.4426950408889634
 
@@ -278,7 +273,7 @@ def zeta(x: Array, q: Array) -> Array:
 
 
 def polygamma(n: Array, x: Array) -> Array:
-    """The n-th derivative of digamma, (-1)**(n + 1) n! zeta(n + 1, x); NaN where n is no integer >= 0."""
+    """The n-th derivative of digamma, (-1)**(n + 1) n! zeta(n + 1, x); NaN unless n is an integer >= 0."""
     whole = (n >= 0) & (np.floor(n) == n)
     order = np.where(whole, n, 1.0)
     sign = np.where(np.fmod(order, 2) == 0, -1.0, 1.0)
@@ -292,12 +287,8 @@ def regularized_incomplete_beta(a: Array, b: Array, x: Array) -> Array:
     return np.where(valid, special.betainc(np.abs(a), np.abs(b), np.clip(x, 0, 1)), np.nan)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Threefry-2x32 with 20 rounds in NumPy: the hash that ``jax.random`` makes its bits with by default.
-#
-# Comes in: arrays of uint32. Goes out: the two words of the result. Source: J. K. Salmon, M. A. Moraes, R. O. Dror and D. E.
-# Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Threefry-2x32 with 20 rounds: the default hash of ``jax.random`` -------------------------------------------------------------
+# Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 THREEFRY_WORDS = ("first", "second", "xor")
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -305,10 +296,10 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry_hash(key0: Array, key1: Array, count0: Array, count1: Array) -> tuple[Array, Array]:
-    """The words of the counts hashed with the keys. All uint32, of one shape or of rank 0.
+    """The two words of the counts hashed with the keys. All uint32, of one shape or of rank 0.
 
     >>> one = np.full(1, 0xFFFFFFFF, np.uint32)
-    >>> [hex(word[0]) for word in hashed(one, one, one, one)]
+    >>> [hex(word[0]) for word in threefry_hash(one, one, one, one)]
     ['0x1cb996fc', '0xbb002be7']
     """
     keys = (key0, key1, key0 ^ key1 ^ _PARITY)
@@ -323,18 +314,13 @@ def threefry_hash(key0: Array, key1: Array, count0: Array, count1: Array) -> tup
 
 
 def threefry_word(word: str, first: Any, second: Any) -> Any:
-    """What the parameter ``word`` of the operator takes of a result: ``WORDS``."""
+    """The word of a hash that the op's parameter ``word`` names: one of ``THREEFRY_WORDS``."""
     return first ^ second if word == "xor" else (first, second)[THREEFRY_WORDS.index(word)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Philox-4x32 with 10 rounds as XLA makes the bits of ``rbg`` keys with it, on CPUs and GPUs alike.
-#
-# Comes in: arrays of uint32, or what else has the operations of ``Words``. Goes out: bits. Element i of an array of bits is word
-# i % 4 of the hash of a counter of 128 bits, which starts at what the key says and grows by 1 for every four elements. Sources:
-# J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; how XLA counts:
-# its operator ``RngBitGenerator``, whose results the tests compare with.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- Philox-4x32 with 10 rounds, as XLA makes the bits of ``rbg`` keys, on CPUs and GPUs alike ------------------------------------
+# Element i of an array of bits is word i % 4 of the hash of a 128-bit counter, which starts at a number from the key and grows by 1
+# for every four elements. The hash is from the same paper; the counting is XLA's (``RngBitGenerator``), and the tests compare it.
 
 T = TypeVar("T")
 
@@ -345,7 +331,7 @@ _RAISED = 0x9E3779B9, 0xBB67AE85  # added to the two words of the key after each
 
 @dataclasses.dataclass(frozen=True)
 class Words(Generic[T]):
-    """Arithmetic of words of 32 bits. ``less`` gives 1 or 0, ``choose(which, zero, other)`` takes ``zero`` where ``which`` is 0."""
+    """Arithmetic of 32-bit words. ``less`` returns 1 or 0, ``choose(which, zero, other)`` takes ``zero`` where ``which`` is 0."""
 
     number: Callable[[int], T]
     add: Callable[[T, T], T]
@@ -359,7 +345,7 @@ class Words(Generic[T]):
 
 
 def element(w: Words[T], key0: T, key1: T, count0: T, count1: T, place: T) -> T:
-    """Element number ``place`` of the bits of the key whose four words come before it."""
+    """Element number ``place`` of the bits of the key in the four words before it."""
     one, two = w.number(1), w.number(2)
     n = w.shifted_right(place, two)
     # The counter's lower half is the key's second, its upper half the key's first; a carry goes through all of it.
@@ -411,7 +397,7 @@ def philox_by_numpy(*words: Array) -> Array:
     """``element`` of arrays of uint32, of one shape or of rank 0.
 
     >>> keys = [np.full(5, k, np.uint32) for k in (0, 0, 0, 0)]
-    >>> [hex(x) for x in by_numpy(*keys, np.arange(5, dtype=np.uint32))]
+    >>> [hex(x) for x in philox_by_numpy(*keys, np.arange(5, dtype=np.uint32))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8', '0xf8e4cca4']
     """
     with np.errstate(over="ignore"):
@@ -419,15 +405,11 @@ def philox_by_numpy(*words: Array) -> Array:
 
 
 def philox_by_jax(*words: Any) -> Any:
-    """The same of arrays or tracers of JAX."""
+    """``element`` of arrays or tracers of JAX."""
     return element(_JAX, *words)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The pointwise entries of the op table.
-#
-# Comes in: nothing. Goes out: ``POINTWISE``, the entries by kind. Invariant: an operand is of full shape or of rank 0.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the entries ------------------------------------------------------------------------------------------------------------------
 
 SIGNED = ("int8", "int16", "int32", "int64")
 SIGNED_NUMBERS = (*SIGNED, *FLOATS)
@@ -436,7 +418,7 @@ Function = Callable[..., Any]
 
 
 def relate_pointwise(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
-    """Dimension d of every operand that has dimensions, and of the result: parallel."""
+    """Dimension d of the result and of every operand that has dimensions: parallel."""
     operands = [k for k, shape in enumerate((*in_shapes, *out_shapes)) if shape]
     return tuple(DimRelation("parallel", tuple((k, d) for k in operands)) for d in range(len(out_shapes[0])))
 
@@ -460,7 +442,7 @@ def _double(function: Function) -> NumpyRule:
 
 
 def _with_params(function: Callable[..., Any], *names: str) -> NumpyRule:
-    """For a function that takes parameters of the op after the array, and widens that itself if it needs to."""
+    """The rule of a function that takes parameters of the op after the array, and widens the array itself."""
 
     def rule(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
         with np.errstate(all="ignore"):
@@ -479,7 +461,7 @@ def _power(x: Array, y: Array) -> Array:
 
 
 def _with_word(function: Callable[..., Any]) -> NumpyRule:
-    """For a function that makes two words, of which the parameter ``word`` takes one, or their exclusive or."""
+    """The rule of a function that makes two words, of which the parameter ``word`` takes one, or their exclusive or."""
     return lambda params, *arrays, out_dtype: threefry_word(params["word"], *function(*arrays))
 
 
@@ -506,8 +488,8 @@ def _entry(
     cuda: Any = None,
     **facts: Any,
 ) -> OpSpec:
-    """``cuda``: one expression for all types, or some by class. Cheap ops are exact and their micro-operation has their name,
-    unless ``facts`` say otherwise.
+    """``cuda``: one expression for all types, or a mapping by class. Ops of at most 4 flops are exact, and the micro-operation has
+    the op's name, unless ``facts`` say otherwise.
     """
     code: dict[str, CudaCode] = cuda if isinstance(cuda, dict) else {} if cuda is None else {"any": cuda}
     cpu = facts.setdefault("cpu", kind)
@@ -535,7 +517,8 @@ def _never(params: Params, dtype: str) -> bool:
 
 
 def _keeps_exponent(params: Params, dtype: str) -> bool:
-    """A float16 rounded to a format of no fewer exponent bits has subnormal numbers, which are normal ones of float32."""
+    """Subnormal float16 numbers are normal in float32, so rounding to a format with as many exponent bits differs between the
+    two."""
     return dtype != "float16" or params["exponent_bits"] < 5
 
 
@@ -544,7 +527,7 @@ def _same_width(dtype: str) -> list[Params]:
 
 
 def _lax(function: Function, **options: Callable[[Params, Value], Any]) -> JaxRule:
-    """Evaluation by a function of ``jax.lax`` that has another name, or options as well: ``option=lambda params, out: value``."""
+    """Evaluation by a function of ``jax.lax`` of another name, or with options: ``option=lambda params, out: value``."""
 
     def rule(params: Params, /, *arrays: Any, out: Value) -> Any:
         return function(*arrays, **{name: of(params, out) for name, of in options.items()})
@@ -553,7 +536,7 @@ def _lax(function: Function, **options: Callable[[Params, Value], Any]) -> JaxRu
 
 
 def _copy_by_jax(params: Params, /, x: Any, *, out: Value) -> Any:
-    """Where XLA is told to keep the precision that ``x`` has, it may not compute ``x`` in more (``reduce_precision``)."""
+    """With parameters, ``x`` at the precision they name: XLA may not compute it in more (``reduce_precision``)."""
     return lax.reduce_precision(x, **params) if params else x
 
 

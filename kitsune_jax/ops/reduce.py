@@ -1,4 +1,12 @@
-"""Entries of the op table that combine elements: reductions, cumulative ops, dot_general, and reads and sums by an index."""
+"""Entries of the op table that combine elements: reductions, cumulative ops, dot_general, and reads and sums by an index.
+
+Out: ``REDUCTIONS``, ``INDEXED`` and ``ONLINE``, entries by kind. Invariants: floating sums and products accumulate in float32 or
+wider (``scatter_sum`` and ``scatter_prod`` in float64) and round once, to the result's dtype; integers wrap in their own dtype; an
+index below 0 or beyond the last element is out of range, for any dtype; ``take`` is exact.
+
+Over a stream, an index that streams makes ``take`` a gather from a stationary table, and a scatter a sink. An index that does not
+stream selects inside every row: the instructions ``take`` and ``put`` of the tile program.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +42,7 @@ from kitsune_jax.ops.spec import (
     widen,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Entries of the op table that combine elements: reductions, arg-reductions, cumulative ops, dot_general.
-#
-# Comes in: nothing. Goes out: ``REDUCTIONS``, the entries by kind. Invariant: floating sums and products accumulate in float32 or
-# wider and round once, to the result's dtype; integers wrap in their own dtype.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- reductions, arg-reductions, cumulative ops, dot_general ----------------------------------------------------------------------
 
 FOLDS: Mapping[str, np.ufunc] = MappingProxyType(
     {
@@ -55,7 +58,7 @@ FOLDS: Mapping[str, np.ufunc] = MappingProxyType(
 
 
 def identity(fold: str, dtype: np.dtype[Any]) -> Scalar:
-    """What changes nothing that it is folded with: of max and min the infinities, for integers their lowest and highest number.
+    """The neutral element of a fold: for max and min the infinities, for integers their lowest and highest number.
 
     >>> identity("max", np.dtype("float32")), identity("min", np.dtype("int8")), identity("and", np.dtype("bool"))
     (-inf, 127, True)
@@ -82,7 +85,7 @@ def _reduction(fold: str, wide: bool) -> NumpyRule:
 
 
 def _arg_reduction(function: Callable[..., Any]) -> NumpyRule:
-    """The first NaN if there is one, else the first extreme element."""
+    """The index of the first NaN if there is one, else of the first extreme element."""
 
     def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
         return round_to(function(widen(np.asarray(x)), axis=params["axis"]), out_dtype)
@@ -113,7 +116,7 @@ def _dot_general(params: Params, /, lhs: Array, rhs: Array, *, out_dtype: str) -
 
 
 def _dot_by_jax(params: Params, /, lhs: Any, rhs: Any, *, out: Value) -> Any:
-    """``dot_general`` as it is bound: ``lax.dot_general`` would put the precision that is the default now for one not asked for."""
+    """``dot_general`` with its own precision: ``lax.dot_general`` would replace an unset one by the current default."""
     precision = None if params["precision"] is None else (lax.Precision[params["precision"]],) * 2
     return lax.dot_general_p.bind(
         lhs,
@@ -180,7 +183,7 @@ def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelat
 
 
 def _local_reduce(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    """Where each row has one element to fold, that element is the result, with its sign of zero or as a subnormal number."""
+    """A reduction of one element per row is a reshape, which keeps the sign of zero and subnormal numbers."""
     (x,) = ins
     axes = tuple(sorted({x.local(d) for d in op["axes"]}))
     if any(x.streamed(d) for d in op["axes"]):
@@ -191,17 +194,18 @@ def _local_reduce(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 
 
 def _dot_alone(op: Op, ins: list[Dims]) -> str:
-    """Both operands stream together: over what is contracted (a sink), or over batch dimensions only (a product for each row)."""
+    """Both operands may stream together only over contracted dimensions (a sink), or over batch dimensions (a product for each
+    row)."""
     if not (ins[0].tile and ins[1].tile) or any(ins[0].streamed(d) for d in op["lhs_contract"]):
         return ""
     for x, batch in zip(ins, (op["lhs_batch"], op["rhs_batch"]), strict=True):
         if any(x.streamed(d) for d in range(len(x.shape)) if d not in batch):
-            return "both operands stream, and over more than dimensions that they have in common"
+            return "both operands stream, over dimensions that are not batch dimensions of both"
     return ""
 
 
 def _local_cumulative(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    """Of one element, as ``_local_reduce``; but XLA computes with it in a product and in a log-sum."""
+    """A cumulative op over one element is a copy, except those that XLA computes with: a product and a log-sum."""
     alone = out.shape[op["axis"]] == 1 and op.kind in ("cumsum", "cummax", "cummin")
     return LocalOp("copy", ()) if alone else one_axis(op, ins, out)
 
@@ -214,7 +218,7 @@ def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     x, w = (ins[1], ins[0]) if swap else (ins[0], ins[1])
     sides = [(op["lhs_contract"], op["lhs_batch"]), (op["rhs_contract"], op["rhs_batch"])]
     (x_contract, x_batch), (w_contract, w_batch) = reversed(sides) if swap else sides
-    # Names of the result's dimensions: of dot_general(x, w) as it falls out, and of the op's own result.
+    # Names of the result's dimensions: in the order of dot_general(x, w), and in the order of the op's own result.
     pairs = [(a, b) for a, b in zip(x_batch, w_batch, strict=True) if not x.streamed(a)]  # the others are batch axes
     batch = [("batch", b) for b in range(len(pairs))]
     x_free = [("x", d) for d in range(len(x.shape)) if d not in x_contract and d not in x_batch]
@@ -238,7 +242,7 @@ def _local_dot(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 
 
 def _local_row_dot(op: Op, x: Dims, y: Dims) -> LocalOp:
-    """The dimensions of its result (rows, batch, free of x, free of y) are those of the op's, whose batch is in front as well."""
+    """The dimensions of the result (rows, batch, free of x, free of y) are in the op's order, whose batch is in front as well."""
     return LocalOp(
         "dot",
         make_params(
@@ -272,7 +276,7 @@ def _local_dot_sink(op: Op, x: Dims, y: Dims) -> LocalOp:
 
 
 def _reduce(fold: str, cuda: str, dtypes: tuple[str, ...] = DTYPES, wide: bool = False) -> OpSpec:
-    """``cuda``: the type in the device library that folds so; "" if there is none."""
+    """``cuda``: the type in the device library that folds this way; "" if there is none."""
     rule, doc = _reduction(fold, wide), f"{fold} over axes"
     by_jax = getattr(lax, f"reduce_{fold}")
     return OpSpec(f"reduce_{fold}", "reduce", 1, rule, _relate_reduction, 1, doc, dtypes, fold=fold, local=_local_reduce,
@@ -294,7 +298,7 @@ def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] =
                   takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 
-# Micro-kernels know a way to fold by its place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
+# Micro-kernels number the folds by their place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
 REDUCTIONS: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
@@ -332,25 +336,17 @@ REDUCTIONS: dict[str, OpSpec] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Entries of the op table that read or write where an index says: ``take`` and ``scatter_sum``, ``_max``, ``_min``, ``_prod``.
-#
-# Comes in: nothing. Goes out: ``INDEXED``, the entries by kind. Invariants: an index below 0 or beyond the last element is out of
-# range, whatever its dtype; ``take`` is exact; ``scatter_sum`` and ``scatter_prod`` of floats accumulate in float64 and round
-# once.
-#
-# Over a stream, an index that streams makes of ``take`` a gather from a stationary table, and of a scatter a sink. An index that
-# does not stream selects inside every row: the instructions ``take`` and ``put`` of the tile program.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- reads and sums by an index: ``take`` and ``scatter_sum``, ``_max``, ``_min``, ``_prod`` --------------------------------------
 
 MODES = ("clip", "fill", "promise_in_bounds")
-_LONGEST = 4096  # a dimension that is indexed inside each row
-_UNFINISHED = "it reads any row of a table, and this one is not finished before the stream ends"
+_LONGEST = 4096  # elements of a dimension that is indexed inside each row
+_UNFINISHED = "a lookup may read any row of its table, which is complete only after the last row of the stream"
 _OPEN = "any row of its result may change until the stream ends"
 
 
 def filling(fill: Scalar | None, dtype: str) -> Scalar:
-    """What an index out of range gives: ``fill``, or JAX's default, which is NaN, the lowest signed, the highest unsigned number.
+    """The value for an index out of range: ``fill``, or JAX's default, which is NaN, the lowest signed, the highest unsigned
+    number.
 
     >>> filling(None, "int8"), filling(None, "uint8"), filling(7, "int8")
     (-128, 255, 7)
@@ -366,7 +362,7 @@ def filling(fill: Scalar | None, dtype: str) -> Scalar:
 
 
 def _positions(index: Array, n: int) -> tuple[Array, Array]:
-    """(the index as int64, clipped to [0, n), and where it was inside)."""
+    """(the index as int64, clipped to [0, n), and a mask of the indices inside)."""
     inside = (index >= 0) & (index < n)
     top = np.asarray(max(n - 1, 0), np.uint64).astype(np.int64)
     return np.where(inside, index, np.where(index < 0, 0, top)).astype(np.int64), inside
@@ -423,7 +419,7 @@ def _scatter_by_jax(fold: str, function: Any) -> Any:
         axis, rank = params["axis"], np.ndim(index)
         window = (*range(axis), *range(axis + rank, np.ndim(updates)))
         numbers = lax.ScatterDimensionNumbers(window, inserted_window_dims=(axis,), scatter_dims_to_operand_dims=(axis,))
-        # XLA rounds each sum to the dtype of the array it adds into: of a thousand bfloat16 numbers, two digits would be left.
+        # XLA rounds each sum to the dtype of the array it adds to: of a thousand bfloat16 numbers, two digits would be left.
         dtype = np_dtype("float32" if fold in ("sum", "prod") and is_narrow(out.dtype) else out.dtype)
         start = lax.full(out.shape, identity(fold, dtype), dtype)
         index = lax.expand_dims(index, (rank,))
@@ -467,21 +463,25 @@ def _take_alone(op: Op, ins: list[Dims]) -> str:
     if table.tile and index.tile:
         return "its table and its index both stream"
     if index.tile:
-        return "its index streams, and the rows of its table are not in front" if op["axis"] else ""
+        return "its index streams, so it must index the first dimension of its table: transpose the table" if op["axis"] else ""
     return _long(table, table.shape[op["axis"]], index)
 
 
 def _scatter_alone(op: Op, ins: list[Dims]) -> str:
     updates, index = ins
     if index.tile:
-        return "its index streams, and the rows of its result are not in front" if op["axis"] else ""
+        return (
+            "its index streams, so the indexed dimension of its result must be the first: transpose the result"
+            if op["axis"]
+            else ""
+        )
     if updates.tile and op.kind != "scatter_sum":
-        return "its index does not stream, and only sums are made inside rows"
+        return "its index is the same for all rows, and only sums are computed inside rows"
     return _long(updates, op["n"], index)
 
 
 def _long(x: Dims, n: int, index: Dims) -> str:
-    """A selection inside rows has all of a row at hand: where rows are long, they are the stream, and not what stands beside."""
+    """A selection inside rows holds a whole row, so it must be short; long dimensions should be the stream instead."""
     most = max(n, math.prod(index.shape))
     return f"it selects among {most} elements inside each row, more than {_LONGEST}" if x.tile and most > _LONGEST else ""
 
@@ -503,8 +503,8 @@ def _local_scatter(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 
 
 def any_order(op: Op) -> bool:
-    """May two runs of ``op`` fold its rows in different orders? A maximum or a minimum has the same bits then; sums may differ in
-    the last ones (``may_differ``)."""
+    """May two runs of ``op`` fold its rows in different orders? A maximum or a minimum has the same bits then; the last bits of
+    sums may differ (``may_differ``)."""
     return op.kind in ("scatter_max", "scatter_min") or may_differ(op)
 
 
@@ -536,17 +536,13 @@ INDEXED: dict[str, OpSpec] = {
 }  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Sums whose rows carry a factor e^(score - largest score), and which can be folded before the largest score is known.
-#
-# Comes in: nothing. Goes out: ``ONLINE``, entries of the op table by kind. Such a sum is one pass: what has been folded so far is
-# kept together with the largest score so far, and scaled by e^(old - new) where a larger one comes. The tile program has this
-# state in its sink (``program.build``), for scores that an index tells apart; the state is the same for those of a tiled axis.
+# --- online sums: rows with a factor e^(score - largest score), summed before the largest score is known --------------------------
+# One pass is enough: the sum so far is kept with the largest score so far, and scaled by e^(old - new) when a larger one comes. The
+# sink of the tile program holds this state (``program.build``), per index or per tile of an axis.
 #
 # ``scatter_exp_sum(values, index, scores)`` is, for each index in [0, n), the sum of ``values * e^(scores - m)``, where m is the
-# largest score of that index. A score belongs to the dimensions of ``values`` that come first. ``finite``: 0 stands for an m that
-# is infinite or NaN; otherwise such a sum is NaN. A sum of nothing is 0.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# largest score of that index. The dimensions of ``scores`` are the first ones of ``values``. ``finite``: 0 replaces an m that is
+# infinite or NaN; otherwise such a sum is NaN. An empty sum is 0.
 
 _ROWS = {"axis": 0, "mode": "clip", "fill": None}
 
@@ -591,7 +587,7 @@ def _relate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation,
 
 def _alone(op: Op, ins: list[Dims]) -> str:
     streams = all(x.streamed(0) and len(x.kept()) == len(x.shape) - 1 for x in ins)
-    return "" if streams else "only its rows stream: the scores of an index are compared with each other"
+    return "" if streams else "scores of one index are compared with each other, so only its rows may stream"
 
 
 def _local(op: Op, ins: list[Dims], out: Dims) -> LocalOp:

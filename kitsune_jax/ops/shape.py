@@ -1,4 +1,7 @@
-"""Entries of the op table that move or make elements: broadcast, reshape, transpose, slice, pad, concatenate, iota, windows."""
+"""Entries of the op table that move or make elements: broadcast, reshape, transpose, slice, pad, concatenate, iota, windows.
+
+Out: ``SHAPES`` and ``WINDOWS``, entries by kind. Invariant: no arithmetic, so every rule is exact in every dtype.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,9 @@ from jax import lax
 from kitsune_jax.ops.graph import Op, Param, make_params
 from kitsune_jax.ops.spec import ROWS, Array, DimRelation, Dims, LocalOp, OperandDim, OpSpec, Params, Shapes, np_dtype
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Entries of the op table that move or make elements: broadcast, reshape, transpose, rev, slice, pad, concatenate, iota.
-#
-# Comes in: nothing. Goes out: ``SHAPES``, the entries by kind. Invariant: no arithmetic, so every rule is exact in every dtype.
-# ----------------------------------------------------------------------------------------------------------------------------------
-
 
 def created(operand: int, dims: Sequence[int]) -> Iterator[DimRelation]:
-    """Dimensions that no input has, each a relation of its own."""
+    """Relations of dimensions that no input has, one each."""
     return (DimRelation("created", ((operand, d),)) for d in dims)
 
 
@@ -53,7 +50,7 @@ def _slice(params: Params, /, x: Array, *, out_dtype: str) -> Array:
 
 
 def _pad(params: Params, /, x: Array, fill: Array, *, out_dtype: str) -> Array:
-    """Interior padding first, then outside; negative outside padding takes elements away."""
+    """Interior padding first, then outside; negative outside padding removes elements."""
     x = np.asarray(x)
     low, high, interior = params["low"], params["high"], params["interior"]
     dilated = [n + max(n - 1, 0) * i for n, i in zip(x.shape, interior, strict=True)]
@@ -136,10 +133,10 @@ def _relate_iota(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRela
 
 
 def relate_reshape(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
-    """Both shapes cut into the shortest runs of equal product; runs of one dimension each are parallel, others reshaped.
+    """Cut both shapes into the shortest runs of equal product: runs of one dimension each are parallel, others reshaped.
 
-    Dimensions of extent 1 take no part in that: between the same two cuts they are paired in order, and what is left over is mixed
-    (an input's) or created (the result's).
+    Dimensions of extent 1 are matched apart: between the same two cuts they are paired in order, and the rest is mixed (an input's)
+    or created (the result's).
     """
     (x,), (out,) = in_shapes, out_shapes
     if x == out:
@@ -152,7 +149,7 @@ def relate_reshape(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRe
         ones_in, i = _ones(x, i)
         ones_out, j = _ones(out, j)
         relations.extend(_match_ones(ones_in, ones_out))
-        if i == len(x):  # products are equal, so the result has nothing left either
+        if i == len(x):  # products are equal, so the result is used up too
             break
         members_in, members_out = [i], [j]
         left, right = x[i], out[j]
@@ -185,7 +182,7 @@ def _match_ones(ins: Sequence[int], outs: Sequence[int]) -> Iterator[DimRelation
 
 
 def _match_run(x: Sequence[int], out: Sequence[int], ins: Sequence[int], outs: Sequence[int]) -> Iterator[DimRelation]:
-    """One run: dimensions of extent 1 inside it are set aside, the others are parallel or reshaped together."""
+    """One run: dimensions of extent 1 are matched apart, the others are parallel or reshaped together."""
     yield from _match_ones([d for d in ins if x[d] == 1], [d for d in outs if out[d] == 1])
     wide_in = [d for d in ins if x[d] != 1]
     wide_out = [d for d in outs if out[d] != 1]
@@ -199,7 +196,7 @@ def _match_run(x: Sequence[int], out: Sequence[int], ins: Sequence[int], outs: S
 def _local_broadcast(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     (x,) = ins
     dims: Param = op["dims"]
-    # Dimensions of extent 1 that become streamed ones: a stationary operand may spend one of them on the row dimension.
+    # Dimensions of extent 1 that become streamed ones: a stationary operand may use one of them as the row dimension.
     gone = [d for d in x.kept() if out.streamed(dims[d])]
     spare = gone if not x.tile and len(gone) == 1 and gone[0] == 0 else []  # the row dimension comes first
     kept = [d for d in x.kept() if d not in gone or d in spare]
@@ -288,19 +285,13 @@ SHAPES: dict[str, OpSpec] = {
 }  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Entries of the op table that read or write a window of an array whose place is known when they run: ``dynamic_slice`` and
-# ``dynamic_update_slice``.
-#
-# Comes in: nothing. Goes out: ``WINDOWS``, the entries by kind. ``dims``: the dimensions along which the window is shorter than
-# the array, each with a scalar operand, its start. Invariants: a start is moved so that the window lies inside the array, as JAX
-# has it; nothing is computed, so every rule is exact in every dtype.
-#
-# A window's own dimensions do not stream; along all others each row has a window. XLA writes an update in place, into an array
-# that nobody reads afterwards; so updates are left to it, but for those of arrays that a loop carries.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- windows: ``dynamic_slice`` and ``dynamic_update_slice`` ----------------------------------------------------------------------
+# ``dims`` are the dimensions along which the window is shorter than the array, each with a scalar operand, its start. As in JAX, a
+# start is moved so that the window lies inside the array. The dimensions of a window do not stream; along all others each row has a
+# window. XLA writes an update in place into an array that nothing reads afterwards, so updates are left to XLA, except of arrays
+# that a loop carries.
 
-_WHY = "where a slice of the dimension begins is known only when it runs"
+_WHY = "the start of its slice along this dimension is known only at run time"
 
 
 def _window(dims: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], starts: tuple[Array, ...]) -> tuple[slice, ...]:
@@ -359,13 +350,13 @@ def _relate_update(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRe
 
 def _alone(first: int) -> Any:
     def alone(op: Op, ins: list[Dims]) -> str:
-        return "where it begins is another place for each row" if any(x.tile for x in ins[first:]) else ""
+        return "the start of its slice differs from row to row" if any(x.tile for x in ins[first:]) else ""
 
     return alone
 
 
 def _local(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    """With the dimensions of tiles, rows first. The program spells it out (``program.build``)."""
+    """The op with the dimensions of tiles, rows first. The program expands it (``program.build``)."""
     return LocalOp(op.kind, make_params(**{**dict(op.params), "dims": tuple(out.local(d) for d in op["dims"])}))
 
 

@@ -1,5 +1,6 @@
-"""What an entry of the op table holds: shape rule, NumPy semantics, relations of dimensions, and the form of an op on rows of a
-tile.
+"""The form of an entry of the op table: dimension relations, row-local form, semantics, cost and code of an op; and dtype rules.
+
+Invariant: 16-bit floats are computed in float32 (or wider) and rounded once, to the result's dtype; integers wrap.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from jax import lax
 
 from kitsune_jax.ops.graph import Op, Param, Scalar, Value, make_params
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# How the dimensions of an op's operands and result travel together: what the streams pass reads from the op table.
-#
-# Operands are numbered inputs first, then outputs. Every dimension of every operand stands in exactly one relation of its op.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- dimension relations ----------------------------------------------------------------------------------------------------------
+# Operands are numbered inputs first, then outputs. Every dimension of every operand is in exactly one relation of its op.
 
 OperandDim = tuple[int, int]  # (operand number, dimension)
 
@@ -36,7 +34,7 @@ class DimRelation:
       * ``"created"``: a dimension of the output that no input has, along which the op can make any slice on its own, given the
         index (iota) or not even that (broadcast).
       * ``"mixed"``: every output element may need every index (cumulative axis, sort axis, concatenated, sliced, padded, reversed
-        axis, contracted dimension of a softmax-like op). It cannot be streamed; ``why`` says so in words for the report.
+        axis, contracted dimension of a softmax-like op). It cannot be streamed; ``why`` is the reason in the report.
     """
 
     role: str
@@ -44,30 +42,27 @@ class DimRelation:
     why: str = ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Kinds of ops that matter where values are held against each other (``program.passes.compared_values``, ``regions.grow``).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# Kinds of ops that matter for values that are compared (``program.passes.compared_values``, ``regions.grow``).
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"})
-# Their result is one of their operands, or that one's negative: nothing is rounded.
+# Ops whose result is one of their operands, or its negative: nothing is rounded.
 HAND_ON = frozenset({"select_n", "neg", "abs", "max", "min", "clamp", "copy"})
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The row-local form of an op: the same op on tiles, whose arrays have the rows in front (``(rows, *row_shape)``).
-#
-# Comes in: an op and, for its operands and its result, a ``Dims``: which dimensions stream. Goes out: a ``LocalOp``, the same
-# kind (or ``row_index``, ``matmul``, ``sink``, ``matmul_sink``) with parameters that speak of the rows-first shapes. Stationary
-# operands keep their shape. An entry of the op table has such a rule as its ``local``; here is what the rules share.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the row-local form of an op: the same op on tiles, whose arrays have the rows in front (``(rows, *row_shape)``) --------------
 
-ROWS = -1  # stands for the number of rows of the tile at hand, in the parameters below
+ROWS = -1  # in the parameters below: the number of rows of the tile
 _SIZES = ("shape", "new_sizes", "limit")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalOp:
-    """``swap``: the operands change places (a ``matmul`` takes the tile first). ``squeeze``: reshape input 0 to this first."""
+    """An op on tiles: the same kind (or ``row_index``, ``matmul``, ``sink``, ``matmul_sink``) with parameters for rows-first
+    shapes.
+
+    Stationary operands keep their shape. ``swap``: exchange the operands (a ``matmul`` takes the tile first). ``squeeze``: reshape
+    input 0 to this first.
+    """
 
     kind: str
     params: tuple[tuple[str, Param], ...]
@@ -77,10 +72,10 @@ class LocalOp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
-    """Where the dimensions of a value go. ``labels``: for each one the stream axes it runs over; None: the value is stationary.
+    """The dimensions of a value. ``labels``: for each one the stream axes it runs over; None: the value is stationary.
 
-    ``batch``: how many of the first stream axes are batch axes. A value that runs over those only is stationary as well: what a
-    tile finds of it has the other dimensions.
+    ``batch``: how many of the first stream axes are batch axes. A value that runs over those only is stationary as well: a tile
+    gets its other dimensions.
     """
 
     shape: tuple[int, ...]
@@ -96,7 +91,7 @@ class Dims:
         return self.labels is not None and bool(self.labels[d])
 
     def row_major(self) -> bool:
-        """Does the stream pass over its elements in the order in which they lie?"""
+        """Does the stream pass over its elements in the order of memory?"""
         axes = [a for dims in self.labels or () for a in dims]
         return axes == sorted(axes) and self.kept() == list(range(len(self.shape)))[len(self.shape) - len(self.kept()) :]
 
@@ -118,12 +113,12 @@ class Dims:
 
 
 def unchanged(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    """For ops whose parameters name no dimension."""
+    """The row-local form of ops whose parameters name no dimension."""
     return LocalOp(op.kind, op.params)
 
 
 def one_axis(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    """For ops along the one dimension ``axis``."""
+    """The row-local form of ops along the one dimension ``axis``."""
     return LocalOp(op.kind, make_params(**{**dict(op.params), "axis": ins[0].local(op["axis"])}))
 
 
@@ -140,12 +135,7 @@ def _resolve(sizes: Any, rows: int) -> tuple[int, ...]:
     return tuple(rows if n == ROWS else n for n in sizes)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What an entry of the op table holds, and the dtype rules all entries share.
-#
-# Comes in: nothing. Goes out: ``OpSpec`` and helpers. Invariant: 16-bit floats are computed in float32 (or wider) and rounded
-# once, to the result's dtype; integers wrap.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- an entry of the op table -----------------------------------------------------------------------------------------------------
 
 Array = np.ndarray[Any, Any]
 Params = Mapping[str, Any]
@@ -165,10 +155,10 @@ POSITIVE, UNIT = (0.0, INFINITY), (-0.99, 0.99)  # domains
 
 # The op's semantics: ``rule(params, *arrays, out_dtype=...)``, where ``params`` maps names to values; returns the result.
 NumpyRule = Callable[..., Array]
-# Its evaluation by JAX: ``rule(params, *arrays, out=...)``, where ``out`` is the ``graph.Value`` to make; returns the result.
+# The op's evaluation by JAX: ``rule(params, *arrays, out=...)``, where ``out`` is the ``graph.Value`` to make; returns the result.
 JaxRule = Callable[..., Any]
 # C++ over ``{0} {1} {2}`` (the operands), ``{T}`` (the C++ type of the first operand), ``{R}`` (that of the result) and the op's
-# parameters by name; or a function of the parameters that gives it, or None where there is no code for them.
+# parameters by name; or a function of the parameters that returns it, or None if they have no code.
 CudaCode = str | Callable[[Params], "str | None"]
 
 
@@ -197,13 +187,14 @@ class OpSpec:
       * ``numpy`` and ``relate``: its meaning, and how its dimensions travel together.
       * ``fold``: how a reduction, a cumulative op or a product combines elements (``"sum"``, ``"max"`` ...). Over the stream a
         reduction or a product becomes a sink that folds in the same way (``sink``).
-      * ``local``: its row-local form. ``alone``: why it has none where these dimensions of its operands stream, "" if it
-        has; None for what always has one.
+      * ``local``: its row-local form. ``alone``: the reason why it has none if these dimensions of its operands stream, "" if it
+        has one; None for ops that always have one.
       * ``jax``: how JAX evaluates it; None if ``jax.lax`` has a function of its name that takes the operands and nothing else.
 
     Where it comes from:
-      * ``names``: JAX primitives it stands for, beside the one of its own name. ``takes``: the primitive's parameters that it takes
-        over as they are. ``folded``: on constants it is computed when it is captured. Only for what is rounded once, so that the
+      * ``names``: JAX primitives that become this op, beside the one of its own name. ``takes``: parameters of the primitive that
+      it
+        keeps. ``folded``: it is computed when captured, if its operands are constants. Only for ops that round once, so that the
         number is the one that XLA would have computed.
 
     What it costs:
@@ -215,20 +206,22 @@ class OpSpec:
       * ``measured``: profiles of CPUs have its time. Without one, plans go by its ``flops``.
 
     Its code:
-      * ``cpu``: its micro-operation, with the op's parameters in braces; None if it is not computed by one. ``opcodes``: all
-        micro-operations it needs (``cpu`` itself, unless it is said). ``immediates``: parameters that the micro-operation takes.
+      * ``cpu``: its micro-operation, with the op's parameters in braces; None if it has none. ``opcodes``: all micro-operations it
+        needs (by default ``cpu``). ``immediates``: parameters that the micro-operation takes.
       * ``cuda``: its C++ on a GPU, for a class of types: ``"float"``, ``"i32"``, ``"u32"``, ``"bool"`` or ``"any"`` other; and
-        ``"coarse"`` where the result is a bfloat16, so that 8 significant bits suffice. The class is the result's, or that of the
+        ``"coarse"`` if the result is a bfloat16, so that 8 significant bits suffice. The class is the result's, or that of the
         first operand where ``gives`` says that the result has another.
-      * ``widens``: whether, with these parameters, it means the same on a 16-bit float (second argument) and on that number as
-        a float32. What does not (it speaks of the bits of its operand) has no code for 16-bit floats on either target.
+      * ``widens``: does it mean the same, with these parameters, on a 16-bit float (second argument) and on that number as a
+      float32?
+        Ops that depend on the bits of their operand do not, and have no code for 16-bit floats on either target.
 
     How it is tested:
-      * ``samples``: parameters worth testing, for a dtype of the operands. ``domain``: for each operand (the last stands for the
-        rest) the interval worth testing, open at an infinite end, or a ``range``; () means all numbers.
-      * ``exact``: floats are rounded correctly. Otherwise ``ulps`` says how far, in units in the last place, results may be off:
-        those of ``"xla"`` from this table (5 if it is not said) and those of ``"cuda"`` in the emulator (3). ``absolute`` and
-        ``relative``: what XLA may be off beside, in float32, near zeros of the function and far in its tails.
+      * ``samples``: parameters worth testing, for a dtype of the operands. ``domain``: for each operand (the last also for the
+      rest)
+        the interval worth testing, open at an infinite end, or a ``range``; () means all numbers.
+      * ``exact``: floats are rounded correctly. Otherwise ``ulps`` is the allowed error in units in the last place: of ``"xla"``
+        against this table (default 5) and of ``"cuda"`` in the emulator (3). ``absolute`` and ``relative``: errors that XLA may
+        have besides, in float32, near zeros of the function and far in its tails.
     """
 
     kind: str
@@ -267,18 +260,18 @@ class OpSpec:
     def evaluate(self, params: Params, /, *arrays: Any, out: Value) -> Any:
         """The result by JAX, on arrays or tracers; a literal operand may be a NumPy array of rank 0.
 
-        The operands' shapes and dtypes are those that the op is defined for; ``out`` is the result's.
+        The operands have shapes and dtypes for which the op is defined; ``out`` is the result's.
         """
         return getattr(lax, self.kind)(*arrays) if self.jax is None else self.jax(params, *arrays, out=out)
 
     @property
     def sink(self) -> str:
-        """How it folds its operand over the stream; "" for what no stream goes into."""
+        """How it folds its operand over the stream; "" for ops that are no sinks."""
         return self.fold if self.family in ("reduce", "dot", "scatter") else ""
 
     @property
     def moves(self) -> bool:
-        """It makes or moves elements, and computes nothing."""
+        """Does it only make or move elements, and compute nothing?"""
         return self.family in _MOVES
 
 
@@ -332,46 +325,45 @@ def round_to(x: Any, dtype: str) -> Array:
 
 
 def arrays_of(xs: Sequence[Any]) -> list[Array]:
-    """NumPy's scalars (what its functions return for rank 0) as arrays again."""
+    """``xs`` as arrays: NumPy functions return scalars for rank 0."""
     return [np.asarray(x) for x in xs]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Which results of 16-bit floats are rounded to their dtype, and which keep the digits that they were computed with.
-#
-# A 16-bit float is computed in float32. JAX rounds every operator's result; a compiler may leave that out between operators that
-# it fuses. Users rely on what ``jax.jit`` does: compensated sums (``s = a + b; e = b - (s - a)``) find an error of 0 where the
-# roundings are left out. So a pipeline rounds wherever ``jit`` on the platform at hand does (``targets.cpu.profile.xla`` asks it).
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- rounding of 16-bit floats ----------------------------------------------------------------------------------------------------
 
 NARROW = frozenset({"bfloat16", "float16"})
-# Of operands that their dtype can hold, it can hold the result: nothing is left to round.
+# If its dtype can hold the operands of such an op, it can hold the result: nothing is left to round.
 _EXACT = HAND_ON | {"convert_element_type", "floor", "ceil", "round", "sign", "rem", "reduce_precision", "nextafter"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rounding:
-    """``results``: the dtypes in which every operator's result is rounded. ``widened``: those in which that also holds for a result
-    that is converted to a wider float right away, as a sum in float32 converts what it adds up; in others that conversion takes the
-    digits that were computed."""
+    """Which results of 16-bit floats are rounded to their dtype, and which keep the digits of their float32 computation.
+
+    JAX rounds the result of every operator; a compiler may leave that out between operators that it fuses. Users rely on the
+    roundings of ``jax.jit``: without them compensated sums (``s = a + b; e = b - (s - a)``) find an error of 0. So a pipeline
+    rounds wherever ``jit`` on this platform does (``targets.cpu.profile.xla`` tries it).
+
+    ``results``: dtypes in which every operator's result is rounded. ``widened``: dtypes in which that also holds for a result that
+    is converted to a wider float at once, as by a sum in float32; in other dtypes the conversion takes the unrounded digits."""
 
     results: frozenset[str] = NARROW
     widened: frozenset[str] = NARROW
 
     def rounds(self, kind: str, dtype: str, literals: tuple[Scalar | None, ...] = ()) -> bool:
-        """Does a result of ``dtype`` of an op of this kind have to be rounded? ``literals``: its operands that are constants.
+        """Must a result of ``dtype`` of an op of this kind be rounded? ``literals``: its operands that are constants.
 
         >>> Rounding().rounds("add", "bfloat16"), Rounding().rounds("max", "bfloat16"), Rounding().rounds("add", "float32")
         (True, False, False)
         """
         if dtype not in self.results or kind in _EXACT:
             return False
-        # bfloat16 has the exponents of float32: times a half or two, no digit of a normal number is lost.
+        # bfloat16 has the exponents of float32: a factor of a half or two loses no digit of a normal number.
         scaled = kind == "mul" and dtype == "bfloat16" and any(_only_scales(c) for c in literals)
         return not scaled
 
     def keeps_digits(self, dtype: str, wider: str) -> bool:
-        """Does a conversion of a value of ``dtype`` to ``wider`` take the digits that the value was computed with?"""
+        """Does a conversion from ``dtype`` to ``wider`` take the unrounded digits of the value?"""
         return dtype in NARROW and wider in ("float32", "float64") and not (dtype in self.results and dtype in self.widened)
 
 

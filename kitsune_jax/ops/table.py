@@ -1,4 +1,9 @@
-"""The op table (one entry says everything about an op), the check of every op of a Graph, and which products are scores."""
+"""The op table (one entry holds everything about one kind of op), the check of every op of a Graph, and attention-like scores.
+
+Out: ``OPS``, by canonical kind. To add an op, add its entry (``pointwise``, ``shape``, ``reduce`` or ``loops``; docs/adding.md)
+and, where JAX's parameters differ from the entry's, its rule in ``capture.primitives``. Invariant: for every entry the NumPy rule
+equals JAX in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment (``tests/table``).
+"""
 
 from __future__ import annotations
 
@@ -13,37 +18,25 @@ from kitsune_jax.ops.reduce import INDEXED, ONLINE, REDUCTIONS
 from kitsune_jax.ops.shape import SHAPES, WINDOWS
 from kitsune_jax.ops.spec import COMPARISONS, DTYPES, INTEGERS, OpSpec, is_float
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The op table: one entry says everything about an op.
-#
-# Comes in: nothing (this is data). Goes out: ``OPS``, by canonical kind. To add an op, add its entry (``pointwise``, ``shape``,
-# ``reduce``, ``indexing``, ``windows``, ``online`` or ``loops``; docs/adding.md) and, where JAX's parameters differ from the
-# entry's, its rule in ``capture.primitives``. Invariant: for every entry the NumPy rule equals JAX in every dtype of
-# ``OpSpec.dtypes``, and the relations hold by experiment (``tests/table``).
-# ----------------------------------------------------------------------------------------------------------------------------------
-
 _TABLE: dict[str, OpSpec] = {**POINTWISE, **SHAPES, **REDUCTIONS, **INDEXED, **WINDOWS, **ONLINE}
 _TABLE.update(entries(_TABLE))  # loops, whose bodies hold ops of the table
 OPS: Mapping[str, OpSpec] = MappingProxyType(_TABLE)
 
-# Kinds by the names of JAX's primitives, where these are others.
+# JAX's names of primitives that have another kind here -> that kind.
 RENAMED: Mapping[str, str] = MappingProxyType({name: spec.kind for spec in OPS.values() for name in spec.names})
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# What an op makes of its operands, and what every Graph that capture makes must satisfy, checked op by op.
-#
-# Comes in: a Graph, or an op and the values of its operands. Goes out: the value of its result, or ``ValueError``. Invariants
-# checked: values are defined once, and before they are read (``Graph.validate``); every op of the table has the operands, the
-# result shape and the result dtype that its kind and its parameters ask for. The cost is linear in the number of ops, whatever
-# the sizes of the arrays.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- the check of a Graph ---------------------------------------------------------------------------------------------------------
 
 Shape = tuple[int, ...]
 
 
 def verify(graph: Graph) -> None:
-    """Raise ``ValueError`` where ``graph`` breaks an invariant of this module."""
+    """Raise ``ValueError`` if ``graph`` is not valid.
+
+    Values are defined once, before they are read (``Graph.validate``); every op of the table has the operands, result shape and
+    result dtype that its kind and parameters require. The cost is linear in the number of ops, for any size of arrays.
+    """
     graph.validate()
     for i, op in enumerate(graph.ops):
         try:
@@ -53,7 +46,7 @@ def verify(graph: Graph) -> None:
 
 
 def verify_op(op: Op, values: Sequence[Value]) -> None:
-    """Raise ``ValueError`` where ``op`` is not in the table (or opaque), or does not fit its operands and results."""
+    """Raise ``ValueError`` if ``op`` is neither in the table nor opaque, or does not fit its operands and results."""
     if op.kind == "opaque":
         return
     if op.kind not in OPS:
@@ -66,7 +59,7 @@ def verify_op(op: Op, values: Sequence[Value]) -> None:
         return
     ins, outs = ([values[v] for v in ids] for ids in (op.inputs, op.outputs))
     if len(outs) != 1:
-        raise ValueError(f"{op.kind} has {len(outs)} results")
+        raise ValueError(f"{op.kind} has {len(outs)} results, not one")
     made = result(op, ins, outs[0].dtype)
     if made.shape != outs[0].shape:
         raise ValueError(f"{op.kind} of {', '.join(map(str, ins))} has shape {made.shape}, not that of {outs[0]}")
@@ -75,9 +68,10 @@ def verify_op(op: Op, values: Sequence[Value]) -> None:
 
 
 def result(op: Op, operands: Sequence[Value], dtype: str = "") -> Value:
-    """What ``op`` makes of ``operands``. ``dtype``: the result's, where neither they nor the kind say (a product, an index).
+    """The result of ``op`` on ``operands``. ``dtype``: the result's, if neither they nor the kind determine it (a product, an
+    index).
 
-    Raises ``ValueError`` where it is not defined for them.
+    Raises ``ValueError`` if the op is not defined for them.
     """
     spec = OPS[op.kind]
     if spec.arity is not None and len(operands) != spec.arity:
@@ -93,7 +87,7 @@ def result(op: Op, operands: Sequence[Value], dtype: str = "") -> Value:
 
 
 def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:
-    """The shape that ``op`` gives for operands of ``shapes``. Raises ``ValueError`` where it is not defined for them."""
+    """The shape that ``op`` gives for operands of ``shapes``. Raises ``ValueError`` if it is not defined for them."""
     shape = SHAPE_RULES[OPS[op.kind].family](op, shapes)
     if shape is None:
         raise ValueError(f"{op.kind} is not defined for {', '.join(map(str, shapes))} with {dict(op.params)}")
@@ -113,7 +107,7 @@ def _agree(kind: str, dtypes: Sequence[str], out: str) -> bool:
     return OPS[kind].mixes or OPS[kind].gives == "any" or len(set(dtypes)) == 1
 
 
-# --- shapes, by family; None where the op is not defined --------------------------------------------------------------------------
+# --- shapes by family; None if the op is not defined ------------------------------------------------------------------------------
 
 
 def _pointwise(op: Op, shapes: Sequence[Shape]) -> Shape | None:
@@ -240,14 +234,10 @@ SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Scores: the results of products that are much larger than their operands, as those of an attention, and what is made of them.
-#
-# Comes in: a Graph. Goes out: which of its values are scores. No operator is recognised as attention.
-# ----------------------------------------------------------------------------------------------------------------------------------
+# --- scores: results of products that are much larger than their operands, as in attention, and values computed from them ---------
 
-_GROWS = 8  # times its operands a product's result must be, as in ``repeats``
-_LONG = 256  # its rows and its columns, at least: a layer of few terms has as many rows, but not as many columns
+_GROWS = 8  # a score is so many times larger than the operands of its product (``capture.rewrites`` uses the same number)
+_LONG = 256  # scores have at least so many rows and columns: a layer of few terms has as many rows, but not as many columns
 CHEAP = frozenset({"pointwise", "convert", "broadcast", "reshape", "transpose", "iota"})
 
 
@@ -265,7 +255,7 @@ def is_cheap(op: Op) -> bool:
 
 
 def asks_for_equals(graph: Graph, producers: Mapping[int, int], op: Op) -> bool:
-    """Does ``op`` ask which numbers equal others, or are as large as the largest?"""
+    """Does ``op`` test which numbers equal others, or equal the largest?"""
     values = graph.values
     if op.kind not in COMPARISONS or any(values[v].literal is not None or not is_float(values[v].dtype) for v in op.inputs):
         return False
@@ -282,7 +272,7 @@ def _is_extreme(graph: Graph, producers: Mapping[int, int], v: int) -> bool:
 
 
 def scores_of(graph: Graph) -> frozenset[int]:
-    """The results of products that are much larger than their operands, and what is made of them element by element."""
+    """The results of products that are much larger than their operands, and values of that size computed element by element."""
     roots = {i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and grows(graph, op)}
     found: dict[int, int] = {}  # -> its size
     if not roots:

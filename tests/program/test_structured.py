@@ -147,7 +147,7 @@ def changed(case: Case, kind: str, **params) -> TileProgram:
         (selections, "take", {"mode": "wrap"}, "there is no mode 'wrap'"),
         (selections, "take", {"mode": "fill", "fill": None}, "there is no number to fill with"),
         (selections, "put", {"axis": 2}, "from dimension 2 on .* must have those of the index"),
-        (selections, "put", {"n": 7}, "it makes float32\\[R,7,2\\], and says"),
+        (selections, "put", {"n": 7}, "it makes float32\\[R,7,2\\], but declares"),
         (ordered_segments, "sink_at", {"sorted": None}, "it does not say whether its indices are sorted"),
     ],
 )

@@ -221,7 +221,7 @@ def segment_call() -> Program:
 
 CALLS: dict[str, tuple[Callable[[Program], Program], str]] = {
     "reads_what_its_own_phase_writes": (lambda p: part(p, 1, phase=0), "part 1: reads array 2, which no earlier phase writes"),
-    "phases_out_of_order": (lambda p: part(p, 0, phase=7), "part 1: phase 1 stands behind phase 7"),
+    "phases_out_of_order": (lambda p: part(p, 0, phase=7), "part 1: phase 1 comes after phase 7"),
     "writes_twice": (lambda p: part(p, 1, writes=(2,)), "part 1: writes array 2 as"),
     "writes_an_operand": (lambda p: part(p, 0, writes=(0,)), "part 0: writes array 0 as"),
     "fewer_arrays": (lambda p: part(p, 1, reads=()), "part 1: reads 0 arrays, its program has 2"),
@@ -267,7 +267,7 @@ def test_sums_of_batches_and_parts_of_them() -> None:
 
     product = next(i for s in p.stages for i in walk(s.body) if i.kind == "matmul_sink" and i.get("dims") == (0,))
     refused("several in one place", with_output(row_strides=(0, *p.outputs[0].row_strides[1:])))
-    refused("do not lie together", with_output(shape=(2, 101, 3, 5), dims=(1, 3), row_strides=(1515, 5, 0)))
+    refused("are not contiguous", with_output(shape=(2, 101, 3, 5), dims=(1, 3), row_strides=(1515, 5, 0)))
     refused("may depend on no row", with_output(row_strides=(), dims=()))
     refused("elements 0 to 104 of dimension 0, which has 101", instead(p, product, changed(product, steps=(36,))))
     refused("a dimension, a step and a size for each number", instead(p, product, changed(product, steps=())))

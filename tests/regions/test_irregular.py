@@ -224,9 +224,9 @@ def test_edges_stream_from_their_lookups_to_their_sums() -> None:
 @pytest.mark.parametrize(
     ("f", "words"),
     [
-        (lambda n, e, w, s, r: jnp.sin(e)[s], "any row of a table, and this one is not finished"),
+        (lambda n, e, w, s, r: jnp.sin(e)[s], "any row of its table, which is complete only after"),
         (lambda n, e, w, s, r: (n[s] * e).T @ jax.ops.segment_sum(e, r, len(s)), "any row of its result may change"),
-        (lambda n, e, w, s, r: (n.T[:, s] * e.T).sum(0), "the rows of its table are not in front"),
+        (lambda n, e, w, s, r: (n.T[:, s] * e.T).sum(0), "must index the first dimension of its table"),
     ],
 )
 def test_a_stream_ends_with_a_reason(f: Callable[..., Array], words: str) -> None:
@@ -245,7 +245,7 @@ def test_a_product_per_row_streams_over_what_its_operands_share() -> None:
     outer = capture(jax.make_jaxpr(lambda x, y: both("if,jf->ij", jnp.sin(x), y))(args[1], args[1])).graph
     (dot,) = (i for i, op in enumerate(outer.ops) if op.kind == "dot_general")
     rows = spread(outer, Seed(outer.ops[dot].outputs[0], (0, 1)), range(len(outer.ops)), lambda i: None)
-    assert "over more than dimensions that they have in common" in rows.stops[dot]
+    assert "over dimensions that are not batch dimensions of both" in rows.stops[dot]
 
 
 def test_many_pieces_are_concatenated_in_one_stream() -> None:
