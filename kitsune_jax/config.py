@@ -33,6 +33,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 logger = logging.getLogger("kitsune_jax")
 logger.addHandler(logging.NullHandler())  # records reach the logs that a program configures, and never its stderr unasked
@@ -244,26 +245,9 @@ class Options:
     fetch_ahead: bool = False
 
 
-def resolve(
-    *,
-    strict: bool,
-    force: bool | None,
-    target: str | None = None,
-    residuals: str = "save",
-    export: str = "plain",
-    deterministic: bool = True,
-    fetch_ahead: bool = False,
-) -> Options:
+def resolve(*, strict: bool, force: bool | None, **others: Any) -> Options:
     """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
-    return Options(
-        strict=strict or _switch("strict"),
-        force=forced() if force is None else force,
-        target=target,
-        residuals=residuals,
-        export=export,
-        deterministic=deterministic,
-        fetch_ahead=fetch_ahead,
-    )
+    return Options(strict=strict or _switch("strict"), force=forced() if force is None else force, **others)
 
 
 # --- printable text: names of functions and files, error messages -----------------------------------------------------------------

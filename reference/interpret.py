@@ -184,15 +184,9 @@ def _dot(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
     return dot_general(x, y, instr["x_contract"], instr["y_contract"], *batch).astype(state.made(instr))
 
 
-def _gather(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
-    return _taken(state, instr, inputs[0], inputs[1], 0)
-
-
 def _take(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
-    return _taken(state, instr, inputs[0], inputs[1], instr["axis"])
-
-
-def _taken(state: State, instr: Instr, x: Array, index: Array, axis: int) -> Array:
+    """``take`` selects along the axis ``axis`` of every row, ``gather`` rows of a table."""
+    (x, index), axis = inputs, instr.get("axis", 0)
     n = x.shape[axis]
     if instr["mode"] == "promise_in_bounds" and index.size and not (index.min() >= 0 and index.max() < n):
         raise ValueError(f"{instr.kind} was promised indices below {n}, not {index.min()} to {index.max()}")
@@ -339,7 +333,7 @@ _EXECUTE: dict[str, Callable[[State, Instr, Tile, list[Array]], Any]] = {
     "row_index": _row_index,
     "matmul": _matmul,
     "dot": _dot,
-    "gather": _gather,
+    "gather": _take,
     "take": _take,
     "put": _put,
     "run_max": _run_max,

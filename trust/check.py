@@ -110,7 +110,7 @@ def _compare(program: Program, built: Built, closed: Any, tree: Any, exact: list
     for k, (a, b) in enumerate(zip(got, jax.tree.leaves(second), strict=True)):
         if a.tobytes() != np.asarray(b).tobytes():
             return Outcome("nondeterministic", f"result {k}, {a.dtype}{a.shape}, differs between two runs", pipelines)
-    avals = _avals(closed)
+    avals = closed.out_avals
     for k, (a, aval) in enumerate(zip(got, avals, strict=True)):
         if a.shape != aval.shape or a.dtype != aval.dtype:
             return Outcome("wrong", f"result {k} is {a.dtype}{a.shape} instead of {aval.dtype}{aval.shape}", pipelines)
@@ -160,10 +160,6 @@ def _other_bits(a: Array, b: Array) -> int:
     return int(np.sum((a != b) & ~(np.isnan(a) & np.isnan(b)) & ~((np.abs(a) <= tiny) & (np.abs(b) <= tiny))))
 
 
-def _avals(closed: Any) -> list[Any]:
-    return list(closed.out_avals)
-
-
 def _scale(x: Array) -> float:
     finite = np.abs(x[np.isfinite(x)])
     return float(finite.max()) if finite.size else 0.0
@@ -181,7 +177,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _ill_conditioned(samples: Sequence[list[Array]], exact: list[Array], closed: Any) -> str:
-    avals = _avals(closed)
+    avals = closed.out_avals
     most = min(0.25, 0.02 + 32 * roundest(closed))  # relative to the largest element: a larger error makes a comparison useless
     for k, want in enumerate(exact):
         if not want.size or not _is_float(avals[k].dtype):

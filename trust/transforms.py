@@ -85,6 +85,18 @@ def _zeros_for_integers(args: Sequence[Array], tangent: Callable[[Array], Array]
     return tuple(tangent(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0) for x in args)
 
 
+def _of_some(callee: Callee, chosen: Sequence[int], args: Sequence[Array]) -> Function:
+    """The floating results as a function of the ``chosen`` arguments; the others are those of ``args``."""
+
+    def of_chosen(*xs: Array) -> Any:
+        full = list(args)
+        for k, x in zip(chosen, xs, strict=True):
+            full[k] = x
+        return _floating(callee.f(*full))
+
+    return of_chosen
+
+
 def none(callee: Callee, choices: Digits) -> Function:
     return callee.f
 
@@ -108,14 +120,8 @@ def jvp(callee: Callee, choices: Digits) -> Function:
     moved = callee.some(choices)
 
     def f(*args: Array) -> Any:
-        def of_moved(*xs: Array) -> Any:
-            full = list(args)
-            for k, x in zip(moved, xs, strict=True):
-                full[k] = x
-            return _floating(callee.f(*full))
-
         xs = [args[k] for k in moved]
-        return jax.jvp(of_moved, xs, [jnp.cos(x) for x in xs])
+        return jax.jvp(_of_some(callee, moved, args), xs, [jnp.cos(x) for x in xs])
 
     return f
 
@@ -132,13 +138,7 @@ def vjp(callee: Callee, choices: Digits) -> Function:
     wanted = callee.some(choices)
 
     def f(*args: Array) -> Any:
-        def of_wanted(*xs: Array) -> Any:
-            full = list(args)
-            for k, x in zip(wanted, xs, strict=True):
-                full[k] = x
-            return _floating(callee.f(*full))
-
-        outs, pull = jax.vjp(of_wanted, *(args[k] for k in wanted))
+        outs, pull = jax.vjp(_of_some(callee, wanted, args), *(args[k] for k in wanted))
         return outs, pull([jnp.cos(x) / max(1, x.size) for x in outs])
 
     return f

@@ -192,6 +192,12 @@ def is_jaxpr(x: Any) -> bool:
     return type(x).__name__ in ("Jaxpr", "ClosedJaxpr")
 
 
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        yield from (x for x in (value if isinstance(value, (tuple, list)) else (value,)) if is_jaxpr(x))
+
+
 def open_parts(j: Any) -> tuple[Any, list[Any]]:
     """``(open jaxpr, constants)`` of a jaxpr of either kind: the constants belong to ``open_jaxpr.constvars``, in order."""
     if type(j).__name__ == "ClosedJaxpr":

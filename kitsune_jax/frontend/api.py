@@ -239,11 +239,9 @@ def explain(
 
     def report_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         resolved = pipelined.resolved()
-        if why_not := preview.why_jax_is_unsupported():
-            return preview.report_without_plan(
-                _plain_jaxpr(pipelined, pipelined.residuals(), args, kwargs), chosen, device, why_not
-            )
         traced, lost = _traced(pipelined, pipelined.residuals(), args, kwargs)
+        if why_not := preview.why_jax_is_unsupported():
+            return preview.report_without_plan(traced, chosen, device, why_not)
         closed, consts = _compat.hoist_consts(traced)
         flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
         live = _compat.without_dead_code(_compat.without_refs(closed))
@@ -306,12 +304,7 @@ def _residuals_of_gradient(
 
 def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The jaxpr of a call with ``args``, with its constants as leading arguments."""
-    return _compat.hoist_consts(_plain_jaxpr(pipelined, policy, args, kwargs))[0]
-
-
-def _plain_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The jaxpr of a call with ``args``, with its constants."""
-    return _traced(pipelined, policy, args, kwargs)[0]
+    return _compat.hoist_consts(_traced(pipelined, policy, args, kwargs)[0])[0]
 
 
 def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:

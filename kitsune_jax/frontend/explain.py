@@ -52,10 +52,8 @@ def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
             found.append(Call(eqn.params["call_jaxpr"], eqn.params["options"], times))
             continue
         rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if _compat.is_jaxpr(inner):
-                    found += pipelined_calls(inner, rounds)
+        for inner in _compat.inner_jaxprs(eqn):
+            found += pipelined_calls(inner, rounds)
     return found
 
 

@@ -385,8 +385,7 @@ class PlannedFunction:
 
 def _holds_pipelines(jaxpr: Any) -> bool:
     eqns = _compat.open_parts(jaxpr)[0].eqns
-    inner = (x for e in eqns for v in e.params.values() for x in (v if isinstance(v, (tuple, list)) else (v,)))
-    return any(e.primitive.name == PRIMITIVE_NAME for e in eqns) or any(_holds_pipelines(x) for x in inner if _compat.is_jaxpr(x))
+    return any(e.primitive.name == PRIMITIVE_NAME or any(map(_holds_pipelines, _compat.inner_jaxprs(e))) for e in eqns)
 
 
 def planned_function(jaxpr: Any, options: Options, target: str, body: bool = False) -> PlannedFunction:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,7 +92,7 @@ class _Flow:
                 continue
             directions = _directions(eqn, back)
             if directions == {True, False}:
-                for inner in _bodies(eqn):
+                for inner in _compat.inner_jaxprs(eqn):
                     self.visit(inner, {}, backward=False)
             elif directions == {True}:
                 self.read.update(self._sized(env, eqn.invars))
@@ -122,15 +122,10 @@ def _directions(eqn: Any, backward: bool) -> set[bool]:
         return {backward}
     return {
         direction
-        for body in _bodies(eqn)
+        for body in _compat.inner_jaxprs(eqn)
         for inner in _compat.open_parts(body)[0].eqns
         for direction in _directions(inner, backward or _compat.is_transposed(inner))
     }
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        yield from (x for x in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(x))
 
 
 def _bytes(aval: Any) -> int:
@@ -140,7 +135,10 @@ def _bytes(aval: Any) -> int:
 
 def is_derivative(program: Any) -> bool:
     """Does ``program`` have a backward pass already?"""
-    return any(_compat.is_transposed(eqn) or any(map(is_derivative, _bodies(eqn))) for eqn in _compat.open_parts(program)[0].eqns)
+    return any(
+        _compat.is_transposed(eqn) or any(map(is_derivative, _compat.inner_jaxprs(eqn)))
+        for eqn in _compat.open_parts(program)[0].eqns
+    )
 
 
 # --- the gradient of one call ---------------------------------------------------------------------------------------------------

@@ -581,7 +581,7 @@ def _relate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation,
     return (
         DimRelation("contracted", ((0, 0), (1, 0), (2, 0))),
         *(DimRelation("parallel", beside(d)) for d in range(1, len(values))),
-        DimRelation("mixed", ((3, 0),), "any row of its result may change until the stream ends"),
+        DimRelation("mixed", ((3, 0),), _OPEN),
     )
 
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from kitsune_jax.ops.graph import Graph, Op, topological
+from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.spec import COMPARISONS, HAND_ON, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import DimLabels, Region, Seed, Spread, StreamSpace, candidate_seeds, streamed_axes
@@ -259,28 +259,6 @@ class Order:
             self._node[i] = members[0]
         self._members[members[0]] = members
         self._position[members[0]] = place
-
-
-def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The ops in a topological order in which every group is one node (other ops alone), earliest ops first.
-
-    Raises ``ValueError`` if no such order exists because groups depend on each other.
-    """
-    node_of = {i: k for k, group in enumerate(groups) for i in group}
-    nodes: list[tuple[int, ...]] = [tuple(group) for group in groups]
-    for i in range(len(graph.ops)):
-        if i not in node_of:
-            node_of[i] = len(nodes)
-            nodes.append((i,))
-    producers = graph.producers()
-    needs: list[set[int]] = [set() for _ in nodes]
-    for i, op in enumerate(graph.ops):
-        made_by = {node_of[producers[v]] for v in op.inputs if v in producers}
-        needs[node_of[i]] |= made_by - {node_of[i]}
-    order = topological(needs, [node[0] for node in nodes])
-    if len(order) != len(nodes):
-        raise ValueError("the groups depend on each other")
-    return [nodes[n] for n in order]
 
 
 # --- from a spread stream to regions ----------------------------------------------------------------------------------------------

@@ -494,22 +494,7 @@ class _FollowerWalk:
         by_phase: dict[int, list[int]] = {}
         for i in sorted(needed):
             by_phase.setdefault(self.scalars[i], []).append(i)
-        return [self._scalar_region(ops) for ops in by_phase.values()]
-
-    def _scalar_region(self, ops: list[int]) -> Region:
-        """``ops`` as a stream of one row: a space without axes."""
-        graph, inside = self.graph, set(ops)
-        made = [v for i in ops for v in graph.ops[i].outputs]
-        read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
-        results = set(graph.outputs)
-        consumers = self.given.index.consumers
-        return Region(
-            space=StreamSpace(()),
-            ops=tuple(ops),
-            labels=tuple((v, ()) for v in sorted({*made, *read})),
-            inputs=tuple(v for v in read if v not in made),
-            outputs=tuple(v for v in made if v in results or not inside.issuperset(consumers.get(v, ()))),
-        )
+        return [_one_row(self.given.index, ops) for ops in by_phase.values()]
 
 
 # --- regions that pay only as an extra phase of a chosen call ---------------------------------------------------------------------

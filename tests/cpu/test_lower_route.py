@@ -17,7 +17,7 @@ from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Infeasible, Plan
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
-from kitsune_jax.regions.grow import anchored, quotient_order
+from kitsune_jax.regions.grow import anchored
 from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import call as cpu_call
@@ -26,7 +26,7 @@ from kitsune_jax.targets.cpu.lower import lower_program
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
 from tests.support.bytecode_sim import simulate
-from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params
+from tests.support.graphs import layer_norm, mlp, mlp_params, nerf, nerf_params, quotient_order
 from tests.support.lowered import plain
 
 RNG = np.random.default_rng(3)

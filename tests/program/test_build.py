@@ -12,14 +12,14 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.planning.plan import Infeasible
 from kitsune_jax.program.build import build
-from kitsune_jax.regions.grow import anchored, quotient_order
+from kitsune_jax.regions.grow import anchored
 from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
 from reference.check import check_deadlock_free
 from reference.interpret import interpret
 from tests.support.checks import enable_x64
-from tests.support.graphs import graph_of, layer_norm, nerf, nerf_params
+from tests.support.graphs import graph_of, layer_norm, nerf, nerf_params, quotient_order
 from tests.support.irregular import order_of
 
 RNG = np.random.default_rng(2)

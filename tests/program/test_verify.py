@@ -266,7 +266,7 @@ def test_sums_of_batches_and_parts_of_them() -> None:
         return dataclasses.replace(p, outputs=(dataclasses.replace(p.outputs[0], **changes), *p.outputs[1:]))
 
     product = next(i for s in p.stages for i in walk(s.body) if i.kind == "matmul_sink" and i.get("dims") == (0,))
-    refused("several in one place", with_output(row_strides=(0, *p.outputs[0].row_strides[1:])))
+    refused("those of several overlap", with_output(row_strides=(0, *p.outputs[0].row_strides[1:])))
     refused("are not contiguous", with_output(shape=(2, 101, 3, 5), dims=(1, 3), row_strides=(1515, 5, 0)))
     refused("may depend on no row", with_output(row_strides=(), dims=()))
     refused("elements 0 to 104 of dimension 0, which has 101", instead(p, product, changed(product, steps=(36,))))

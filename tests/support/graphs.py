@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, topological
 from kitsune_jax.ops.table import verify
 
 
@@ -67,3 +67,25 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
     mean = x.mean(-1, keepdims=True)
     var = ((x - mean) ** 2).mean(-1, keepdims=True)
     return (x - mean) * jax.lax.rsqrt(var + 1e-5) * gain + bias
+
+
+def quotient_order(graph: Graph, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The ops in a topological order in which every group is one node (other ops alone), earliest ops first.
+
+    Raises ``ValueError`` if no such order exists because groups depend on each other.
+    """
+    node_of = {i: k for k, group in enumerate(groups) for i in group}
+    nodes: list[tuple[int, ...]] = [tuple(group) for group in groups]
+    for i in range(len(graph.ops)):
+        if i not in node_of:
+            node_of[i] = len(nodes)
+            nodes.append((i,))
+    producers = graph.producers()
+    needs: list[set[int]] = [set() for _ in nodes]
+    for i, op in enumerate(graph.ops):
+        made_by = {node_of[producers[v]] for v in op.inputs if v in producers}
+        needs[node_of[i]] |= made_by - {node_of[i]}
+    order = topological(needs, [node[0] for node in nodes])
+    if len(order) != len(nodes):
+        raise ValueError("the groups depend on each other")
+    return [nodes[n] for n in order]
