@@ -6,13 +6,13 @@ unknown name or a meaningless value is an error at once. Invariant: no other mod
 
 ==========================  ==================================================================================================
 ``KITSUNE_DISABLE``         1: ``pipeline(fn)`` is ``fn``: no primitive, no planning. The kill switch.
-``KITSUNE_FORCE``           1: pipeline every legal region, whatever the cost model says (for tests and experiments).
+``KITSUNE_FORCE``           1: pipeline every legal region, even if the model expects no gain (for tests and experiments).
 ``KITSUNE_STRICT``          1: raise ``NotPipelined`` where nothing could be pipelined, and do not hide our own errors.
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
 ``KITSUNE_CACHE_DIR``       Folder for device code and machine profiles. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
 ``KITSUNE_NVRTC_DIR``       Folder with the CUDA compiler (libnvrtc) to use. Default: the best that the machine has.
-``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * stands for any text.
+``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * matches any text.
 ``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
 ``KITSUNE_PROFILE``         Machine profile that CPU plans are made with, such as ``zen5-2``. Default: measured, once.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
@@ -77,7 +77,7 @@ def disabled() -> bool:
 
 
 def forced() -> bool:
-    """``KITSUNE_FORCE``: is every legal region pipelined, whatever the cost model says?"""
+    """``KITSUNE_FORCE``: is every legal region pipelined, even if the model expects no gain?"""
     return _switch("force")
 
 

@@ -102,8 +102,8 @@ def _compare(program: Program, built: Built, closed: Any, tree: Any, exact: list
             return Outcome("exception", f"{type(e).__name__}: {e}")
         return Outcome("discarded", f"plain JAX fails as well: {type(e).__name__}: {e}")
     pipelines = len(CALL.findall(compiled.as_text() or ""))
-    if told := kj.fallbacks():
-        return Outcome("fallback", "; ".join(f"{f.part}: {f.reason}" for f in told), pipelines)
+    if found := kj.fallbacks():
+        return Outcome("fallback", "; ".join(f"{f.part}: {f.reason}" for f in found), pipelines)
     if jax.tree.structure(first) != tree:
         return Outcome("wrong", f"tree {jax.tree.structure(first)} instead of {tree}", pipelines)
     got = [np.asarray(x) for x in jax.tree.leaves(first)]

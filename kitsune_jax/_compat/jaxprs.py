@@ -77,7 +77,7 @@ def valid_jaxtype(x: Any) -> bool:
 
 
 def jaxpr_as_fun(closed: Any) -> Any:
-    """The function that a closed jaxpr stands for: of flat arrays, to a list of arrays."""
+    """The function that a closed jaxpr computes: of flat arrays, to a list of arrays."""
     return jex_core.jaxpr_as_fun(closed)
 
 
@@ -131,7 +131,7 @@ def is_exported(ctx: Any) -> bool:
 
 
 def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
-    """The MLIR values of ``closed`` on the MLIR values ``args``: what a lowering rule returns."""
+    """The MLIR values of ``closed`` on the MLIR values ``args``, as a lowering rule returns them."""
     return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
 
 
@@ -299,7 +299,7 @@ def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower
 
 
 def call_info(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]) -> Any:
-    """What errors of tracing say: the function, and the names of the leaves number ``places`` of its arguments, as in ``jit``."""
+    """The names in errors of tracing: of the function, and of the leaves number ``places`` of its arguments, as in ``jit``."""
     info = api_util.debug_info("jit", fn, args, kwargs)
     names = info.arg_names
     return info if names is None else info._replace(arg_names=tuple(names[i] for i in places))
@@ -445,7 +445,7 @@ def source_line(eqn: Any) -> str:
 
 @contextlib.contextmanager
 def user_context(eqn: Any) -> Iterator[None]:
-    """Bind primitives as if they stood where ``eqn`` stands: its mesh and configuration, its name stack, its traceback.
+    """Bind primitives in the context of ``eqn``: its mesh and configuration, its name stack, its traceback.
 
     ``eqn.ctx.manager`` carries the (manual) mesh: without it ``shard_map(check_vma=True)`` refuses what is bound.
     """

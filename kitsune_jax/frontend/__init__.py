@@ -1,1 +1,1 @@
-"""What JAX calls: the public API, tracing, lowering, and the report of ``kj.explain``."""
+"""The public API, tracing, lowering, and the report of ``kj.explain``."""

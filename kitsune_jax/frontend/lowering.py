@@ -545,7 +545,7 @@ def _run_nodes(
 
 
 def _warn_once(message: str, category: type[Warning]) -> None:
-    """Warn once a process, whatever the warning filters: a lowering is cached, so repeating it would depend on the cache."""
+    """Warn once per process. Lowerings are cached, so whether a warning were repeated would depend on the cache."""
     with _warned_lock:
         if message in _warned:
             return

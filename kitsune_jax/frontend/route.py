@@ -349,7 +349,7 @@ def _make_calls(
     names = [f"region{k}" for k in range(len(chosen))]
     if not (generate and target.capabilities.compiles and len(chosen) > 1):
         return [result for one in zip(calls, fetches, names, strict=True) for result in attempt(*one)]
-    with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run beside each other
+    with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run at the same time
         return [result for results in pool.map(attempt, calls, fetches, names) for result in results]
 
 

@@ -83,7 +83,7 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
     Args:
       graph: one that stands alone: from ``Graph.from_json``.
       target: "cpu", "cuda" or "emulator" (``route``).
-      force: pipeline every legal region, whatever the cost model says.
+      force: pipeline every legal region, even if the model expects no gain.
       strict: raise an error of this package instead of leaving the failing region to XLA.
 
     Returns:

@@ -38,7 +38,7 @@ _DYNAMIC, _DONATED = object(), object()  # marks, in place of a leaf that is not
 
 
 def is_array_like(x: Any) -> bool:
-    """Does ``jax.jit`` take ``x`` as a dynamic argument (an array, a number, a ref, a shape that stands for an array)?"""
+    """Does ``jax.jit`` take ``x`` as a dynamic argument (an array, a number, a ref, the shape of an array)?"""
     if type(x) in (float, int, bool, complex) or isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
     return hasattr(x, "__jax_array__") or _compat.valid_jaxtype(x)

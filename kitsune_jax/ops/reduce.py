@@ -575,12 +575,12 @@ def _sum_by_jax(params: Params, /, values: Any, index: Any, scores: Any, *, out:
 def _relate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
     values, _, scores = in_shapes
 
-    def beside(d: int) -> tuple[tuple[int, int], ...]:
+    def members(d: int) -> tuple[tuple[int, int], ...]:
         return ((0, d), *(((2, d),) if d < len(scores) else ()), (3, d))
 
     return (
         DimRelation("contracted", ((0, 0), (1, 0), (2, 0))),
-        *(DimRelation("parallel", beside(d)) for d in range(1, len(values))),
+        *(DimRelation("parallel", members(d)) for d in range(1, len(values))),
         DimRelation("mixed", ((3, 0),), _OPEN),
     )
 

@@ -180,7 +180,7 @@ def _without_parameters(dtype: str) -> tuple[Params, ...]:
 class OpSpec:
     """Everything that is known about one kind of op.
 
-    What it is:
+    Meaning:
       * ``arity``: number of operands, ``None`` if it varies. ``dtypes``: those of the operands it is defined for. ``gives``: the
         dtype of the result: ``"bool"``, ``"any"`` (a parameter, or the op's result, says which) or "" (that of the operands).
         ``mixes``: its operands may have different dtypes.
@@ -191,13 +191,13 @@ class OpSpec:
         has one; None for ops that always have one.
       * ``jax``: how JAX evaluates it; None if ``jax.lax`` has a function of its name that takes the operands and nothing else.
 
-    Where it comes from:
+    Capture:
       * ``names``: JAX primitives that become this op, beside the one of its own name. ``takes``: parameters of the primitive that
       it
         keeps. ``folded``: it is computed when captured, if its operands are constants. Only for ops that round once, so that the
         number is the one that XLA would have computed.
 
-    What it costs:
+    Cost:
       * ``flops``: per output element, in float32 vector lane operations of a CPU (an addition is 1).
       * ``fast``: instructions per element on a GPU where a 16-bit result allows an approximate function: tanh.approx, ex2.approx
         (0: there is none). From compiled epilogues: ReLU and packing 0.5, SiLU by tanh 3.5, by ex2 and rcp 5.5, GELU by tanh 6.5.
@@ -205,7 +205,7 @@ class OpSpec:
       * ``like``: the op whose loop XLA's loop on a CPU resembles, and how many times as long it takes.
       * ``measured``: profiles of CPUs have its time. Without one, plans go by its ``flops``.
 
-    Its code:
+    Code:
       * ``cpu``: its micro-operation, with the op's parameters in braces; None if it has none. ``opcodes``: all micro-operations it
         needs (by default ``cpu``). ``immediates``: parameters that the micro-operation takes.
       * ``cuda``: its C++ on a GPU, for a class of types: ``"float"``, ``"i32"``, ``"u32"``, ``"bool"`` or ``"any"`` other; and
@@ -215,7 +215,7 @@ class OpSpec:
       float32?
         Ops that depend on the bits of their operand do not, and have no code for 16-bit floats on either target.
 
-    How it is tested:
+    Tests:
       * ``samples``: parameters worth testing, for a dtype of the operands. ``domain``: for each operand (the last also for the
       rest)
         the interval worth testing, open at an infinite end, or a ``range``; () means all numbers.

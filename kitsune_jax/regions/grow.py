@@ -559,19 +559,19 @@ def updated_in_place(graph: Graph) -> dict[int, str]:
     producers, readers = graph.producers(), graph.consumers()
     found = {}
 
-    def lies(v: int) -> bool:
+    def in_memory(v: int) -> bool:
         made_by = producers.get(v)
         return made_by is None or made_by in found or graph.ops[made_by].kind == "opaque" or graph.ops[made_by].body is not None
 
     for i, op in enumerate(graph.ops):
-        if op.kind == "dynamic_update_slice" and lies(op.inputs[0]):
+        if op.kind == "dynamic_update_slice" and in_memory(op.inputs[0]):
             found[i] = WHY
         if op.kind != "add":
             continue
         for sums, x in (op.inputs, op.inputs[::-1]):
             made_by = producers.get(sums)
             folds = made_by is not None and graph.ops[made_by].kind == "scatter_sum" and readers.get(sums) == (i,)
-            if made_by is None or not folds or sums in graph.outputs or graph.values[x].literal is not None or not lies(x):
+            if made_by is None or not folds or sums in graph.outputs or graph.values[x].literal is not None or not in_memory(x):
                 continue
             if graph.values[x].size > LARGER * graph.values[graph.ops[made_by].inputs[0]].size:
                 found[i] = found[made_by] = WHY

@@ -296,7 +296,7 @@ class _Selector:
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
 
     def _choose_extra_phases(self, seeds: Sequence[int]) -> frozenset[int]:
-        """Choose regions that pay as phases of a chosen call, and regions that pay beside these; the ops of all of them."""
+        """Choose regions that pay as phases of a chosen call, and regions that pay only with these. Returns the ops of all."""
         own, before = len(self.chosen), -1
         while before < len(self.chosen):
             before, self.phase_savings = len(self.chosen), PhaseSavings.of(self.index, self.chosen, self.fresh)
@@ -336,7 +336,7 @@ class _Selector:
             if isinstance(plan, str):
                 if planned or isinstance(region, str) or region.space.rows == 1:
                     self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
-                else:  # tells more than the reason why another stream cannot pass through the loop
+                else:  # more useful than the reason why another stream cannot pass through the loop
                     self.why[i], planned = f"{_OWN_BODY}: {plan}", True
                 continue
             assert not isinstance(region, str)

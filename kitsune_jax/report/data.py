@@ -102,7 +102,7 @@ class RegionReport:
     GPU ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups
     of a CTA; on a CPU there are none. ``loops``: time loops that run inside it, whose operators are counted once each. ``order``:
     the indices that the rows are ordered by, "" if they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
-    describe the first stream of the first phase, ``later`` the others (and other streams of the first phase); all else counts all
+    describe the first stream of the first phase, ``later`` the others (and other streams of the first phase); the rest counts all
     phases. ``kept_bytes``: values for later phases only, in scratch memory of the call, at most ``kept_at_once`` of them at a time.
     ``ahead``: a prefetch for the operator behind the call, whose gain is in no other number here.
     """

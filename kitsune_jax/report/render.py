@@ -129,7 +129,7 @@ def loop_text(loop: LoopReport) -> str:
 
 
 def kept_text(region: RegionReport) -> str:
-    """The bytes that phases hand on to each other."""
+    """The bytes that phases of a call leave for later phases."""
     return (
         f"between its phases {byte_text(region.kept_bytes)} in scratch memory of the call, "
         f"{byte_text(region.kept_at_once)} of it at a time"
@@ -315,7 +315,7 @@ def render_html(report: ReportData) -> str:
 
 
 def escape(text: str) -> str:
-    """``text`` as it can stand anywhere in HTML."""
+    """``text`` escaped for any place in HTML."""
     return html.escape(printable(text))
 
 
