@@ -109,14 +109,6 @@ BINARY: tuple[Callable[[Array, Array], Array], ...] = (
 )
 
 
-def _unary(c: Context, v: Array, u: Array) -> Any:
-    return c.pick(*UNARY)(v)
-
-
-def _activation(c: Context, v: Array, u: Array) -> Any:
-    return c.pick(*ACTIVATIONS)(v)
-
-
 def _binary(c: Context, v: Array, u: Array) -> Any:
     return c.pick(*BINARY)(*matched(*c.pick((v, u), (u, v), (v, v))))
 
@@ -371,8 +363,8 @@ def _rare(c: Context, v: Array, u: Array) -> Any:
 
 
 COMPUTE: dict[str, Operator] = {
-    "unary": _unary,
-    "activation": _activation,
+    "unary": lambda c, v, u: c.pick(*UNARY)(v),
+    "activation": lambda c, v, u: c.pick(*ACTIVATIONS)(v),
     "binary": _binary,
     "pair": _pair,
     "compensated": _compensated,

@@ -39,14 +39,6 @@ def _logical(of_bools: Callable[..., Array], of_ints: Callable[..., Array]) -> C
     return lambda params, *xs: (of_bools if xs[0].dtype == np.bool_ else of_ints)(*xs)
 
 
-def _power(a: Array, b: Array) -> Array:
-    return np.power(a, b.astype(a.dtype) if np.issubdtype(a.dtype, np.floating) else b)
-
-
-def _integer_power(params: Params, x: Array) -> Array:
-    return x ** params["y"] if params["y"] >= 0 else 1 / x ** -params["y"]
-
-
 def _round(params: Params, x: Array) -> Array:
     if int(params["rounding_method"]) == 0:  # away from zero
         return np.sign(x) * np.floor(np.abs(x) + 0.5)
@@ -170,24 +162,8 @@ def _polynomial(params: Params, x: Array, *coefficients: Array) -> Array:
     return out
 
 
-def _split(params: Params, x: Array) -> list[Array]:
-    return list(np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"]))
-
-
-def _unstack(params: Params, x: Array) -> list[Array]:
-    return [np.take(x, i, params["axis"]) for i in range(x.shape[params["axis"]])]
-
-
 def _same(params: Params, *xs: Array) -> list[Array]:
     return list(xs)
-
-
-def _logistic(x: Array) -> Array:
-    return scipy.special.expit(x)
-
-
-def _log_add(x: Array, axis: int) -> Array:
-    return np.logaddexp.accumulate(x, axis=axis)
 
 
 _NAMED_AS_IN_NUMPY = (
@@ -203,7 +179,7 @@ _RENAMED: dict[str, Callable[..., Array]] = {
     "atanh": np.arctanh,
     "neg": np.negative,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "logistic": _logistic,
+    "logistic": scipy.special.expit,
     "erf": scipy.special.erf,
     "erfc": scipy.special.erfc,
     "erf_inv": scipy.special.erfinv,
@@ -222,7 +198,7 @@ _RENAMED: dict[str, Callable[..., Array]] = {
     "add_any": np.add,
     "div": _divide,
     "rem": np.fmod,
-    "pow": _power,
+    "pow": lambda a, b: np.power(a, b.astype(a.dtype) if np.issubdtype(a.dtype, np.floating) else b),
     "atan2": np.arctan2,
     "max": np.maximum,
     "min": np.minimum,
@@ -245,7 +221,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "xor": _logical(np.logical_xor, np.bitwise_xor),
     "not": _logical(np.logical_not, np.bitwise_not),
     "polynomial": _polynomial,
-    "integer_pow": _integer_power,
+    "integer_pow": lambda p, x: x ** p["y"] if p["y"] >= 0 else 1 / x ** -p["y"],
     "round": _round,
     "convert_element_type": _convert,
     "bitcast_convert_type": _bitcast,
@@ -260,9 +236,9 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "rev": lambda p, x: np.flip(x, tuple(p["dimensions"])),
     "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
     "stack": lambda p, *xs: np.stack(xs, p["axis"]),
-    "unstack": _unstack,
+    "unstack": lambda p, x: [np.take(x, i, p["axis"]) for i in range(x.shape[p["axis"]])],
     "tile": lambda p, x: np.tile(x, p["reps"]),
-    "split": _split,
+    "split": lambda p, x: list(np.split(x, np.cumsum(p["sizes"])[:-1], p["axis"])),
     "pad": _pad,
     "slice": _slice,
     "dynamic_slice": dynamic_slice,
@@ -283,7 +259,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "cumprod": _cumulative(np.cumprod),
     "cummax": _cumulative(np.maximum.accumulate),
     "cummin": _cumulative(np.minimum.accumulate),
-    "cumlogsumexp": _cumulative(_log_add),
+    "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
     "sort": _sort,
     "top_k": _top_k,
     "copy": _same,

@@ -32,18 +32,6 @@ def _broadcast_in_dim(params: Params, /, x: Array, *, out_dtype: str) -> Array:
     return np.ascontiguousarray(np.broadcast_to(x.reshape(expanded), shape)).reshape(shape)
 
 
-def _reshape(params: Params, /, x: Array, *, out_dtype: str) -> Array:
-    return np.asarray(x).reshape(params["new_sizes"])
-
-
-def _transpose(params: Params, /, x: Array, *, out_dtype: str) -> Array:
-    return np.asarray(x).transpose(params["permutation"])
-
-
-def _rev(params: Params, /, x: Array, *, out_dtype: str) -> Array:
-    return np.flip(x, params["dimensions"])
-
-
 def _slice(params: Params, /, x: Array, *, out_dtype: str) -> Array:
     strides = params["strides"] or (1,) * np.ndim(x)
     return x[tuple(slice(*bounds) for bounds in zip(params["start"], params["limit"], strides, strict=True))]
@@ -59,10 +47,6 @@ def _pad(params: Params, /, x: Array, fill: Array, *, out_dtype: str) -> Array:
     at = [slice(max(lo, 0), max(lo, 0) + n, i + 1) for n, lo, i in zip(dilated, low, interior, strict=True)]
     out[tuple(at)] = x
     return out[tuple(slice(max(-lo, 0), n - max(-hi, 0)) for n, lo, hi in zip(padded, low, high, strict=True))]
-
-
-def _concatenate(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
-    return np.concatenate(arrays, params["dimension"])
 
 
 def _iota(params: Params, /, *, out_dtype: str) -> Array:
@@ -126,10 +110,6 @@ def _relate_concatenate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[
         else DimRelation("parallel", tuple((k, d) for k in operands))
         for d in range(len(out_shapes[0]))
     )
-
-
-def _relate_iota(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
-    return tuple(created(0, range(len(out_shapes[0]))))
 
 
 def relate_reshape(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
@@ -222,10 +202,6 @@ def _local_transpose(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     return LocalOp("transpose", make_params(permutation=(0, *perm)))
 
 
-def _local_rev(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    return LocalOp("rev", make_params(dimensions=tuple(ins[0].local(d) for d in op["dimensions"])))
-
-
 def _local_slice(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     kept = ins[0].kept()
     strides = op["strides"] or (1,) * len(ins[0].shape)
@@ -244,10 +220,6 @@ def _local_pad(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     return LocalOp("pad", make_params(**{k: (0, *(op[k][d] for d in kept)) for k in ("low", "high", "interior")}))
 
 
-def _local_concatenate(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
-    return LocalOp("concatenate", make_params(dimension=out.local(op["dimension"])))
-
-
 def _local_iota(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     d = op["dimension"]
     if out.streamed(d):
@@ -262,24 +234,26 @@ SHAPES: dict[str, OpSpec] = {
         OpSpec("broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, local=_local_broadcast,
                doc="input dimension i becomes dims[i] of shape",
                jax=lambda p, x, out: lax.broadcast_in_dim(x, p["shape"], p["dims"])),
-        OpSpec("reshape", "reshape", 1, _reshape, relate_reshape, local=_local_reshape,
-               doc="the same elements in row-major order as new_sizes",
+        OpSpec("reshape", "reshape", 1, lambda p, /, x, *, out_dtype: np.asarray(x).reshape(p["new_sizes"]), relate_reshape,
+               local=_local_reshape, doc="the same elements in row-major order as new_sizes",
                jax=lambda p, x, out: lax.reshape(x, p["new_sizes"])),
-        OpSpec("transpose", "transpose", 1, _transpose, _relate_transpose, local=_local_transpose,
-               doc="result dimension i is permutation[i]",
+        OpSpec("transpose", "transpose", 1, lambda p, /, x, *, out_dtype: np.asarray(x).transpose(p["permutation"]),
+               _relate_transpose, local=_local_transpose, doc="result dimension i is permutation[i]",
                jax=lambda p, x, out: lax.transpose(x, p["permutation"])),
-        OpSpec("rev", "rev", 1, _rev, _relate_rev, local=_local_rev, doc="reversed along dimensions",
-               jax=lambda p, x, out: lax.rev(x, p["dimensions"])),
+        OpSpec("rev", "rev", 1, lambda p, /, x, *, out_dtype: np.flip(x, p["dimensions"]), _relate_rev,
+               local=lambda op, ins, out: LocalOp("rev", make_params(dimensions=tuple(map(ins[0].local, op["dimensions"])))),
+               doc="reversed along dimensions", jax=lambda p, x, out: lax.rev(x, p["dimensions"])),
         OpSpec("slice", "slice", 1, _slice, _relate_slice, local=_local_slice, doc="start, limit, strides (None: all 1)",
                jax=lambda p, x, out: lax.slice(x, p["start"], p["limit"], p["strides"])),
         OpSpec("pad", "pad", 2, _pad, _relate_pad, local=_local_pad,
                doc="(x, fill): low, high (either may be negative) and interior padding",
                jax=lambda p, x, fill, out: lax.pad(x, fill, list(zip(p["low"], p["high"], p["interior"], strict=True)))),
-        OpSpec("concatenate", "concatenate", None, _concatenate, _relate_concatenate, local=_local_concatenate,
-               doc="one after the other along dimension",
-               jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"])),
-        OpSpec("iota", "iota", 0, _iota, _relate_iota, flops=1, local=_local_iota, gives="any",
-               doc="the index along dimension of shape",
+        OpSpec("concatenate", "concatenate", None, lambda p, /, *xs, out_dtype: np.concatenate(xs, p["dimension"]),
+               _relate_concatenate,
+               local=lambda op, ins, out: LocalOp("concatenate", make_params(dimension=out.local(op["dimension"]))),
+               doc="one after the other along dimension", jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"])),
+        OpSpec("iota", "iota", 0, _iota, lambda op, in_shapes, out_shapes: tuple(created(0, range(len(out_shapes[0])))), flops=1,
+               local=_local_iota, gives="any", doc="the index along dimension of shape",
                jax=lambda p, out: lax.broadcasted_iota(np_dtype(out.dtype), p["shape"], p["dimension"])),
     )
 }  # fmt: skip

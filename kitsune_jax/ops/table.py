@@ -122,10 +122,6 @@ def _reduced(axes: Sequence[int], shape: Shape) -> Shape | None:
     return tuple(n for d, n in enumerate(shape) if d not in axes)
 
 
-def _cumulative(op: Op, shapes: Sequence[Shape]) -> Shape | None:
-    return shapes[0] if 0 <= op["axis"] < len(shapes[0]) else None
-
-
 def _dot(op: Op, shapes: Sequence[Shape]) -> Shape | None:
     sides = []
     for shape, contract, batch in zip(
@@ -143,10 +139,6 @@ def _broadcast(op: Op, shapes: Sequence[Shape]) -> Shape | None:
     (x,), to, dims = shapes, op["shape"], op["dims"]
     ascending = len(dims) == len(x) and all(a < b for a, b in zip(dims, dims[1:], strict=False))
     return to if ascending and all(0 <= d < len(to) and n in (1, to[d]) for n, d in zip(x, dims, strict=True)) else None
-
-
-def _reshape(op: Op, shapes: Sequence[Shape]) -> Shape | None:
-    return op["new_sizes"] if math.prod(op["new_sizes"]) == math.prod(shapes[0]) else None
 
 
 def _transpose(op: Op, shapes: Sequence[Shape]) -> Shape | None:
@@ -177,14 +169,6 @@ def _pad(op: Op, shapes: Sequence[Shape]) -> Shape | None:
         return None
     sizes = tuple(n + max(n - 1, 0) * i + lo + hi for n, i, lo, hi in zip(x, interior, low, high, strict=True))
     return sizes if all(n >= 0 for n in sizes) else None
-
-
-def _rev(op: Op, shapes: Sequence[Shape]) -> Shape | None:
-    return shapes[0] if all(0 <= d < len(shapes[0]) for d in op["dimensions"]) else None
-
-
-def _iota(op: Op, shapes: Sequence[Shape]) -> Shape | None:
-    return op["shape"] if 0 <= op["dimension"] < len(op["shape"]) else None
 
 
 def _take(op: Op, shapes: Sequence[Shape]) -> Shape | None:
@@ -218,16 +202,16 @@ SHAPE_RULES: Mapping[str, Callable[[Op, Sequence[Shape]], Shape | None]] = {
     "convert": _pointwise,
     "reduce": lambda op, shapes: _reduced(op["axes"], shapes[0]),
     "argreduce": lambda op, shapes: _reduced((op["axis"],), shapes[0]),
-    "cumulative": _cumulative,
+    "cumulative": lambda op, shapes: shapes[0] if 0 <= op["axis"] < len(shapes[0]) else None,
     "dot": _dot,
     "broadcast": _broadcast,
-    "reshape": _reshape,
+    "reshape": lambda op, shapes: op["new_sizes"] if math.prod(op["new_sizes"]) == math.prod(shapes[0]) else None,
     "transpose": _transpose,
     "concatenate": _concatenate,
     "slice": _slice,
     "pad": _pad,
-    "rev": _rev,
-    "iota": _iota,
+    "rev": lambda op, shapes: shapes[0] if all(0 <= d < len(shapes[0]) for d in op["dimensions"]) else None,
+    "iota": lambda op, shapes: op["shape"] if 0 <= op["dimension"] < len(op["shape"]) else None,
     "gather": _take,
     "scatter": _scatter,
     "window": _window,
