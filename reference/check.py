@@ -121,7 +121,7 @@ def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
 
     >>> verify(TileProgram((4,), 0, (), (), (), (), (), (), ()))
     Traceback (most recent call last):
-    ValueError: tiles of 0 rows
+    kitsune_jax.program.instructions.Wrong: tiles of 0 rows
     """
     if isinstance(program, TileProgram):
         _tile_program(program, lookahead)
