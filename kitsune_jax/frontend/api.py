@@ -50,6 +50,7 @@ def pipeline(
     returns the same pytrees as ``fn`` and works with every JAX transformation. Parts that cannot be pipelined, or would not get
     faster, are compiled by XLA as usual. ``fn`` must be traceable by ``jax.jit``. Leaves of arguments that are not arrays or
     numbers (strings, callables, configuration objects) must be hashable and are static.
+
     Args:
       fn: the function. Without it, ``pipeline(**options)`` is a decorator.
       residuals: what the forward pass saves for the backward pass: ``"save"`` (as JAX does), ``"recompute"`` (the arguments only),

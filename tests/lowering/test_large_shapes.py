@@ -13,7 +13,7 @@ import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import RouteOptions, route
-from kitsune_jax.targets.cuda.lower import _kernel
+from kitsune_jax.targets.cuda.lower import _cached_kernel
 
 ROWS = (10**3, 10**6, 10**9, 10**12)
 MOST_BYTES = 16 << 20  # an array of a byte for each of a million rows' 23 columns would be more
@@ -98,7 +98,7 @@ def test_generated_cuda_computes_rows_in_64_bits(name):
     """2**34 rows of 8 floats are more bytes, and more elements, than 32 bits count."""
     f, arguments = CASES[name]
     (region,) = planned(f, arguments(1 << 34)).regions
-    source = _kernel(region.program, (region.plan,), "region").source
+    source = _cached_kernel(region.program, (region.plan,), "region").source
     assert f"constexpr i64 kRows = {1 << 34};" in source and f"constexpr u32 kTiles = {1 << 28};" in source
     assert len(
         re.findall(
