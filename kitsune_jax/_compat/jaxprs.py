@@ -222,12 +222,12 @@ def constants_inside(closed: Any) -> Any:
     hoisted, consts = hoist_consts(closed)
     if not consts:
         return closed
-    values = [Constant(np.asarray(c)) for c in consts]
+    values = [ArrayConstant(np.asarray(c)) for c in consts]
     made, avals = constant_primitive(), in_avals(closed)
     return trace_jaxpr(lambda *a: jaxpr_as_fun(hoisted)(*(made.bind(value=v) for v in values), *a), avals, lower=True, like=closed)
 
 
-class Constant:
+class ArrayConstant:
     """An array as the parameter of an equation: hashable, equal to one of equal bytes."""
 
     def __init__(self, array: np.ndarray) -> None:
@@ -235,7 +235,7 @@ class Constant:
         self._key = (array.shape, str(array.dtype), array.tobytes())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self._key == other._key
+        return isinstance(other, ArrayConstant) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -169,7 +169,7 @@ def with_params(op: Op, inputs: Sequence[int], outputs: Sequence[int], **params:
 # --- writers of graphs ------------------------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class _GraphWriter:
     """Values with their abstract values, and the ops that make them: what the builder and the editor of a Graph share."""
 
     def __init__(self, values: Iterable[Value] = (), avals: Iterable[Any] = ()) -> None:
@@ -198,7 +198,7 @@ class _Writer:
         return self._makers.get(v)
 
 
-class Builder(_Writer):
+class Builder(_GraphWriter):
     """Collects values, ops and steps of a new Graph, in topological order.
 
     Invariant: every op of the table is valid when it is appended: its entry gives the shape and the dtype of its result.
@@ -287,7 +287,7 @@ class _Readable:
         return self._reads[v]
 
 
-class GraphEditor(_Readable, _Writer):
+class GraphEditor(_Readable, _GraphWriter):
     """A ``Captured`` that a rewrite changes: ops are replaced or removed, and others are put in front of them or behind them.
 
     ``graph``, ``maker``, ``readers`` and ``reads`` are those of the graph as it came in, and an index ``i`` always names an op of

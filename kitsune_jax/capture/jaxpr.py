@@ -181,7 +181,7 @@ _FEW = 16  # elements of a value that counts as a scalar: a key, a pair of bound
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _CapturedLoop:
     """A loop whose body is ``body``: the numbers of the equation's operands that are constants, carries, xs, and how many steps."""
 
     body: Captured
@@ -208,16 +208,16 @@ def loop(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, capture
     return _append(builder, eqn, ins, bodies, found)
 
 
-def _scan(eqn: Any, capture_body: CaptureBody) -> _Loop:
+def _scan(eqn: Any, capture_body: CaptureBody) -> _CapturedLoop:
     p = eqn.params
     numbers = tuple(range(len(eqn.invars)))
     first, carries = _compat.scan_parts(eqn)
     last = first + carries
     body = capture_body(p["jaxpr"])
-    return _Loop(body, numbers[:first], numbers[first:last], numbers[last:], p["length"], p["reverse"])
+    return _CapturedLoop(body, numbers[:first], numbers[first:last], numbers[last:], p["length"], p["reverse"])
 
 
-def _while(builder: Builder, eqn: Any, ins: Sequence[int], capture_body: CaptureBody) -> _Loop | str:
+def _while(builder: Builder, eqn: Any, ins: Sequence[int], capture_body: CaptureBody) -> _CapturedLoop | str:
     p = eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
     numbers = tuple(range(len(eqn.invars)))
@@ -225,7 +225,7 @@ def _while(builder: Builder, eqn: Any, ins: Sequence[int], capture_body: Capture
     length = _steps(builder, capture_body(p["cond_jaxpr"]).graph, body.graph, [*ins[:n], *ins[n + m :]], n, m)
     if length is None:
         return "the number of its steps depends on data"
-    return _Loop(body, numbers[n : n + m], numbers[n + m :], (), length, False)
+    return _CapturedLoop(body, numbers[n : n + m], numbers[n + m :], (), length, False)
 
 
 def _steps(builder: Builder, cond: Graph, body: Graph, ins: Sequence[int], consts: int, body_consts: int) -> int | None:
@@ -279,7 +279,7 @@ def _count(kind: str, start: int, end: int, by: int, dtype: str) -> int | None:
     return steps if lowest <= reaches < 1 << bits else None
 
 
-def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, found: _Loop) -> list[int]:
+def _append(builder: Builder, eqn: Any, ins: Sequence[int], bodies: Bodies, found: _CapturedLoop) -> list[int]:
     """The op, with constants in place of carries that do not change, and of arrays that the body makes of nothing."""
     graph, steps = found.body.graph, found.body.steps
     arrays = [(op, step) for op, step in zip(graph.ops, steps, strict=True) if op.kind == "opaque"]

@@ -108,7 +108,7 @@ _IN_PLACE = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _ArrayAsRows:
     """The array as rows: dimensions ``before``, then ``indexed`` as one, then ``after``.
 
     The indexed dimensions become one: several components of an index become one number, and a batching dimension is a component
@@ -189,7 +189,7 @@ def scatter(e: Equation, fold: str) -> int | str:
 # --- which dimensions are which ---------------------------------------------------------------------------------------------------
 
 
-def _rows(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> _Rows | str:
+def _rows(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> _ArrayAsRows | str:
     """The array as rows, or why it is not indexed by whole rows. ``sizes``: of the window read or written at each index."""
     shape = e.shape_of(e.ins[0])
     if mode_of(e) not in MODES:
@@ -208,7 +208,7 @@ def _rows(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> _Rows | st
     if len(indexed) > 1 and math.prod(shape[d] for d in indexed) > _MOST:
         return f"{e.name}: the indexed dimensions have more than 2**31 elements together"
     before = tuple(d for d in kept if d < indexed[0])
-    return _Rows(shape, before, indexed, tuple(d for d in kept if d > indexed[0]))
+    return _ArrayAsRows(shape, before, indexed, tuple(d for d in kept if d > indexed[0]))
 
 
 def _whole(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> set[int]:
@@ -223,23 +223,23 @@ def _whole(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> set[int]:
 Name = tuple[str, int]  # a dimension of the array ("x") or of the index ("i")
 
 
-def _rows_names(rows: _Rows, index_rank: int) -> list[Name]:
+def _rows_names(rows: _ArrayAsRows, index_rank: int) -> list[Name]:
     """The dimensions of the rows that ``take`` makes and ``scatter_*`` folds."""
     return [*(("x", d) for d in rows.before), *(("i", k) for k in range(index_rank)), *(("x", d) for d in rows.after)]
 
 
-def _windowed(numbers: ScatterDims, rows: _Rows) -> dict[int, int]:
+def _windowed(numbers: ScatterDims, rows: _ArrayAsRows) -> dict[int, int]:
     """Dimension of the gathered or folded rows -> dimension of the array that it comes from or goes to."""
     in_window = [d for d in range(len(rows.shape)) if d not in (*numbers.dropped, *numbers.batching)]
     return dict(zip(numbers.window, in_window, strict=True))
 
 
-def _is_indexed(k: int, numbers: ScatterDims, rows: _Rows) -> bool:
+def _is_indexed(k: int, numbers: ScatterDims, rows: _ArrayAsRows) -> bool:
     """Is dimension ``k`` of the gathered or folded rows an indexed one, of extent 1?"""
     return _windowed(numbers, rows).get(k) in rows.indexed
 
 
-def _names(shape: Sequence[int], numbers: ScatterDims, rows: _Rows) -> list[Name]:
+def _names(shape: Sequence[int], numbers: ScatterDims, rows: _ArrayAsRows) -> list[Name]:
     """The dimensions of the rows that JAX gathers or folds, without indexed ones."""
     windowed, counted = _windowed(numbers, rows), iter(range(len(shape)))
     names = [("x", windowed[k]) if k in windowed else ("i", next(counted)) for k in range(len(shape))]
@@ -249,7 +249,7 @@ def _names(shape: Sequence[int], numbers: ScatterDims, rows: _Rows) -> list[Name
 # --- one index out of several components ------------------------------------------------------------------------------------------
 
 
-def _index(e: Equation, numbers: ScatterDims, rows: _Rows, modulo: bool) -> int:
+def _index(e: Equation, numbers: ScatterDims, rows: _ArrayAsRows, modulo: bool) -> int:
     """One index for each row. ``modulo``: of a gather; JAX takes its index modulo 2**32 where rows out of range are filled."""
     v, count = e.ins[1], len(numbers.index_map)
     shape = e.shape_of(v)[:-1]

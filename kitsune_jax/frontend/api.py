@@ -276,7 +276,13 @@ def _notes(options: Iterable[Options], platform: str, device: str | None) -> lis
 
 
 def _residuals_of_calls(
-    pipelined: Pipeline, closed: Any, calls: Sequence[preview.Call], args: Any, kwargs: Any, platform: str, device: str | None
+    pipelined: Pipeline,
+    closed: Any,
+    calls: Sequence[preview.PipelinedCall],
+    args: Any,
+    kwargs: Any,
+    platform: str,
+    device: str | None,
 ) -> ResidualReport | None:
     """Residuals of a program with pipelined calls. The program is traced again under each policy."""
 

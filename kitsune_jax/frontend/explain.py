@@ -36,7 +36,7 @@ _SEE_ABOVE = "nothing of this call is pipelined, for the reason given above"
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PipelinedCall:
     """A pipelined call in a program, and how often it runs: the steps of the ``scan`` around it; a ``while`` counts once."""
 
     jaxpr: Any
@@ -44,12 +44,12 @@ class Call:
     times: int
 
 
-def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
+def pipelined_calls(jaxpr: Any, times: int = 1) -> list[PipelinedCall]:
     """Every outermost pipelined call in ``jaxpr`` and in the jaxprs that it calls, in program order."""
-    found: list[Call] = []
+    found: list[PipelinedCall] = []
     for eqn in _compat.open_parts(jaxpr)[0].eqns:
         if eqn.primitive.name == lowering.PRIMITIVE_NAME:
-            found.append(Call(eqn.params["call_jaxpr"], eqn.params["options"], times))
+            found.append(PipelinedCall(eqn.params["call_jaxpr"], eqn.params["options"], times))
             continue
         rounds = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for inner in _compat.inner_jaxprs(eqn):
@@ -57,7 +57,7 @@ def pipelined_calls(jaxpr: Any, times: int = 1) -> list[Call]:
     return found
 
 
-def explain_calls(calls: Sequence[Call], obstacles: Sequence[str | None], platform: str, device: str | None) -> Report:
+def explain_calls(calls: Sequence[PipelinedCall], obstacles: Sequence[str | None], platform: str, device: str | None) -> Report:
     """One report over several pipelined calls, each lowered on its own; ``obstacles`` has one entry per call."""
     reports = [explain_jaxpr(c.jaxpr, c.options, platform, device, why) for c, why in zip(calls, obstacles, strict=True)]
     if len(reports) == 1:
@@ -139,7 +139,9 @@ def obstacle_of(program: Any, options: Options, args: Sequence[Any], platform: s
     return seen[0].obstacle if seen else None
 
 
-def obstacles_of(program: Any, calls: Sequence[Call], args: Sequence[Any], platform: str, device: str | None) -> list[str | None]:
+def obstacles_of(
+    program: Any, calls: Sequence[PipelinedCall], args: Sequence[Any], platform: str, device: str | None
+) -> list[str | None]:
     """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``."""
     seen = _watch_lowering(_compat.jaxpr_as_fun(program), program, args, platform, device)
     if len(seen) == len(calls):  # calls are lowered in program order

@@ -332,7 +332,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
-    found = _Found()
+    found = _EvaluationResults()
     plan = planned_function(call_jaxpr, options, target)
     if plan.changes:
         avals = _compat.in_avals(call_jaxpr)
@@ -357,7 +357,7 @@ def _routed(graph: Graph, target: str, options: RouteOptions, _surroundings: tup
 
 
 @dataclasses.dataclass
-class _Found:
+class _EvaluationResults:
     """The report of a function and those of its loop bodies, and the failures in all of them, collected during an evaluation."""
 
     reports: list[Report] = dataclasses.field(default_factory=list)
@@ -373,7 +373,7 @@ class PlannedFunction:
     consts: Sequence[Any]
     routed: Routed
     nodes: Sequence[int | PlannedRegion]
-    bodies: _Found
+    bodies: _EvaluationResults
 
     @property
     def changes(self) -> bool:
@@ -390,10 +390,10 @@ def _holds_pipelines(jaxpr: Any) -> bool:
 
 def planned_function(jaxpr: Any, options: Options, target: str, body: bool = False) -> PlannedFunction:
     """``jaxpr`` captured and planned, with the bodies of its loops rewritten. ``body``: ``jaxpr`` is the body of a loop."""
-    bodies = _Found()
+    bodies = _EvaluationResults()
 
     def rewrite(body: Any) -> Any:
-        inside = _Found()
+        inside = _EvaluationResults()
         try:
             plan = planned_function(body, options, target, body=True)
             if not plan.changes:
@@ -451,7 +451,7 @@ def rewrite_bodies_left_to_xla(captured: Captured, nodes: Sequence[int | Planned
     return [failure for prepare in left if prepare is not None for failure in prepare()]
 
 
-def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, found: _Found) -> list[Any]:
+def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, found: _EvaluationResults) -> list[Any]:
     """The results of a planned function on ``args`` (tracers), with custom calls."""
     lost: dict[str, Failure] = {}
 
@@ -465,7 +465,7 @@ def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, foun
     return outs
 
 
-def _collect_results(plan: PlannedFunction, lost: Mapping[str, Failure], found: _Found) -> None:
+def _collect_results(plan: PlannedFunction, lost: Mapping[str, Failure], found: _EvaluationResults) -> None:
     """Add the report and failures of ``plan`` and of its loop bodies to ``found``. ``lost``: regions whose calls failed to bind."""
     planned = remove_regions(plan.captured.graph, plan.routed, {name: failure.report_reason for name, failure in lost.items()})
     found.reports += [planned.report, *plan.bodies.reports]

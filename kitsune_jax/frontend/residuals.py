@@ -50,28 +50,28 @@ def policy_name(policy: str | Policy) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptBytes:
     """Bytes that backward equations read: results of forward equations (``made``), and operands of those (``arguments``)."""
 
     made: int
     arguments: int
 
 
-def kept(program: Any) -> Kept | None:
+def kept(program: Any) -> KeptBytes | None:
     """The residuals of ``program``, or ``None`` if it has no pipelined backward pass.
 
     An equation counts if it is a pipelined call or contains some (a loop, a ``shard_map``). An equation with both passes, such as a
     loop over steps of training, is looked into, and counts once for any trip count.
     """
-    flow = _Flow()
+    flow = _ResidualFlow()
     flow.visit(program, {}, backward=False)
     if not flow.read:
         return None
     made, arguments = flow.read.keys() & flow.made.keys(), flow.read.keys() & flow.arguments.keys()
-    return Kept(sum(flow.read[v] for v in made), sum(flow.read[v] for v in arguments - made))
+    return KeptBytes(sum(flow.read[v] for v in made), sum(flow.read[v] for v in arguments - made))
 
 
-class _Flow:
+class _ResidualFlow:
     """Values by number, with their bytes: those that forward equations make and read, and those that backward equations read."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Costed:
     ``calls`` is empty if nothing was planned.
     """
 
-    kept: Kept
+    kept: KeptBytes
     flops: int
     calls: tuple[tuple[int, Report], ...]
 

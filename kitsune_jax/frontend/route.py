@@ -193,7 +193,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     machine = executor.machine(options.device)
     program = executor.program_context(graph, machine, options.body)
     failed = _Failures(graph, options.strict)
-    search = _Search(graph, executor, machine, program, failed, options.force)
+    search = _TargetSearch(graph, executor, machine, program, failed, options.force)
     capabilities = executor.capabilities
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
@@ -243,7 +243,7 @@ class _Failures:
 
 
 @dataclasses.dataclass
-class _Search:
+class _TargetSearch:
     """The questions that the choice of regions asks the target. ``known``: plans of isolated regions, so equal ones are planned
     once."""
 

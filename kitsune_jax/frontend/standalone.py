@@ -26,7 +26,7 @@ from jax import export
 from kitsune_jax.capture.edit import Captured, Step
 from kitsune_jax.config import Options
 from kitsune_jax.frontend import lowering
-from kitsune_jax.ops.graph import Code, Graph, Op, Value
+from kitsune_jax.ops.graph import Graph, Op, OpaqueCode, Value
 from kitsune_jax.ops.table import verify
 from kitsune_jax.targets import INSTEAD
 
@@ -108,7 +108,7 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
 # --- opaque ops -------------------------------------------------------------------------------------------------------------------
 
 
-def _exported(captured: Captured, i: int, platforms: tuple[str, ...]) -> Code:
+def _exported(captured: Captured, i: int, platforms: tuple[str, ...]) -> OpaqueCode:
     """Op ``i`` as StableHLO."""
     op, step, values = captured.graph.ops[i], captured.steps[i], captured.graph.values
     ins, outs = ([values[v] for v in ids] for ids in (op.inputs, op.outputs))
@@ -122,7 +122,7 @@ def _exported(captured: Captured, i: int, platforms: tuple[str, ...]) -> Code:
         made = export.export(jax.jit(opaque), platforms=platforms, disabled_checks=_CALLS)(*map(_type_of, ins))
     except Exception as error:
         raise ValueError(f"{_op_text(op)} cannot be written: {error}") from error
-    return Code(made.mlir_module_serialized, made.platforms, made.module_kept_var_idx, made.calling_convention_version)
+    return OpaqueCode(made.mlir_module_serialized, made.platforms, made.module_kept_var_idx, made.calling_convention_version)
 
 
 def _op_text(op: Op) -> str:
@@ -142,7 +142,7 @@ def _evaluable(graph: Graph, platform: str) -> Captured:
     return Captured(graph, tuple(steps), tuple(None if v.literal is not None else _type_of(v) for v in graph.values))
 
 
-def _exported_call(op: Op, code: Code, graph: Graph) -> Callable[..., Sequence[Any]]:
+def _exported_call(op: Op, code: OpaqueCode, graph: Graph) -> Callable[..., Sequence[Any]]:
     """The function that calls ``code``: an export of some function of the same types, with its module replaced."""
     ins, outs = ([_type_of(graph.values[v]) for v in ids] for ids in (op.inputs, op.outputs))
     some = jax.jit(lambda *_: [jax.lax.full(t.shape, 0, t.dtype) for t in outs])

@@ -45,7 +45,7 @@ def is_array_like(x: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Whole:
+class _WholeArgument:
     """A static argument, kept whole: one leaf, even if it is a pytree."""
 
     value: Any
@@ -74,7 +74,7 @@ class Static:
         given, lent = iter(donated), iter(kept)
         leaves = [next(given) if x is _DONATED else next(lent) if x is _DYNAMIC else x for x in self.leaves]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
-        unwrap = lambda x: x.value if isinstance(x, _Whole) else x  # noqa: E731
+        unwrap = lambda x: x.value if isinstance(x, _WholeArgument) else x  # noqa: E731
         return tuple(unwrap(a) for a in args), {k: unwrap(v) for k, v in kwargs.items()}
 
 
@@ -133,15 +133,15 @@ class Statics:
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Static, list[Any], list[Any]]:
         """``(static, donated arrays, other arrays)``. Raises ``TypeError`` for a static leaf that cannot be hashed."""
         wrapped = (
-            tuple(_Whole(a) if i in self.argnums or i - len(args) in self.argnums else a for i, a in enumerate(args)),
-            {k: _Whole(v) if k in self.argnames else v for k, v in kwargs.items()},
+            tuple(_WholeArgument(a) if i in self.argnums or i - len(args) in self.argnums else a for i, a in enumerate(args)),
+            {k: _WholeArgument(v) if k in self.argnames else v for k, v in kwargs.items()},
         )
         paths, tree = jax.tree.flatten_with_path(wrapped)
         donated: list[Any] = []
         kept: list[Any] = []
         leaves: list[Any] = []
         for path, leaf in paths:
-            if isinstance(leaf, _Whole) or not is_array_like(leaf):
+            if isinstance(leaf, _WholeArgument) or not is_array_like(leaf):
                 _check_hashable(path, leaf)
                 leaves.append(leaf)
             elif path[0].idx == 0 and path[1].idx in self.donated:
@@ -197,7 +197,7 @@ def _indices(name: str, given: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _check_hashable(path: Any, leaf: Any) -> None:
-    value = leaf.value if isinstance(leaf, _Whole) else leaf
+    value = leaf.value if isinstance(leaf, _WholeArgument) else leaf
     try:
         hash(value)
     except TypeError:

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kitsune_jax import _compat
-from kitsune_jax.gradient.row_terms import Flat, Forwarded, Step, is_value, rename_all, renamed, split_off_row_terms
+from kitsune_jax.gradient.row_terms import Flat, Forwarded, JaxprStep, is_value, rename_all, renamed, split_off_row_terms
 from kitsune_jax.ops.spec import COMPARISONS
 from kitsune_jax.ops.table import OPS
 
@@ -58,8 +58,8 @@ def recompute_large(primal: Any, tangent: Any, forwarded: Forwarded, results: in
         return None
     flat = Flat(primal)
     sources = flat.residuals(forwarded, results, consts)
-    choice = _Choice(flat, sources, results, bits=False)
-    with_bits = _Choice(flat, sources, results, bits=True)
+    choice = _ResidualChoice(flat, sources, results, bits=False)
+    with_bits = _ResidualChoice(flat, sources, results, bits=True)
     if 2 * with_bits.bytes < choice.bytes:  # the bits take more memory than all the rest
         choice = with_bits
     return _rebuilt(primal, tangent, flat, sources, forwarded, consts, choice) if choice.gone else None
@@ -70,10 +70,10 @@ class _Chain:
     """How a value is computed again: from ``leaves``, by ``steps``."""
 
     leaves: dict[int, None] = dataclasses.field(default_factory=dict)
-    steps: dict[Step, None] = dataclasses.field(default_factory=dict)
+    steps: dict[JaxprStep, None] = dataclasses.field(default_factory=dict)
 
 
-class _Choice:
+class _ResidualChoice:
     """The residuals that are ``gone``, and the ``leaves`` that are stored for them, beside the residuals that stay. ``bits``:
     random bits may be computed again. ``bytes``: of all stored values."""
 
@@ -87,7 +87,7 @@ class _Choice:
         self.kept = {v for v in values if v not in candidates}
         self.gone: dict[int, None] = {}
         self.leaves: dict[int, None] = {}
-        self.steps: set[Step] = set()
+        self.steps: set[JaxprStep] = set()
         # A source of another value comes first: if it stays, it may be read.
         for v in sorted(candidates, key=lambda v: (self._bytes(v), v)):
             chain = self._chain(v)
@@ -157,7 +157,7 @@ class _Choice:
         chain.steps[step] = None
         return len(chain.steps) <= _MOST_STEPS and all(self._repeat_freely(x, chain) for x in step.values)
 
-    def _asks_for_equals(self, step: Step) -> bool:
+    def _asks_for_equals(self, step: JaxprStep) -> bool:
         """Does it ask which numbers equal others, or are as large as the largest? Computed again by a product whose sums have
         another order, the largest would not equal itself."""
         name = step.eqn.primitive.name
@@ -171,7 +171,7 @@ class _Choice:
             step = self.flat.maker.get(step.values[0])
         return step is not None and step.eqn.primitive.name in _EXTREMES
 
-    def _is_repeated(self, step: Step) -> bool:
+    def _is_repeated(self, step: JaxprStep) -> bool:
         eqn = step.eqn
         if eqn.effects or self._asks_for_equals(step):
             return False
@@ -200,7 +200,7 @@ def _flops(eqn: Any) -> float:
 
 
 def _rebuilt(
-    primal: Any, tangent: Any, flat: Flat, sources: list[Any], forwarded: Forwarded, consts: int, choice: _Choice
+    primal: Any, tangent: Any, flat: Flat, sources: list[Any], forwarded: Forwarded, consts: int, choice: _ResidualChoice
 ) -> Division | None:
     jaxpr, _ = _compat.open_parts(tangent)
     slots = list(jaxpr.invars[: len(forwarded)])
@@ -228,7 +228,7 @@ def _rebuilt(
     return primal, _compat.replace_jaxpr(tangent, invars=invars, eqns=[*eqns, *rest], outvars=outs), passed
 
 
-def _read(flat: Flat, choice: _Choice) -> Iterator[int]:
+def _read(flat: Flat, choice: _ResidualChoice) -> Iterator[int]:
     """The values that the repeated steps read and do not make."""
     made = {v for step in choice.steps for v in step.outputs}
     for step in flat.steps:

@@ -31,7 +31,7 @@ Evaluate = Callable[[Callable[[Atom], Any]], Sequence[Any]]  # from a function t
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class JaxprStep:
     """An equation that is no call, with the values that it reads and makes; ``origin``: the calls around it, and itself."""
 
     origin: Origin
@@ -63,7 +63,7 @@ class Flat:
     def __init__(self, closed: Any):
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
-        self.steps: list[Step] = []
+        self.steps: list[JaxprStep] = []
         self.arguments = [self._value(v.aval) for v in _compat.open_parts(closed)[0].invars]
         self.results: list[Atom] = self._body(closed, self.arguments, ())
         self.maker = {v: step for step in self.steps for v in step.outputs}
@@ -84,7 +84,7 @@ class Flat:
                 outs = self._body(eqn.params[_CALLS[eqn.primitive.name]], inputs, (*around, eqn))
             else:
                 outs = [self._value(v.aval) for v in eqn.outvars]
-                self.steps.append(Step(Origin((*around, eqn)), inputs, tuple(outs)))
+                self.steps.append(JaxprStep(Origin((*around, eqn)), inputs, tuple(outs)))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [v if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
@@ -94,7 +94,7 @@ class Flat:
         computed = iter(self.results[results:])
         return [next(computed) if f is None else self.arguments[f - consts] if f >= consts else None for f in forwarded]
 
-    def needed(self, wanted: Collection[Atom], known: Collection[int]) -> list[Step]:
+    def needed(self, wanted: Collection[Atom], known: Collection[int]) -> list[JaxprStep]:
         """The steps that make ``wanted`` of ``known`` values, in order."""
         alive = {v for v in wanted if is_value(v) and v not in known}
         steps = []
@@ -105,7 +105,7 @@ class Flat:
         return steps[::-1]
 
     def evaluate(
-        self, wanted: Sequence[Atom], known: Mapping[int, Any], instead: Mapping[Step, Evaluate] = types.MappingProxyType({})
+        self, wanted: Sequence[Atom], known: Mapping[int, Any], instead: Mapping[JaxprStep, Evaluate] = types.MappingProxyType({})
     ) -> list[Any]:
         """The ``wanted`` values made of ``known`` ones, which are arrays or tracers. ``instead``: functions that replace some steps
         and read values of the steps before. Every equation has its own parameters, name stack, source line and mesh."""
@@ -179,7 +179,7 @@ class _Split:
     rows: tuple[_RowTerm, ...] = ()
 
 
-class _Factors:
+class _ProductOfFactors:
     """A value of the forward pass as a product: ``whole`` factors with their powers, and those with one element in each row."""
 
     def __init__(self, flat: Flat, over: Sequence[int]):
@@ -188,7 +188,7 @@ class _Factors:
         self.rows: list[tuple[_RowValue, int]] = []
         self.steps = 0
 
-    def add(self, v: Atom, power: int) -> _Factors:
+    def add(self, v: Atom, power: int) -> _ProductOfFactors:
         self.steps += 1
         step = self.flat.maker.get(v) if is_value(v) else None
         name = step.eqn.primitive.name if step is not None else ""
@@ -276,7 +276,7 @@ class _RowTerms:
 
     # --- one product ------------------------------------------------------------------------------------------------------------
 
-    def _split_product(self, step: Step) -> Term | None:
+    def _split_product(self, step: JaxprStep) -> Term | None:
         """The function that replaces ``step``: of the tangent's values, and of those of the forward pass that are ``read``."""
         if step.eqn.primitive.name != "dot_general" or sum(map(self._is_linear, step.inputs)) != 1:
             return None
@@ -363,9 +363,9 @@ class _RowTerms:
             return dataclasses.replace(row, masks=(*row.masks, (ins[0], k - 1)))
         return dataclasses.replace(row, sign=-row.sign) if name == "neg" else row
 
-    def _sum(self, step: Step, side: int, over: Sequence[int], row: _RowTerm) -> Term | None:
+    def _sum(self, step: JaxprStep, side: int, over: Sequence[int], row: _RowTerm) -> Term | None:
         """The term of ``row`` in the product, where a product of the forward pass has its factors."""
-        wanted = _Factors(self.primal, over)
+        wanted = _ProductOfFactors(self.primal, over)
         for v, power in row.factors:
             known = self._known(v)
             if known is None:
@@ -380,14 +380,14 @@ class _RowTerms:
             same = product.eqn.primitive.name == "dot_general" and product.inputs[1 - side] == other
             if not same or product.eqn.params["dimension_numbers"] != step.eqn.params["dimension_numbers"]:
                 continue
-            given = _Factors(self.primal, over).add(product.inputs[side], 1)
+            given = _ProductOfFactors(self.primal, over).add(product.inputs[side], 1)
             if given.key() == wanted.key():
                 powers = [*wanted.rows, *((v, -power) for v, power in given.rows)]
                 return self._given(step, side, over, row, product.outputs[0], powers)
         return None
 
     def _given(
-        self, step: Step, side: int, over: Sequence[int], row: _RowTerm, total: int, powers: Sequence[tuple[_RowValue, int]]
+        self, step: JaxprStep, side: int, over: Sequence[int], row: _RowTerm, total: int, powers: Sequence[tuple[_RowValue, int]]
     ) -> Term:
         self.read |= dict.fromkeys(v for v in (total, *(thin.v for thin, _ in powers)) if is_value(v))
         shape, rank = self.tangent.avals[step.outputs[0]].shape, len(self.tangent.avals[step.inputs[side]].shape)
@@ -442,7 +442,7 @@ def _thin(flat: Flat, v: Atom, over: Sequence[int]) -> _RowValue | None:
     return _RowValue(step.inputs[0], tuple(shape), dims) if _is_row(shape, over) else None
 
 
-def _masked(flat: Flat, step: Step) -> int | None:
+def _masked(flat: Flat, step: JaxprStep) -> int | None:
     """The operand of a choice that a mask leaves where the other one is 0."""
     if step.eqn.primitive.name != "select_n" or len(step.inputs) != 3:
         return None

@@ -40,7 +40,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Code:
+class OpaqueCode:
     """The computation of an opaque op: a StableHLO module as ``jax.export`` writes it (``standalone``).
 
     ``operands``: which of the op's inputs the module takes. ``convention``: the version of JAX's calling convention.
@@ -71,7 +71,7 @@ class Op:
     source: str = ""
     reason: str = ""
     label: str = ""
-    code: Code | None = None
+    code: OpaqueCode | None = None
     body: Graph | None = None
 
     def __getitem__(self, name: str) -> Param:
@@ -199,12 +199,12 @@ class Graph:
         return "\n".join(lines)
 
 
-def _written(code: Code | None) -> Any:
+def _written(code: OpaqueCode | None) -> Any:
     return code and [base64.b64encode(code.module).decode(), code.platforms, code.operands, code.convention]
 
 
-def _read(code: Any) -> Code | None:
-    return code and Code(base64.b64decode(code[0]), tuple(code[1]), tuple(code[2]), code[3])
+def _read(code: Any) -> OpaqueCode | None:
+    return code and OpaqueCode(base64.b64decode(code[0]), tuple(code[1]), tuple(code[2]), code[3])
 
 
 def _thaw(x: Any) -> Param:

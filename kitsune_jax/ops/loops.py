@@ -32,7 +32,7 @@ _TIME = "each step of a loop needs the step before it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class LoopParts:
     """The operands and results of a loop, as values of the graph around it, and those of its body (``in_*``)."""
 
     consts: tuple[int, ...]
@@ -54,11 +54,11 @@ def body_of(op: Op) -> Graph:
     return op.body
 
 
-def parts(op: Op) -> Parts:
+def parts(op: Op) -> LoopParts:
     """The parts of a loop."""
     body, first, carries = body_of(op), op["consts"], op["carries"]
     last = first + carries
-    return Parts(
+    return LoopParts(
         op.inputs[:first],
         op.inputs[first:last],
         op.inputs[last:],

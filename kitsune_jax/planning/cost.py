@@ -349,7 +349,7 @@ _EXPENSIVE = 4
 
 
 @dataclasses.dataclass
-class Kernel:
+class XlaKernel:
     """One kernel of the bulk-synchronous program: ``ops`` run in it, ``reads`` come from memory, ``root`` is written. ``into``: the
     array, instead of zeros, into which a scatter folds rows; ``root`` is then that array."""
 
@@ -386,7 +386,7 @@ def _is_partly(op: Op) -> bool:
     return op.kind == "dynamic_slice" or OPS[op.kind].family == GATHER
 
 
-def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collection[int] = ()) -> list[Kernel]:
+def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collection[int] = ()) -> list[XlaKernel]:
     """The kernels, in order, each rooted at a value that is written to memory. ``into``: the result of ``folded_into``, if the
     target uses it. ``arrays``: values that are also written to memory on this target.
 
@@ -437,7 +437,7 @@ def left_region(graph: Graph, ops: Sequence[int]) -> Region:
     return Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs)
 
 
-def _expensive_twice(cost: RegionCost, kernels: Sequence[Kernel]) -> set[int]:
+def _expensive_twice(cost: RegionCost, kernels: Sequence[XlaKernel]) -> set[int]:
     """Values of expensive ops that several kernels would each compute, through cheap ops that read them."""
     seen = collections.Counter(i for kernel in kernels for i in kernel.ops if kernel.root not in cost.graph.ops[i].outputs)
     return {
@@ -491,7 +491,7 @@ def _behind_views(cost: RegionCost, v: int) -> int:
     return v
 
 
-def _kernel(cost: RegionCost, root: int, written: set[int], into: Mapping[int, int]) -> Kernel:
+def _kernel(cost: RegionCost, root: int, written: set[int], into: Mapping[int, int]) -> XlaKernel:
     ops: set[int] = set()
     reads: dict[int, None] = {}
     work = [cost.producer[root]]
@@ -507,4 +507,4 @@ def _kernel(cost: RegionCost, root: int, written: set[int], into: Mapping[int, i
                 work.append(cost.producer[v])
             elif cost.graph.values[v].literal is None:
                 reads[v] = None
-    return Kernel(root, frozenset(ops), tuple(reads), into.get(root))
+    return XlaKernel(root, frozenset(ops), tuple(reads), into.get(root))

@@ -152,7 +152,7 @@ def array_dim(array: ArrayType, tile: bool, dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outer:
+class OuterFactor:
     """A ``value`` without the dimension that a part was multiplied ("mul") or divided ("div") by, as ``kind`` says."""
 
     kind: str
@@ -166,17 +166,17 @@ class Top:
 
     scores: int
     running: int
-    minus: Outer
+    minus: OuterFactor
     place: Place  # of the scores' dimensions in the part
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class FactoredPart:
     """A value without some of its factors. ``value``: the rest; ``outer``, ``top``: the factors. ``kept``: conditions (a value, and
     which case); where one does not hold, an element is 0 whatever its factors are."""
 
     value: int
-    outer: tuple[Outer, ...] = ()
+    outer: tuple[OuterFactor, ...] = ()
     top: Top | None = None
     kept: tuple[tuple[int, bool, Place], ...] = ()
 
@@ -192,16 +192,16 @@ class Factors:
 
     def __init__(self, writer: Writer, makers: dict[int, Instr], inner: dict[int, int], level: Callable[[int], int]):
         self.writer, self.makers, self.inner, self.level = writer, makers, inner, level
-        self.known: dict[int, Part] = {}
+        self.known: dict[int, FactoredPart] = {}
         self.running: dict[int, int] = {}  # scores -> the value that stands for the largest of them so far
 
-    def split(self, v: int) -> Part:
+    def split(self, v: int) -> FactoredPart:
         if v not in self.known:
             found = self._split(v, self.makers[v]) if v in self.makers and v in self.inner and self.level(v) else None
-            self.known[v] = found or Part(v)
+            self.known[v] = found or FactoredPart(v)
         return self.known[v]
 
-    def _split(self, v: int, instr: Instr) -> Part | None:
+    def _split(self, v: int, instr: Instr) -> FactoredPart | None:
         if instr.kind in ("mul", "div"):
             return self._product(v, instr)
         if instr.kind == "exp":
@@ -212,7 +212,7 @@ class Factors:
             return self._moved(v, instr)
         return None
 
-    def _product(self, v: int, instr: Instr) -> Part | None:
+    def _product(self, v: int, instr: Instr) -> FactoredPart | None:
         for k in (1, 0) if instr.kind == "mul" else (1,):
             x, y = instr.inputs[1 - k], instr.inputs[k]
             outer = self.constant(y)
@@ -224,16 +224,16 @@ class Factors:
                 return dataclasses.replace(part, value=self._again(v, instr, inputs))
         return None
 
-    def constant(self, v: int) -> Outer | None:
+    def constant(self, v: int) -> OuterFactor | None:
         """``v`` without the dimension, along which it is repeated."""
         instr = self.makers.get(v)
         if instr is None or instr.kind != "broadcast_in_dim" or instr.inputs[0] in self.inner:
             return None
         (x,) = instr.inputs
         sizes = rows_first(self.writer.types[x])
-        return Outer("", x, tuple(None if n == 1 else d for n, d in zip(sizes, instr["dims"], strict=True)))
+        return OuterFactor("", x, tuple(None if n == 1 else d for n, d in zip(sizes, instr["dims"], strict=True)))
 
-    def _exponential(self, v: int, instr: Instr) -> Part | None:
+    def _exponential(self, v: int, instr: Instr) -> FactoredPart | None:
         difference = self.makers.get(instr.inputs[0])
         if difference is None or difference.kind != "sub":
             return None
@@ -256,9 +256,9 @@ class Factors:
         x = self._new(scores, "exp", (self._new(scores, "sub", (wide, top), whole),), whole)
         if dtype != t.dtype:
             x = self._new(scores, "convert_element_type", (x,), w.types[v], new_dtype=t.dtype)
-        return Part(x, (), Top(scores, running, minus, tuple(range(len(t.rows_first)))))
+        return FactoredPart(x, (), Top(scores, running, minus, tuple(range(len(t.rows_first)))))
 
-    def _selected(self, v: int, instr: Instr) -> Part | None:
+    def _selected(self, v: int, instr: Instr) -> FactoredPart | None:
         which, *cases = instr.inputs
         if len(cases) != 2 or self.level(which) or which not in self.inner:
             return None
@@ -278,7 +278,7 @@ class Factors:
             v = self.makers[v].inputs[0]
         return self.writer.literals.get(v) == 0
 
-    def _moved(self, v: int, instr: Instr) -> Part | None:
+    def _moved(self, v: int, instr: Instr) -> FactoredPart | None:
         (x,) = instr.inputs
         part = self.split(x)
         if part.value == x:
@@ -316,7 +316,7 @@ def moves(types: list[TileType], instr: Instr, v: int) -> dict[int, int]:
     return found
 
 
-def _placed(part: Part, moved: Mapping[int, int | None]) -> Part | None:
+def _placed(part: FactoredPart, moved: Mapping[int, int | None]) -> FactoredPart | None:
     """``part`` with its places moved along; None where a dimension of one of them is gone."""
 
     def on(place: Place) -> Place | None:
@@ -328,7 +328,7 @@ def _placed(part: Part, moved: Mapping[int, int | None]) -> Part | None:
     top = on(part.top.place) if part.top else ()
     if None in outer or None in kept or top is None:
         return None
-    return Part(
+    return FactoredPart(
         part.value,
         tuple(dataclasses.replace(o, place=p) for o, p in zip(part.outer, outer, strict=True) if p is not None),
         dataclasses.replace(part.top, place=top) if part.top else None,
@@ -336,7 +336,7 @@ def _placed(part: Part, moved: Mapping[int, int | None]) -> Part | None:
     )
 
 
-def after_fold(types: list[TileType], part: Part, fold: Instr, v: int, inner: int) -> Part | None:
+def after_fold(types: list[TileType], part: FactoredPart, fold: Instr, v: int, inner: int) -> FactoredPart | None:
     """``part`` of operand ``v`` of ``fold``, with places in its result; None where the result lacks one of them."""
     moved: dict[int, int | None] = dict(moves(types, fold, v))
 
@@ -499,11 +499,11 @@ def blocked(program: TileProgram, value: int, dim: int, block: int) -> TileProgr
 
 
 @dataclasses.dataclass
-class _Fold:
+class _BlockedFold:
     """A reduction over the dimension. ``result``: its last carry, in the dtype that is carried."""
 
     instr: Instr
-    part: Part
+    part: FactoredPart
     result: int
     kind: str  # the op that combines two parts
     how: str
@@ -519,12 +519,12 @@ class _Extreme:
 
 
 @dataclasses.dataclass
-class _Loop:
+class _BlockLoopState:
     """The carries of one loop: running maxima of scores (``tops``: scores -> the last one), folds, indices of extreme elements, and
     whether any element was kept (``kept``: (condition, case) -> the last one); its stores and its sinks."""
 
     tops: dict[int, int] = dataclasses.field(default_factory=dict)
-    folds: list[_Fold] = dataclasses.field(default_factory=list)
+    folds: list[_BlockedFold] = dataclasses.field(default_factory=list)
     extremes: list[_Extreme] = dataclasses.field(default_factory=list)
     kept: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
     stores: list[Instr] = dataclasses.field(default_factory=list)
@@ -543,7 +543,7 @@ class _Blocked:
         self.makers = {v: i for i in body for v in i.outputs}
         self.levels: dict[int, int] = {}
         self.outside: list[tuple[int, Instr]] = []
-        self.loops: dict[int, _Loop] = {}
+        self.loops: dict[int, _BlockLoopState] = {}
         self.factors = Factors(self.writer, self.makers, inner, self.level)
 
     def level(self, v: int) -> int:
@@ -574,8 +574,8 @@ class _Blocked:
                     self._emit(self.loops[level])
         return body
 
-    def _loop(self, level: int) -> _Loop:
-        return self.loops.setdefault(level, _Loop())
+    def _loop(self, level: int) -> _BlockLoopState:
+        return self.loops.setdefault(level, _BlockLoopState())
 
     def _outside(self, level: int, instr: Instr) -> None:
         self.outside.append((level, instr))
@@ -589,7 +589,7 @@ class _Blocked:
         types, (out,) = self.writer.types, instr.outputs
         if not types[out].tile:
             raise NotBlocked("a reduction that does not depend on the rows")
-        part = Part(instr.inputs[0])
+        part = FactoredPart(instr.inputs[0])
         if level and instr.kind in _LINEAR:
             found = self.factors.split(instr.inputs[0])
             lower = max(self._part_level(found), *map(self.level, instr.inputs[1:]), 0)
@@ -601,7 +601,7 @@ class _Blocked:
         dtype = types[out].dtype
         wide = "float32" if how == "sum" and is_narrow(dtype) else dtype
         result = self.writer.new(TileType(True, types[out].shape, wide))
-        loop.folds.append(_Fold(instr, part, result, FOLDS[instr.kind], how))
+        loop.folds.append(_BlockedFold(instr, part, result, FOLDS[instr.kind], how))
         self.levels[result] = level + 1
         if part.top is not None and part.top.scores not in loop.tops:
             running = types[part.top.running]
@@ -628,10 +628,10 @@ class _Blocked:
         for after in body:
             self._outside(level + 1, after)
 
-    def _part_level(self, part: Part) -> int:
+    def _part_level(self, part: FactoredPart) -> int:
         return max(self.level(part.value), self.level(part.top.scores) if part.top else 0)
 
-    def _restore_factors(self, loop: _Loop, part: Part, result: int, out: int, level: int) -> None:
+    def _restore_factors(self, loop: _BlockLoopState, part: FactoredPart, result: int, out: int, level: int) -> None:
         """Multiply the last carry of a reduction by the factors that its operand was taken apart from."""
         w = self.writer
         t = w.types[result]
@@ -664,7 +664,7 @@ class _Blocked:
         kept = tuple(p for d, p in enumerate(top.place) if d != dim)
         return w.op("exp", w.op("sub", last, minus)), kept
 
-    def _emit(self, loop: _Loop) -> None:
+    def _emit(self, loop: _BlockLoopState) -> None:
         """Write the loop, and behind it the remainder of the dimension. If a mask hides blocks from a tile, the blocks that it
         shows as a whole have a loop of their own, without the mask.
         """
@@ -692,7 +692,7 @@ class _Blocked:
         for made, result in zip(carries, loop.results, strict=True):
             w.body.append(Instr("copy", (made,), (result,)))
 
-    def _initial(self, loop: _Loop, v: int) -> tuple[float | int | bool, TileType]:
+    def _initial(self, loop: _BlockLoopState, v: int) -> tuple[float | int | bool, TileType]:
         t = self.writer.types[v]
         if any(v == e.index for e in loop.extremes):
             return 0, t
@@ -701,7 +701,7 @@ class _Blocked:
         dtype = np.dtype("float32") if is_narrow(t.dtype) else np.dtype(t.dtype)
         return identity(how, dtype), t
 
-    def _visible_range(self, loop: _Loop) -> tuple[Range | None, Visible]:
+    def _visible_range(self, loop: _BlockLoopState) -> tuple[Range | None, Visible]:
         """The range of elements outside of which a tile's rows change neither the loop's carries nor a sink; None without one."""
         visible = Visible(self.writer, self.makers, self.inner, self.program, self.size)
         terms = [i.inputs for i in loop.sinks if self.program.sinks[i["sink"]].how == "sum"]
@@ -717,13 +717,15 @@ class _Blocked:
             seen = next(iter(sorted(found, key=str)), None)
         return seen, visible
 
-    def _is_top(self, loop: _Loop, fold: _Fold) -> bool:
+    def _is_top(self, loop: _BlockLoopState, fold: _BlockedFold) -> bool:
         """Whether ``fold`` is the largest of scores whose running maximum is carried in any case."""
         (scores, *_), (out,) = fold.instr.inputs, fold.instr.outputs
         same = scores in loop.tops and fold.how == "max" and fold.instr["axes"] == (self.inner[scores],)
         return same and self.writer.types[loop.tops[scores]] == self.writer.types[out]
 
-    def _step(self, loop: _Loop, carries: Sequence[int], number: int, step: int, size: int, facts: Mapping[int, bool]) -> list[int]:
+    def _step(
+        self, loop: _BlockLoopState, carries: Sequence[int], number: int, step: int, size: int, facts: Mapping[int, bool]
+    ) -> list[int]:
         """Write one block; returns the next carries. ``facts``: conditions that are the same for all of its elements."""
         w = self.writer
         of = Iteration(w, self.program, self.makers, self.inner, number, step, size, facts)

@@ -37,7 +37,7 @@ from kitsune_jax.program.ir import (
 
 
 @dataclasses.dataclass
-class Stage:
+class StageBuilder:
     """Stage number ``number``, or the body of a loop in it. ``graph``, ``labels``: of the region, or of the loop's body. ``ids``:
     graph value -> its SSA value here. ``repeated``: graph value -> the tile that repeats it for each row.
     """
@@ -60,7 +60,7 @@ class Stage:
         return TileType(tile, row_shape(value.shape, labels), value.dtype)
 
 
-def same_for_all(stage: Stage, op: Op) -> bool:
+def same_for_all(stage: StageBuilder, op: Op) -> bool:
     """Whether ``op`` reads nothing that streams, in a stream of one row: it is computed once, and its result repeated."""
     streams = any(v in stage.labels for v in op.inputs) or any(axes for v in op.outputs for axes in stage.labels.get(v, ()))
     return not streams and not stage.space.sizes and any(v in stage.labels for v in op.outputs)
@@ -191,7 +191,7 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     covered = {i for stage in plan.stages for i in stage.ops}  # a maker may be in several stages
     if covered != set(region.ops):
         raise ValueError(f"the plan's stages cover ops {sorted(covered)}, the region has {sorted(region.ops)}")
-    builder = _Builder(graph, region, plan)
+    builder = _TileProgramBuilder(graph, region, plan)
     program = builder.run()
     if plan.blocks is None:
         return program
@@ -215,7 +215,7 @@ def _sums(graph: Graph, region: Region) -> dict[int, dict[int, Op]]:
     return sums
 
 
-class _Builder:
+class _TileProgramBuilder:
     def __init__(self, graph: Graph, region: Region, plan: Plan):
         self.graph, self.region, self.plan = graph, region, plan
         self.labels = region.label_of()
@@ -253,9 +253,9 @@ class _Builder:
             order=len(self.region.inputs) if ordered else None,
         )
 
-    def stage(self, s: int) -> Stage:
+    def stage(self, s: int) -> StageBuilder:
         """Stage number ``s``, empty."""
-        return Stage(s, self.graph, self.labels, self.region.space)
+        return StageBuilder(s, self.graph, self.labels, self.region.space)
 
     def _array(self, v: int) -> ArrayType:
         value, labels = self.graph.values[v], self.labels.get(v)
@@ -274,7 +274,7 @@ class _Builder:
         self.literals[new] = scalar
         return new
 
-    def _is_one(self, stage: Stage, v: int) -> bool:
+    def _is_one(self, stage: StageBuilder, v: int) -> bool:
         """Whether ``v`` is the constant 1, repeated."""
         spread = next((i for i in stage.body if v in i.outputs and i.kind == "broadcast_in_dim"), None)
         return spread is not None and self.literals.get(spread.inputs[0]) == 1
@@ -311,7 +311,7 @@ class _Builder:
         self.made.update(stage.ids)
         return stage.body
 
-    def _operands(self, stage: Stage, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
+    def _operands(self, stage: StageBuilder, op: Op, i: int, result: Value | None = None) -> tuple[LocalOp, list[int]]:
         """The rows-first form of an op of the table, and its operands. ``result``: of a sum, which no row has."""
         local = LocalOp(op.kind, op.params)  # of values that are the same for all rows
         still = result is None and same_for_all(stage, op)
@@ -342,7 +342,7 @@ class _Builder:
             inputs = [self._along(stage, v, shape, i) if self.values[v].tile else v for v in inputs]
         return local, inputs
 
-    def _along(self, stage: Stage, x: int, shape: tuple[int, ...], op: int) -> int:
+    def _along(self, stage: StageBuilder, x: int, shape: tuple[int, ...], op: int) -> int:
         """The tile ``x``, repeated along a row of ``shape`` if it has one element for each row."""
         have = self.values[x]
         if have.shape == shape:
@@ -352,7 +352,7 @@ class _Builder:
         stage.body.append(Instr("broadcast_in_dim", (x,), (new,), params, op))
         return new
 
-    def _add(self, stage: Stage, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
+    def _add(self, stage: StageBuilder, op: Op, local: LocalOp, inputs: list[int], i: int) -> int:
         """Append the rows-first form of an op. Returns the graph value that it makes."""
         (out,) = op.outputs
         t = stage.type_of(out)
@@ -361,7 +361,7 @@ class _Builder:
         stage.ids[out] = self._spread(stage, made, t, i)
         return out
 
-    def _window(self, stage: Stage, op: Op, i: int) -> int:
+    def _window(self, stage: StageBuilder, op: Op, i: int) -> int:
         """Append a slice or an update at a computed place. Returns the graph value that it makes."""
         (out,), arrays = op.outputs, 2 if op.kind == "dynamic_update_slice" else 1
         dims: Any = dict(OPS[op.kind].local(op, [], stage.dims(out)).params)["dims"]
@@ -377,7 +377,7 @@ class _Builder:
             stage.ids[out] = windows.slice(tiles[0], starts, dims, op["sizes"])
         return out
 
-    def _read(self, stage: Stage, v: int) -> int:
+    def _read(self, stage: StageBuilder, v: int) -> int:
         """The SSA value of graph value ``v`` in the stage: defined here, popped, loaded, or a literal."""
         if v in stage.ids:
             return stage.ids[v]
@@ -395,7 +395,7 @@ class _Builder:
             raise ValueError(f"stage {s} needs value {v}, which no queue brings")
         return new
 
-    def _as_tile(self, stage: Stage, v: int, x: int) -> int:
+    def _as_tile(self, stage: StageBuilder, v: int, x: int) -> int:
         """``x``, the SSA value of graph value ``v``, repeated for each row if it is the same for all rows of a batch."""
         if not stage.space.of_batch(stage.labels.get(v)):
             return x
@@ -406,13 +406,13 @@ class _Builder:
             stage.body.append(Instr("broadcast_in_dim", (x,), (stage.repeated[v],), params))
         return stage.repeated[v]
 
-    def _squeeze(self, stage: Stage, x: int, sizes: tuple[int, ...], op: int) -> int:
+    def _squeeze(self, stage: StageBuilder, x: int, sizes: tuple[int, ...], op: int) -> int:
         t = self.values[x]
         new = self._new(TileType(t.tile, sizes[1:] if t.tile else sizes, t.dtype))
         stage.body.append(Instr("reshape", (x,), (new,), make_params(new_sizes=sizes), op))
         return new
 
-    def _sink(self, stage: Stage, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
+    def _sink(self, stage: StageBuilder, inputs: list[int], local: LocalOp, x: int, out: int, op: int) -> None:
         params = dict(local.params)
         result = self.graph.values[out]
         if out in self.output_number:
@@ -422,7 +422,7 @@ class _Builder:
             self.sinks.append(SinkType(params.pop("how", "sum"), shape, dtype, self.output_number[out]))
             stage.body.append(Instr(local.kind, tuple(inputs), (), make_params(sink=number, **params), op))
 
-    def _push_or_store(self, stage: Stage, v: int, op: int) -> None:
+    def _push_or_store(self, stage: StageBuilder, v: int, op: int) -> None:
         new = stage.ids[v]
         for q in self.outgoing.get((stage.number, v), ()):
             stage.body.append(Instr("push", (new,), (), make_params(queue=q), op))
@@ -431,12 +431,12 @@ class _Builder:
 
     # --- loops ------------------------------------------------------------------------------------------------------------------
 
-    def _loop(self, stage: Stage, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
+    def _loop(self, stage: StageBuilder, op: Op, i: int, wanted: Sequence[bool], sums: Mapping[int, Op]) -> None:
         """Append a loop, whose steps load slices of the arrays xs and store slices of the arrays ys. ``wanted``: for each result,
         whether anybody reads it; the others are not computed. ``sums``: the graph's sums over its steps, as ops of its body."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
-        inner = Stage(stage.number, body_of(op), labels, stage.space)
+        inner = StageBuilder(stage.number, body_of(op), labels, stage.space)
         deeper = [_sums_of(body_op, sums) for body_op in inner.graph.ops]
         here = {k: step for k, step in sums.items() if not any(k in d for d in deeper)}
         live = self._live(op, wanted, sums)
@@ -489,7 +489,7 @@ class _Builder:
         added = {v for step in sums.values() for v in step.inputs}
         return added | live_inside(op, [want or v in added for want, v in zip(wanted, body_of(op).outputs, strict=True)])
 
-    def _spread(self, stage: Stage, x: int, t: TileType, op: int) -> int:
+    def _spread(self, stage: StageBuilder, x: int, t: TileType, op: int) -> int:
         """``x`` as a ``t``: if ``t`` has rows, a value that is the same for all rows of a tile is repeated for each."""
         have = self.values[x]
         if have == t:
@@ -501,7 +501,7 @@ class _Builder:
         stage.body.append(Instr("broadcast_in_dim", (x,), (new,), make_params(shape=t.rows_first, dims=dims), op))
         return new
 
-    def _cut(self, stage: Stage, inner: Stage, x: int, slice_: int, number: int, op: int) -> None:
+    def _cut(self, stage: StageBuilder, inner: StageBuilder, x: int, slice_: int, number: int, op: int) -> None:
         """Set ``slice_`` of the body to the slice of ``x`` for step ``number``."""
         t = inner.type_of(slice_)
         if stage.graph is not self.graph:
@@ -519,7 +519,7 @@ class _Builder:
         inner.ids[slice_] = self._new(t)
         inner.body.append(Instr("reshape", (thick,), (inner.ids[slice_],), make_params(new_sizes=t.rows_first), op))
 
-    def _store(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int) -> None:
+    def _store(self, stage: StageBuilder, inner: StageBuilder, y: int, slice_: int, number: int, op: int) -> None:
         """Store ``slice_`` of the body as the slice of ``y`` for step ``number``."""
         array = self.outputs[self.output_number[y]]
         t = TileType(array.streamed, inner.type_of(slice_).shape, array.dtype)
@@ -529,7 +529,9 @@ class _Builder:
         params = make_params(array=self.output_number[y], dims=(0,), steps=(1,), sizes=(1,))
         inner.body.append(Instr("store_slice", (thick, number), (), params, op))
 
-    def _paste(self, stage: Stage, inner: Stage, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]) -> None:
+    def _paste(
+        self, stage: StageBuilder, inner: StageBuilder, y: int, slice_: int, number: int, op: int, loop: Sequence[list[int]]
+    ) -> None:
         """Make ``y``, which other loops of the same step read, one more carry of ``loop``, its (initial, carried, results)."""
         t = stage.type_of(y)
         value = self._spread(inner, self._read(inner, slice_), TileType(t.tile, t.shape[1:], t.dtype), op)

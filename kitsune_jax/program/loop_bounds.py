@@ -158,7 +158,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class _RowIndex:
+class _OffsetIndex:
     """An index plus ``plus``, plus the number of ``by``, (input, sign). ``axis``: the stream axis of the index; -1: it is along the
     dimension; None: it is a constant."""
 
@@ -333,7 +333,7 @@ class Visible:
         met = _intersection(sides[0][which], sides[1][which])
         return (met, None) if which == 0 else (None, met)
 
-    def _compared(self, kind: str, a: _RowIndex | None, b: _RowIndex | None) -> tuple[Range | None, Range | None]:
+    def _compared(self, kind: str, a: _OffsetIndex | None, b: _OffsetIndex | None) -> tuple[Range | None, Range | None]:
         if a is None or b is None:
             return None, None
         if b.axis == -1:
@@ -359,21 +359,21 @@ class Visible:
         }
         return found[kind]
 
-    def _index(self, v: int) -> _RowIndex | None:
+    def _index(self, v: int) -> _OffsetIndex | None:
         instr = self.makers.get(v)
         if self.writer.types[v].dtype not in _COUNTING:
             return None
         if instr is None:
             constant = self.writer.literals.get(v)
-            return _RowIndex(None, constant) if isinstance(constant, int) else None
+            return _OffsetIndex(None, constant) if isinstance(constant, int) else None
         if instr.kind == "load" and self._is_number(instr):
-            return _RowIndex(None, 0, (instr["array"], 1))
+            return _OffsetIndex(None, 0, (instr["array"], 1))
         if instr.kind in _SAME:
             return self._index(instr.inputs[0])
         if instr.kind == "iota":
-            return _RowIndex(-1, 0) if self.inner.get(v) == instr["dimension"] else None
+            return _OffsetIndex(-1, 0) if self.inner.get(v) == instr["dimension"] else None
         if instr.kind == "row_index":
-            return _RowIndex(instr["axes"][0], 0) if len(instr["axes"]) == 1 else None
+            return _OffsetIndex(instr["axes"][0], 0) if len(instr["axes"]) == 1 else None
         if instr.kind in ("add", "sub"):
             a, b = map(self._index, instr.inputs)
             if a is None or b is None:
@@ -383,8 +383,8 @@ class Visible:
             sign = 1 if instr.kind == "add" else -1
             by = a.by if b.by is None else (b.by[0], sign * b.by[1])
             if b.axis is None:
-                return _RowIndex(a.axis, a.plus + sign * b.plus, by)
-            return _RowIndex(b.axis, a.plus + b.plus, by) if a.axis is None and sign == 1 else None
+                return _OffsetIndex(a.axis, a.plus + sign * b.plus, by)
+            return _OffsetIndex(b.axis, a.plus + b.plus, by) if a.axis is None and sign == 1 else None
         return None
 
     def _is_number(self, load: Instr) -> bool:

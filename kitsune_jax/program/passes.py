@@ -85,7 +85,7 @@ class Flow:
         """The flow of the ops number ``ops`` of ``graph``; ``results``: the values that others read as well."""
         body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
         read = {v: graph.values[v].literal for i in body for v in i.inputs}
-        return Flow(_Ops(_Whole(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
+        return Flow(_Ops(_LazyTypes(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
 
     def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
         for p, v in enumerate(values):
@@ -115,11 +115,11 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class _Ops:
-    values: _Whole
+    values: _LazyTypes
     literals: tuple[tuple[int, Scalar], ...]
 
 
-class _Whole(dict[int, TileType]):
+class _LazyTypes(dict[int, TileType]):
     """The types of a graph's values, made on first access."""
 
     def __init__(self, values: Sequence[Value]):

@@ -38,7 +38,7 @@ _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "io
 _KEYS = frozenset({"random_unwrap", "random_wrap"})
 
 
-class Phase(Protocol):
+class ReportedPhase(Protocol):
     """The part of a phase that ``build_report`` reads."""
 
     @property
@@ -59,7 +59,7 @@ class Planned(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def phases(self) -> Sequence[Phase]: ...
+    def phases(self) -> Sequence[ReportedPhase]: ...
     @property
     def ahead(self) -> Ahead | None: ...
 
@@ -150,7 +150,7 @@ def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
     return [note] if sums else []
 
 
-def _order(graph: Graph, phase: Phase) -> str:
+def _order(graph: Graph, phase: ReportedPhase) -> str:
     """The order of a stream, named by the first op that adds rows by its indices."""
     order = phase.plan.order
     by = next((i for i in phase.region.sinks if order is not None and order in graph.ops[i].inputs[1:]), None)
@@ -179,7 +179,7 @@ def _kept(graph: Graph, planned: Planned) -> tuple[int, int]:
     return total, most
 
 
-def _phase(graph: Graph, planned: Planned, phases: Sequence[Phase]) -> PhaseReport:
+def _phase(graph: Graph, planned: Planned, phases: Sequence[ReportedPhase]) -> PhaseReport:
     """The report of ``phases``, all those with one number."""
     results = set(planned.region.outputs)
     spaces: dict[StreamReport, int] = {}

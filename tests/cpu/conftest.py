@@ -12,7 +12,7 @@ from kitsune_jax.targets.cpu.lower import lower_program
 @pytest.fixture
 def programs(monkeypatch):
     """Every CPU program that is lowered."""
-    made: list[bc.Program] = []
+    made: list[bc.CpuProgram] = []
     monkeypatch.setattr(
         "kitsune_jax.targets.cpu.lower.lower_program", lambda p, *args: made.append(lower_program(p, *args)) or made[-1]
     )

@@ -56,7 +56,7 @@ OTHERS: dict[str, Function] = {
 }
 
 
-def instructions(made: list[bc.Program]) -> list[bc.Instruction]:
+def instructions(made: list[bc.CpuProgram]) -> list[bc.Instruction]:
     return [i for p in made for s in p.stages for i in s.body]
 
 
@@ -158,7 +158,7 @@ def test_float64_is_left_to_the_vector_code(programs):
         args = operands(37, 19, 45, "float64")
         got = jax.jit(kj.pipeline(layer(jax.nn.silu), force=True))(*args)
         np.testing.assert_allclose(got, layer(jax.nn.silu)(*args), rtol=1e-13, atol=1e-13)
-    assert [type(i) for i in instructions(programs)] == [bc.Matmul, bc.Vector]
+    assert [type(i) for i in instructions(programs)] == [bc.Matmul, bc.CpuVector]
 
 
 def test_pre_activation_that_someone_else_reads_is_stored(programs):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax.targets.cpu.bytecode import Loop, Program
+from kitsune_jax.targets.cpu.bytecode import CpuLoop, CpuProgram
 from tests.support.block_cases import CASES, subsets
 from tests.support.blocks import planned_as
 from trust import reference
@@ -56,11 +56,11 @@ def test_a_rest_of_one_element(name: str, by: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_is_worked_off_in_blocks(name: str, programs: list[Program]) -> None:
+def test_every_case_is_worked_off_in_blocks(name: str, programs: list[CpuProgram]) -> None:
     gradient, operands = gradient_of(name, 257, subsets(name)[-1], "float32")
     with planned_as("in blocks"):
         jax.jit(kj.pipeline(gradient, strict=True, force=True)).lower(*operands)
-    assert any(isinstance(i, Loop) for program in programs for stage in program.stages for i in stage.body)
+    assert any(isinstance(i, CpuLoop) for program in programs for stage in program.stages for i in stage.body)
 
 
 @pytest.mark.slow

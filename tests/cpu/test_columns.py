@@ -75,12 +75,12 @@ def test_every_height_of_the_last_tile(f: Callable[..., Any], rows: int, columns
         np.testing.assert_allclose(np.asarray(a, np.float64) / scale, b / scale, atol=TOLERANCE[dtype], rtol=0)
 
 
-def loops_of(f: Callable[..., Any], args: Any) -> tuple[list[bytecode.Loop], list[bytecode.Operand]]:
+def loops_of(f: Callable[..., Any], args: Any) -> tuple[list[bytecode.CpuLoop], list[bytecode.CpuOperand]]:
     """The loops of a function's programs, and what their elementwise work reads and writes in the memory of the program."""
     routed = route(capture(jax.make_jaxpr(f)(*args)).graph, "cpu", RouteOptions(device="zen5-2", force=True))
     made = [lower_program(part.program, "loops") for region in routed.regions for part in region.program.parts]
-    loops = [i for program in made for stage in program.stages for i in stage.body if isinstance(i, bytecode.Loop)]
-    vectors = [i for loop in loops for i in loop.body if isinstance(i, bytecode.Vector)]
+    loops = [i for program in made for stage in program.stages for i in stage.body if isinstance(i, bytecode.CpuLoop)]
+    vectors = [i for loop in loops for i in loop.body if isinstance(i, bytecode.CpuVector)]
     return loops, [o for i in vectors for o in (*i.loads, *i.stores) if o.ref.space == bytecode.SCRATCH]
 
 

@@ -45,7 +45,7 @@ def small() -> Tiles:
 def break_lowering(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The code generator as it would be with a defect: weights are taken from an array that they do not fit into."""
 
-    def wrong(*program: Any) -> bytecode.Program:
+    def wrong(*program: Any) -> bytecode.CpuProgram:
         code = lower_program(*program)
         preps = tuple(dataclasses.replace(p, source=dataclasses.replace(p.source, offset=1)) for p in code.preps)
         return dataclasses.replace(code, preps=preps)

@@ -38,7 +38,7 @@ def test_nerf_is_one_matmul_per_layer_and_one_copy() -> None:
     assert matmuls[0].x.ref.space == bc.IN and matmuls[-1].out.ref.space == bc.OUT
     assert [m.activation for m in matmuls] == [1] * 8 + [0] and all(m.bias >= 0 for m in matmuls)
     assert matmuls[3].out.row_stride == matmuls[4].x.row_stride, "layer 4 writes into the concatenation"
-    (copy,) = (i for i in body if isinstance(i, bc.Vector))
+    (copy,) = (i for i in body if isinstance(i, bc.CpuVector))
     assert copy.extents == (5,) and copy.loads[0].ref.space == bc.IN
     x, *weights = arrays
     h = x

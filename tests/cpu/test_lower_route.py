@@ -36,7 +36,7 @@ def array(*shape: int, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
-def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[bc.Program]]:
+def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[bc.CpuProgram]]:
     """Every legal region of ``fn`` on the CPU executor (which the simulator confirms), all else through JAX."""
     captured = capture(jax.make_jaxpr(fn)(*args))
     graph = captured.graph

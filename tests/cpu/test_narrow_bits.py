@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, DTYPES, IN, OPCODE, SCRATCH, Ref, Vector
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, DTYPES, IN, OPCODE, SCRATCH, CpuRef, CpuVector
 from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder
 
 
 def view(dtype: str, space: int = SCRATCH, offset: int = 0) -> View:
-    return View(Ref(space, 0, offset, DTYPE_CODE[dtype]), 8, (8,), (1,))
+    return View(CpuRef(space, 0, offset, DTYPE_CODE[dtype]), 8, (8,), (1,))
 
 
-def types(v: Vector) -> set[str]:
+def types(v: CpuVector) -> set[str]:
     """Of all operands and registers."""
     return {DTYPES[t] for t in (*(o.ref.dtype for o in (*v.loads, *v.stores)), *(m.type for m in v.code))}
 
 
-def chosen(dtype: str, second: str = "", space: int = SCRATCH, scaled: bool = False, number: float | None = None) -> Vector:
+def chosen(dtype: str, second: str = "", space: int = SCRATCH, scaled: bool = False, number: float | None = None) -> CpuVector:
     """``where(mask, x, y)``: ``y`` of dtype ``second``, or a ``number``; ``x`` in ``space``."""
     b = VectorBuilder((8,))
     mask, x = b.load(view("bool")), b.load(view(dtype, space))

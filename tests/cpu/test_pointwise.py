@@ -14,7 +14,7 @@ import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.ops.spec import DTYPES, FLOATS, FORMATS
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, OPCODES, Vector, encode
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, OPCODES, CpuVector, encode
 from kitsune_jax.targets.cpu.lower import lower_program
 from kitsune_jax.targets.cpu.target import supports
 from reference.interpret import interpret
@@ -60,7 +60,7 @@ def test_bits_of_another_width_or_of_a_bool_are_refused(source: str, to: str) ->
     t.store(t.op("bitcast_convert_type", t.load((4, 3), source, ROW), dtype=to, new_dtype=to), (4, 3), ROW)
     code = lower_program(t.program(), "test")
     (vector,) = code.stages[0].body
-    assert isinstance(vector, Vector)
+    assert isinstance(vector, CpuVector)
     micros = [m if OPCODES[m.op] != "bitcast" else dataclasses.replace(m, type=DTYPE_CODE[to]) for m in vector.code]
     stage = dataclasses.replace(code.stages[0], body=(dataclasses.replace(vector, code=tuple(micros)),))
     reason = _cpu.validate(encode(dataclasses.replace(code, stages=(stage,))))

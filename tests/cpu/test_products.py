@@ -88,7 +88,7 @@ def test_one_program_may_mix_choices():
     (stage,) = code.stages
     (product,) = (i for i in stage.body if isinstance(i, bc.Matmul))
     other = dataclasses.replace(
-        product, weight=len(code.preps), out=dataclasses.replace(product.out, ref=bc.Ref(bc.OUT, 2, 0, product.out.ref.dtype))
+        product, weight=len(code.preps), out=dataclasses.replace(product.out, ref=bc.CpuRef(bc.OUT, 2, 0, product.out.ref.dtype))
     )
     mixed = dataclasses.replace(
         code,

@@ -21,14 +21,14 @@ from kitsune_jax.targets.cpu.bytecode import encode
 F32 = bc.DTYPE_CODE["float32"]
 
 
-def operand(space: int, index: int, row_stride: int, *strides: int) -> bc.Operand:
-    return bc.Operand(bc.Ref(space, index, 0, F32), row_stride, strides)
+def operand(space: int, index: int, row_stride: int, *strides: int) -> bc.CpuOperand:
+    return bc.CpuOperand(bc.CpuRef(space, index, 0, F32), row_stride, strides)
 
 
-def two_layers(rows: int, tile_rows: int = 16, k: int = 24, n: int = 40, depth: int = 2) -> bc.Program:
+def two_layers(rows: int, tile_rows: int = 16, k: int = 24, n: int = 40, depth: int = 2) -> bc.CpuProgram:
     """relu(x @ w + b) -> queue -> minus its column 0, and the sum over rows of that."""
-    dense = bc.Prep(bc.WEIGHT, bc.Ref(bc.IN, 1, 0, F32), F32, (), (), (k,), (n,), (n,), (1,))
-    bias = bc.Prep(bc.DENSE, bc.Ref(bc.IN, 2, 0, F32), F32, (), (), (), (), (n,), (1,))
+    dense = bc.Prep(bc.WEIGHT, bc.CpuRef(bc.IN, 1, 0, F32), F32, (), (), (k,), (n,), (n,), (1,))
+    bias = bc.Prep(bc.DENSE, bc.CpuRef(bc.IN, 2, 0, F32), F32, (), (), (), (), (n,), (1,))
     matmul = bc.Matmul(operand(bc.IN, 0, k, 0), 1, 1, 0, 1, 1, operand(bc.QUEUE, 0, n, 0))
     load, store, sub = (bc.OPCODE[name] for name in ("load", "store", "sub"))
     code = (
@@ -39,21 +39,21 @@ def two_layers(rows: int, tile_rows: int = 16, k: int = 24, n: int = 40, depth: 
         bc.Micro(store, F32, 0, 1, 2, 0, 0, 0, ()),
     )
     tile = operand(bc.SCRATCH, 0, n, 1)
-    vector = bc.Vector((n,), 0, (operand(bc.QUEUE, 0, n, 1), operand(bc.QUEUE, 0, n, 0)), (operand(bc.OUT, 0, n, 1), tile), code)
-    return bc.Program(
+    vector = bc.CpuVector((n,), 0, (operand(bc.QUEUE, 0, n, 1), operand(bc.QUEUE, 0, n, 0)), (operand(bc.OUT, 0, n, 1), tile), code)
+    return bc.CpuProgram(
         name="two layers",
         axes=(rows,),
         batch_axes=0,
         tile_rows=tile_rows,
         workers=4,
-        inputs=(bc.Array(F32, rows * k), bc.Array(F32, k * n), bc.Array(F32, n)),
-        outputs=(bc.Array(F32, rows * n), bc.Array(F32, n)),
+        inputs=(bc.CpuArray(F32, rows * k), bc.CpuArray(F32, k * n), bc.CpuArray(F32, n)),
+        outputs=(bc.CpuArray(F32, rows * n), bc.CpuArray(F32, n)),
         preps=(dense, bias),
         sinks=(bc.Sink(bc.REDUCTIONS.index("sum"), F32, n, 1),),
         queues=(bc.Ring(0, (1,), depth, tile_rows * n * 4),),
         stages=(
-            bc.Stage("dense", 0, (matmul,)),
-            bc.Stage("shift", tile_rows * n * 4, (vector, bc.Accumulate(0, (n,), (), tile))),
+            bc.CpuStage("dense", 0, (matmul,)),
+            bc.CpuStage("shift", tile_rows * n * 4, (vector, bc.Accumulate(0, (n,), (), tile))),
         ),
     )
 
@@ -151,7 +151,7 @@ def test_truncated_words(length):
 def test_validate_names_the_stage_and_the_element():
     good = two_layers(16)
     assert _cpu.validate(encode(good)) == ""
-    bad = dataclasses.replace(good, inputs=(bc.Array(F32, 16 * 24 - 1), *good.inputs[1:]))
+    bad = dataclasses.replace(good, inputs=(bc.CpuArray(F32, 16 * 24 - 1), *good.inputs[1:]))
     message = "stage 0 'dense' instruction 0 (Matmul): x reads element 383 of input 0, which has 383"
     assert message in _cpu.validate(encode(bad))
     with pytest.raises(ValueError, match="reads element 383"):

@@ -205,7 +205,7 @@ def rounds_in(rounding: Rounding, name: str, kinds: tuple[str, ...]) -> int:
         m
         for s in lower_program(t.program(), "chain", rounding=rounding).stages
         for i in s.body
-        if isinstance(i, bc.Vector)
+        if isinstance(i, bc.CpuVector)
         for m in i.code
     ]
     return sum(bc.OPCODES[m.op] == f"to_{name}" for m in code)

@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 4e-3}
 WEIGHTS = {"none": None, "edges": (), "heads": (3,), "all": (3, 5)}
 
 
-def taken(made: list[bc.Program], kind: type = bc.AccumulateTaken) -> list[Any]:
+def taken(made: list[bc.CpuProgram], kind: type = bc.AccumulateTaken) -> list[Any]:
     return [i for p in made for s in p.stages for i in s.body if isinstance(i, kind)]
 
 
@@ -90,7 +90,7 @@ def test_attention_and_its_gradient_read_rows_in_place(programs) -> None:
 
     gradient = jax.grad(loss, (0, 1, 2, 3))
     close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
-    (dot, *_) = taken(programs, bc.TakenDot)
+    (dot, *_) = taken(programs, bc.CpuTakenDot)
     assert (dot.heads, dot.inner) == (2, 5) and 37 in (dot.x.rows, dot.y.rows)
 
 

@@ -147,7 +147,7 @@ def test_a_call_of_several_phases_asks_when_its_last_ends(sm: int) -> None:
     fetch = Fetch(weight.nbytes, 0, weight.nbytes, 6, 9)
     made = generate_call_kernel(call, tuple(by_hand(part.program, sm, 2, 3) for part in call.parts), "program", fetch)
     assert made.launch[2] >= 9
-    code = lower.Code(made, compilers.emulated(made.source, sm), "emulated", "program")
+    code = lower.KernelCode(made, compilers.emulated(made.source, sm), "emulated", "program")
     plain = called(case.program, *operands, code=code_of(case.program, sm=sm, lanes=2, replicas=3))
     for seed in range(4):
         with counters.counting(sm) as found:

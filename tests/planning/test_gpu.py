@@ -25,7 +25,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
-from kitsune_jax.targets.cuda.planning.cost import GpuCost, Steps, is_splittable
+from kitsune_jax.targets.cuda.planning.cost import GpuCost, StageSteps, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan
 from kitsune_jax.targets.cuda.tiles import padded
@@ -120,7 +120,7 @@ def check_fits(case: Case, machine: Machine, p: Plan) -> None:
     assert p.cluster == 1 or p.cluster == ctas and p.replicas <= machine.clusters(p.cluster)
     for s, stage in enumerate(p.stages):
         assert least_shared_bytes(cost, p, s) <= machine.local_bytes
-        storage = Steps(cost, stage.ops, stage.split).storage(machine.lane_registers[p.lanes - 1], p.lanes)
+        storage = StageSteps(cost, stage.ops, stage.split).storage(machine.lane_registers[p.lanes - 1], p.lanes)
         assert storage is not None and p.lanes * storage.image_bytes <= machine.local_bytes
         if p.arrangement == "spatial":
             assert stage.resident and stage.workers == stage.split

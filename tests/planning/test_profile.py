@@ -431,7 +431,7 @@ def test_slow_dots_are_left_for_widened_products(monkeypatch: pytest.MonkeyPatch
     for speed in (0.5, 4.0):
         numbers = {k: v * speed if "/dots" in k else v for k, v in REFERENCE.numbers}
         profile = named("measured-here-2", numbers=numbers_of(numbers))
-        monkeypatch.setattr(store, "_known", {(config.num_threads(), _cpu.isa()): store._Found(profile, ())})
+        monkeypatch.setattr(store, "_known", {(config.num_threads(), _cpu.isa()): store._FoundProfile(profile, ())})
         (region,) = route(graph, "cpu", RouteOptions(force=True, code=False)).regions
         chosen[speed] = region.plan.products[0]
     assert chosen == {0.5: "dots", 4.0: "widened"}

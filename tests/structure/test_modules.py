@@ -94,6 +94,16 @@ def test_every_folder_is_a_room():
     assert {path.parent.name for path in (ROOT / "kitsune_jax").glob("*/__init__.py")} == {*ROOMS, "_compat"}
 
 
+def test_a_class_name_stands_once():
+    """In the package, whether private or not."""
+    found = collections.defaultdict(list)
+    for path in sources("kitsune_jax", ".py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 def test_folders_are_small():
     files = sources("kitsune_jax", ".py")
     assert len(files) <= 120

@@ -34,13 +34,13 @@ class Fault(IndexError):
     """An access outside its memory, or of memory the stage may not touch."""
 
 
-def simulate(program: bc.Program, inputs: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+def simulate(program: bc.CpuProgram, inputs: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """Run ``program``; outputs have ``shapes``."""
     return _Machine(program, inputs).run(shapes)
 
 
 class _Machine(OnlineSums):
-    def __init__(self, program: bc.Program, inputs: Sequence[np.ndarray]):
+    def __init__(self, program: bc.CpuProgram, inputs: Sequence[np.ndarray]):
         self.p = program
         self.rows = math.prod(program.axes)
         self.inputs = []
@@ -109,12 +109,12 @@ class _Machine(OnlineSums):
         for instruction in body:
             getattr(self, f"_{type(instruction).__name__.lower()}")(instruction)
 
-    def _stationary(self, x: bc.Stationary) -> None:
+    def _stationary(self, x: bc.CpuStationary) -> None:
         rows, self.n = self.n, 1
         self._body(x.body)
         self.n = rows
 
-    def _memory(self, ref: bc.Ref, write: bool) -> np.ndarray:
+    def _memory(self, ref: bc.CpuRef, write: bool) -> np.ndarray:
         dtype = dtype_of(ref.dtype)
         if ref.space in (bc.IN, bc.PREP) and write:
             raise Fault("a write to read-only memory")
@@ -132,20 +132,20 @@ class _Machine(OnlineSums):
         assert flat.dtype == dtype, f"memory of {flat.dtype} taken as {dtype}"
         return flat
 
-    def _index(self, x: bc.Operand, extents: tuple[int, ...], multiple: int = 1) -> np.ndarray:
+    def _index(self, x: bc.CpuOperand, extents: tuple[int, ...], multiple: int = 1) -> np.ndarray:
         first = self.row0 * multiple if x.ref.space in (bc.IN, bc.OUT) else 0
         return x.ref.offset + first * x.row_stride + _grid((self.n * multiple, *extents), (x.row_stride, *x.strides))
 
-    def _read(self, x: bc.Operand, extents: tuple[int, ...], multiple: int = 1) -> np.ndarray:
+    def _read(self, x: bc.CpuOperand, extents: tuple[int, ...], multiple: int = 1) -> np.ndarray:
         index = self._index(x, extents, multiple)
         if x.ref.space == bc.OUT and not self.written[x.ref.index][index].all():
             raise Fault("an output is read before it is written")
         return _take(self._memory(x.ref, False), index, f"space {x.ref.space}")
 
-    def _write(self, x: bc.Operand, extents: tuple[int, ...], value: np.ndarray, multiple: int = 1) -> None:
+    def _write(self, x: bc.CpuOperand, extents: tuple[int, ...], value: np.ndarray, multiple: int = 1) -> None:
         self._set(x.ref, self._index(x, extents, multiple), value)
 
-    def _set(self, ref: bc.Ref, index: np.ndarray, value: np.ndarray) -> None:
+    def _set(self, ref: bc.CpuRef, index: np.ndarray, value: np.ndarray) -> None:
         memory = self._memory(ref, True)
         if index.min() < 0 or index.max() >= memory.size:
             raise Fault(f"write of {index.min()}..{index.max()} in memory of {memory.size}")
@@ -180,7 +180,7 @@ class _Machine(OnlineSums):
         w = self.preps[x.weight]
         assert w.ndim == 3 and w.shape[0] == x.batch
         wide = np.float64 if w.dtype == np.float64 else np.float32
-        rows = bc.Operand(x.x.ref, x.x.row_stride, (*x.x.strides, 1))
+        rows = bc.CpuOperand(x.x.ref, x.x.row_stride, (*x.x.strides, 1))
         a = self._read(rows, (x.batch, w.shape[1]), x.row_multiple).astype(wide)
         assert np.all(np.isin([x.x.ref.dtype, x.out.ref.dtype], [9, 10, 11, 12]))
         y = np.einsum("mbk,bkn->mbn", a, w.astype(wide))
@@ -192,14 +192,14 @@ class _Machine(OnlineSums):
             bias = self.preps[x.bias]
             assert bias.shape == (w.shape[2],) and bias.dtype == wide
             y = y + bias if narrow == np.float32 else (y + bias).astype(narrow).astype(wide)
-        out = bc.Operand(x.out.ref, x.out.row_stride, (*x.out.strides, 1))
+        out = bc.CpuOperand(x.out.ref, x.out.row_stride, (*x.out.strides, 1))
         if x.adds:
             y = y + self._read(out, (x.batch, w.shape[2]), x.row_multiple)
         assert len(x.parameters) == bc.ACTIVATION_PARAMETERS[x.activation]
         y = activated(bc.ACTIVATIONS[x.activation], x.parameters, y, narrow)
         self._write(out, (x.batch, w.shape[2]), y, x.row_multiple)
 
-    def _vector(self, x: bc.Vector) -> None:
+    def _vector(self, x: bc.CpuVector) -> None:
         if x.collapse_rows:
             assert all(o.row_stride == x.extents[0] * o.strides[0] for o in (*x.loads, *x.stores))
         registers: dict[int, np.ndarray] = {}
@@ -214,7 +214,7 @@ class _Machine(OnlineSums):
         for operand, value in stores:
             self._write(operand, x.extents, value)
 
-    def _micro(self, x: bc.Vector, name: str, m: bc.Micro, registers: dict[int, np.ndarray]) -> np.ndarray:
+    def _micro(self, x: bc.CpuVector, name: str, m: bc.Micro, registers: dict[int, np.ndarray]) -> np.ndarray:
         kind = dtype_of(m.type)
         assert bc.DTYPES[m.type] not in ("float16", "bfloat16"), "a register of a storage type"
         shape = (self.n, *x.extents)
@@ -297,7 +297,7 @@ class _Machine(OnlineSums):
         FOLDS[how].at(total.reshape(x.count, width), index[inside], value.reshape(-1, width)[inside].astype(total.dtype))
         self.sinks[x.sink] = total.reshape(-1)
 
-    def _selected(self, x: bc.Take | bc.Put) -> np.ndarray:
+    def _selected(self, x: bc.Take | bc.CpuPut) -> np.ndarray:
         assert x.index.row_stride == 0
         return self._read(x.index, (x.indices,))[0].astype(np.int64)
 
@@ -309,7 +309,7 @@ class _Machine(OnlineSums):
             taken[..., (index < 0) | (index >= x.count), :] = x.fill[0]
         self._write(_dense(x.out), (*x.outer, x.indices, x.inner), taken)
 
-    def _put(self, x: bc.Put) -> None:
+    def _put(self, x: bc.CpuPut) -> None:
         index = self._selected(x)
         value = _wide(self._read(_dense(x.x), (*x.outer, x.indices, x.inner)))
         total = np.zeros((*value.shape[:-2], x.count, x.inner), value.dtype)
@@ -320,8 +320,8 @@ class _Machine(OnlineSums):
 
     def _accumulatematmul(self, x: bc.AccumulateMatmul) -> None:
         sink = self.p.sinks[x.sink]
-        a = self._read(bc.Operand(x.x.ref, x.x.row_stride, (*x.x.strides, 1)), (x.batch, x.m), x.row_multiple)
-        b = self._read(bc.Operand(x.y.ref, x.y.row_stride, (*x.y.strides, 1)), (x.batch, x.n), x.row_multiple)
+        a = self._read(bc.CpuOperand(x.x.ref, x.x.row_stride, (*x.x.strides, 1)), (x.batch, x.m), x.row_multiple)
+        b = self._read(bc.CpuOperand(x.y.ref, x.y.row_stride, (*x.y.strides, 1)), (x.batch, x.n), x.row_multiple)
         assert a.dtype == b.dtype and bc.REDUCTIONS[sink.how] == "sum"
         wide = dtype_of(sink.dtype)
         assert wide == (np.float64 if a.dtype == np.float64 else np.float32)
@@ -348,7 +348,7 @@ def _take(memory: np.ndarray, index: np.ndarray, what: str) -> np.ndarray:
     return memory[index]
 
 
-def _dense(x: bc.Operand) -> bc.Operand:
+def _dense(x: bc.CpuOperand) -> bc.CpuOperand:
     """``x`` with a stride for elements that lie dense behind what its own strides say."""
     return dataclasses.replace(x, strides=(*x.strides, 1))
 

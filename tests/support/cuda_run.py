@@ -197,7 +197,7 @@ def run_program(
         arrangement = dataclasses.replace(arrangement, spatial=True, cluster=cluster, split=(cluster,))
     arrangement = dataclasses.replace(arrangement, shared_bytes=shared_bytes or arrangement.shared_bytes)
     made = generate_kernel(program, arrangement, "program")
-    code = lower.Code(made, compile.emulated(change(made.source), sm), f"emulated sm_{sm // 10}", "program")
+    code = lower.KernelCode(made, compile.emulated(change(made.source), sm), f"emulated sm_{sm // 10}", "program")
 
     def call(*args: Array) -> list[Array]:
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
@@ -213,14 +213,16 @@ def run_call(call: Program, *arrays: Array, sm: int = 900, lanes: int = 2, repli
     return called(call, *arrays, code=code_of(call, sm=sm, lanes=lanes, replicas=replicas), seed=seed)
 
 
-def code_of(call: Program, *, sm: int = 900, lanes: int = 2, replicas: int = 2, change: Callable[[str], str] = str) -> lower.Code:
+def code_of(
+    call: Program, *, sm: int = 900, lanes: int = 2, replicas: int = 2, change: Callable[[str], str] = str
+) -> lower.KernelCode:
     """The kernel of such a call, with ``change`` made to its source."""
     made = generate_call_kernel(tiled(call), tuple(by_hand(part.program, sm, lanes, replicas) for part in call.parts), "program")
     made = dataclasses.replace(made, source=change(made.source))
-    return lower.Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
+    return lower.KernelCode(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
 
 
-def called(call: Program, *arrays: Array, code: lower.Code, seed: int = 1) -> list[np.ndarray]:
+def called(call: Program, *arrays: Array, code: lower.KernelCode, seed: int = 1) -> list[np.ndarray]:
     """The results of ``call``, whose kernel is ``code``."""
     avals = [jax.ShapeDtypeStruct(a.shape, jnp.dtype(a.dtype)) for a in call.arrays[call.operands : call.operands + call.results]]
     executable = jax.jit(lambda *args: lower.call("emulator", code, call, args, avals, _nothing_else)).lower(*arrays).compile()

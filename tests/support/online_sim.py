@@ -12,7 +12,7 @@ from kitsune_jax.targets.cpu import bytecode as bc
 
 
 class OnlineSums:
-    p: bc.Program
+    p: bc.CpuProgram
     sinks: list[Any]
     tops: dict[int, tuple[Any, Any]]  # of scaled sums: their tops so far, and which are NaN in the end
     _read: Any  # an operand's elements over (rows, *extents)
@@ -25,14 +25,14 @@ class OnlineSums:
 
     def _accumulatetaken(self, x: bc.AccumulateTaken) -> None:
         assert tuple(x.x.strides) == tuple(dim_strides(x.extents))
-        value = self._rows(bc.Rows(x.x, x.rows, x.mode, x.fill, x.taken), math.prod(x.extents))
+        value = self._rows(bc.CpuRows(x.x, x.rows, x.mode, x.fill, x.taken), math.prod(x.extents))
         if x.factors:
             factor = self._read(x.factor, (x.factors,))
             assert factor.dtype == np.float32
             value *= np.repeat(factor, value.shape[1] // x.factors, axis=1)
         self._scaled(x, value) if x.heads else self._folded(x, value)
 
-    def _rows(self, x: bc.Rows, width: int) -> np.ndarray:
+    def _rows(self, x: bc.CpuRows, width: int) -> np.ndarray:
         if x.rows == 0:
             return self._read(x.x, (width,)).astype(np.float64)
         taken = self._read(x.taken, ()).astype(np.int64)
@@ -42,7 +42,7 @@ class OnlineSums:
             value[(taken < 0) | (taken >= x.rows)] = x.fill[0]
         return value
 
-    def _takendot(self, d: bc.TakenDot) -> None:
+    def _takendot(self, d: bc.CpuTakenDot) -> None:
         x, y = (self._rows(side, d.heads * d.inner) for side in (d.x, d.y))
         self._write(d.out, (d.heads,), (x * y).reshape(-1, d.heads, d.inner).sum(-1))
 

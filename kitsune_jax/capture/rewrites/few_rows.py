@@ -58,7 +58,7 @@ def operand_dims(editor: GraphEditor, op: Op, dim: int) -> dict[int, int] | None
     return None
 
 
-class Cut:
+class CutValues:
     """Values of a graph that are cut at ``dims`` (value -> dimension) into ``parts``: ``[.., n, ..]`` as ``[.., parts, n / parts,
     ..]``. A cut value is a reshape of the whole value, so a part lies behind the part before it."""
 
@@ -195,7 +195,7 @@ def split_reductions(captured: Captured, workers: int) -> Captured:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outer:
+class _RowFactor:
     """A factor of a whole row: ``kind`` is "mul" or "div"; ``place``: its dimensions in the value that has lost it."""
 
     kind: str
@@ -204,7 +204,7 @@ class _Outer:
 
 
 @dataclasses.dataclass(frozen=True)
-class _State:
+class _LostFactors:
     """The factors that the cut form of a value lacks. ``scores``, ``minus``: the value has the factor ``exp(scores - minus)``, and
     its cut form ``exp(scores - t)`` instead, with t the largest score of the part; ``place``: the dimensions of the scores in the
     value. ``open``: the exponential is yet to come."""
@@ -213,9 +213,9 @@ class _State:
     minus: int = -1
     place: tuple[int | None, ...] = ()
     open: bool = False
-    outer: tuple[_Outer, ...] = ()
+    outer: tuple[_RowFactor, ...] = ()
 
-    def moved(self, to: dict[int, int]) -> _State:
+    def moved(self, to: dict[int, int]) -> _LostFactors:
         """The same where the dimensions of the value have become ``to``."""
 
         def at(place: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -241,8 +241,8 @@ class _Splitter:
         products = [self.graph.ops[i] for i in self.folds if self.graph.ops[i].kind == "dot_general"]
         if not products:
             raise Unsupported("nothing is multiplied with an array in memory")
-        self.cut = Cut(self.editor, self.dims, self._parts(products, workers))
-        self.states: dict[int, _State] = {}
+        self.cut = CutValues(self.editor, self.dims, self._parts(products, workers))
+        self.states: dict[int, _LostFactors] = {}
         self.tops: dict[int, tuple[int, int]] = {}  # scores -> the largest of each part, and the value that is subtracted
         self.factors: dict[tuple[int, int], int] = {}
 
@@ -336,7 +336,7 @@ class _Splitter:
         if not known:
             row = self._row(op.inputs[1]) if op.kind == "sub" else None
             if row is not None and self.dims.get(op.inputs[0]) == self.dims[out]:
-                self.states[out] = _State(op.inputs[0], op.inputs[1], place, open=True)
+                self.states[out] = _LostFactors(op.inputs[0], op.inputs[1], place, open=True)
             else:
                 self.cut.op(self.at, op)
             return
@@ -355,7 +355,7 @@ class _Splitter:
                 self.states[out] = state
             else:
                 self.cut.made[out] = self.cut.made[op.inputs[k]]
-                self.states[out] = dataclasses.replace(state, outer=(*state.outer, _Outer(op.kind, other, place)))
+                self.states[out] = dataclasses.replace(state, outer=(*state.outer, _RowFactor(op.kind, other, place)))
         elif op.kind == "convert_element_type" or OPS[op.kind].family in ("broadcast", "reshape", "transpose"):
             self.cut.op(self.at, op)
             self.states[out] = state.moved(other_dims(self.editor, op, k))
@@ -371,7 +371,7 @@ class _Splitter:
             return None
         return op.inputs[0], op["dims"]
 
-    def _exponential(self, state: _State, out: int) -> int:
+    def _exponential(self, state: _LostFactors, out: int) -> int:
         """``exp(scores - t)``."""
         scores = self.cut.cut(self.at, state.scores)
         _, used = self._top(state.scores)
@@ -449,7 +449,7 @@ class _Splitter:
         shape = tuple(n for k, n in enumerate(self.cut.shape(x)) if k not in axes)
         return self.at.copy(op, (cut,), shape, axes=axes), sum(k not in axes for k in range(d))
 
-    def _scaled(self, state: _State, part: int, dim: int) -> int:
+    def _scaled(self, state: _LostFactors, part: int, dim: int) -> int:
         """``part``, whose dimension ``dim`` are the parts, times ``exp(t - minus)``. ``state``: as of the whole result."""
         factor = self._factor(state)
         long = self.dims[state.scores]
@@ -459,7 +459,7 @@ class _Splitter:
         factor = self.cut.spread(self.at, self.at.convert(factor, self.editor.dtype(part)), place, shape)
         return self.at.add("mul", (part, factor), shape)
 
-    def _factor(self, state: _State) -> int:
+    def _factor(self, state: _LostFactors) -> int:
         """``exp(t - minus)`` of each part: the scores' dimensions, that of the parts in the place of the long one."""
         key = state.scores, state.minus
         if key not in self.factors:

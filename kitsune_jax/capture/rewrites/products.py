@@ -248,10 +248,10 @@ def spread_indices(captured: Captured) -> Captured:
     as a power, of few numbers: in the shape of the scores of an attention, the slopes of its heads would be made again for every
     query and key.
     """
-    return _Spreader(captured).run() if any(op.kind == "iota" for op in captured.graph.ops) else captured
+    return _IndexSpreader(captured).run() if any(op.kind == "iota" for op in captured.graph.ops) else captured
 
 
-class _Spreader:
+class _IndexSpreader:
     def __init__(self, captured: Captured):
         self.editor = GraphEditor(captured)
         self.known: dict[Want, int | None] = {}

@@ -23,7 +23,7 @@ from kitsune_jax.ops.table import OPS
 
 
 @dataclasses.dataclass(frozen=True)
-class Ref:
+class CpuRef:
     """Names memory from element ``offset`` (of ``dtype``) on. It moves by ``loop_strides`` with the numbers of the enclosing loops,
     outermost first, and an array also by ``batch_strides`` with the tile's index along each batch axis. Spaces:
 
@@ -45,10 +45,10 @@ class Ref:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
+class CpuOperand:
     """An operand of an instruction that loops over (rows, *extents): its stride, in elements, for the row and each extent."""
 
-    ref: Ref
+    ref: CpuRef
     row_stride: int
     strides: tuple[int, ...]
 
@@ -65,14 +65,14 @@ class Gather:
     """
 
     CODE: ClassVar[int] = 9
-    table: Operand
+    table: CpuOperand
     count: int
     mode: int
     fill: tuple[float, ...]
     index_extents: tuple[int, ...]
     extents: tuple[int, ...]
-    index: Operand
-    out: Operand
+    index: CpuOperand
+    out: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ class AccumulateAt:
     count: int
     index_extents: tuple[int, ...]
     extents: tuple[int, ...]
-    index: Operand
-    x: Operand
+    index: CpuOperand
+    x: CpuOperand
     sorted: int = 0
     ordered: int = 0
 
@@ -106,9 +106,9 @@ class RunMax:
     CODE: ClassVar[int] = 17
     count: int
     extents: tuple[int, ...]
-    index: Operand
-    x: Operand
-    out: Operand
+    index: CpuOperand
+    x: CpuOperand
+    out: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class AccumulateScaled(AccumulateAt):
     """
 
     CODE: ClassVar[int] = 18
-    top: Operand = dataclasses.field(kw_only=True)
+    top: CpuOperand = dataclasses.field(kw_only=True)
     heads: int = dataclasses.field(kw_only=True)
     finite: int = dataclasses.field(kw_only=True)
 
@@ -140,25 +140,25 @@ class AccumulateTaken(AccumulateScaled):
     rows: int = dataclasses.field(kw_only=True)
     mode: int = dataclasses.field(kw_only=True)
     fill: tuple[float, ...] = dataclasses.field(kw_only=True)
-    taken: Operand = dataclasses.field(kw_only=True)
-    factor: Operand = dataclasses.field(kw_only=True)
+    taken: CpuOperand = dataclasses.field(kw_only=True)
+    factor: CpuOperand = dataclasses.field(kw_only=True)
     factors: int = dataclasses.field(kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class CpuRows:
     """Dense rows of a tile; or, with ``rows`` above 0, rows ``taken`` of a table with that many rows, at distance ``x.row_stride``
     (``mode`` and ``fill`` as in Gather). Without a table ``mode``, ``fill`` and ``taken`` are ignored."""
 
-    x: Operand
+    x: CpuOperand
     rows: int
     mode: int
     fill: tuple[float, ...]
-    taken: Operand
+    taken: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
-class TakenDot:
+class CpuTakenDot:
     """out(rows, h) = the sum of the products of elements [h * inner, (h + 1) * inner) of two rows, h < ``heads``, in float32.
 
     x and y have one 16-bit or 32-bit float dtype, out any of these; the elements of a row lie dense in all three.
@@ -167,9 +167,9 @@ class TakenDot:
     CODE: ClassVar[int] = 20
     heads: int
     inner: int
-    x: Rows
-    y: Rows
-    out: Operand
+    x: CpuRows
+    y: CpuRows
+    out: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,15 +185,15 @@ class Take:
     indices: int
     inner: int
     outer: tuple[int, ...]
-    index: Operand
-    x: Operand
-    out: Operand
+    index: CpuOperand
+    x: CpuOperand
+    out: CpuOperand
     mode: int
     fill: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Put:
+class CpuPut:
     """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :) over the i with index[i] == k < ``count``; the rest as in Take.
 
     16-bit floats are added up in float32. Indices below 0 or beyond count - 1 are dropped.
@@ -204,9 +204,9 @@ class Put:
     indices: int
     inner: int
     outer: tuple[int, ...]
-    index: Operand
-    x: Operand
-    out: Operand
+    index: CpuOperand
+    x: CpuOperand
+    out: CpuOperand
 
 
 # --- Programs ---------------------------------------------------------------------------------------------------------------------
@@ -263,11 +263,11 @@ class StridedLoad:
     """
 
     CODE: ClassVar[int] = 1
-    array: Ref
+    array: CpuRef
     axis_strides: tuple[int, ...]
     extents: tuple[int, ...]
     array_strides: tuple[int, ...]
-    tile: Operand
+    tile: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,11 +275,11 @@ class StridedStore:
     """The reverse of StridedLoad: output array <- tile."""
 
     CODE: ClassVar[int] = 2
-    array: Ref
+    array: CpuRef
     axis_strides: tuple[int, ...]
     extents: tuple[int, ...]
     array_strides: tuple[int, ...]
-    tile: Operand
+    tile: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,13 +295,13 @@ class Matmul:
     """
 
     CODE: ClassVar[int] = 3
-    x: Operand
+    x: CpuOperand
     row_multiple: int
     batch: int
     weight: int
     bias: int
     activation: int  # index into ACTIVATIONS
-    out: Operand
+    out: CpuOperand
     parameters: tuple[float, ...] = ()  # of the activation: ACTIVATION_PARAMETERS of them
     adds: bool = False  # of float32 only
     rounds: int = _FLOAT32
@@ -322,7 +322,7 @@ class Micro:
 
 
 @dataclasses.dataclass(frozen=True)
-class Vector:
+class CpuVector:
     """A straight-line pointwise program over (rows, *extents), run chunk by chunk.
 
     ``collapse_rows``: 1 when, for every operand, row_stride == extents[0] * strides[0], so rows and the first extent are one loop.
@@ -331,8 +331,8 @@ class Vector:
     CODE: ClassVar[int] = 4
     extents: tuple[int, ...]
     collapse_rows: int
-    loads: tuple[Operand, ...]
-    stores: tuple[Operand, ...]
+    loads: tuple[CpuOperand, ...]
+    stores: tuple[CpuOperand, ...]
     code: tuple[Micro, ...]
 
 
@@ -348,8 +348,8 @@ class Reduce:
     how: int
     kept: tuple[int, ...]
     reduced: tuple[int, ...]
-    x: Operand  # strides for (*kept, *reduced)
-    out: Operand  # strides for kept
+    x: CpuOperand  # strides for (*kept, *reduced)
+    out: CpuOperand  # strides for kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,8 +360,8 @@ class Scan:
     how: int
     reverse: int
     extents: tuple[int, ...]
-    x: Operand
-    out: Operand
+    x: CpuOperand
+    out: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,7 +380,7 @@ class Accumulate:
     sink: int
     kept: tuple[int, ...]
     reduced: tuple[int, ...]
-    x: Operand  # strides for (*kept, *reduced)
+    x: CpuOperand  # strides for (*kept, *reduced)
     sums: Sums = Sums()
     sum_strides: tuple[int, ...] = ()  # of the accumulators, for kept; () where they are dense
 
@@ -404,8 +404,8 @@ class AccumulateMatmul:
     batch: int
     m: int
     n: int
-    x: Operand
-    y: Operand
+    x: CpuOperand
+    y: CpuOperand
     product: int = 0  # index into PRODUCTS
     sums: Sums = Sums()
     matrices: tuple[int, ...] = ()
@@ -445,13 +445,13 @@ class Dot:
     m: int
     n: int
     k: int
-    x: Operand
-    y: Operand
-    out: Operand
+    x: CpuOperand
+    y: CpuOperand
+    out: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class CpuLoop:
     """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0.
 
     ``within``: empty, or (divisor, extent, step, low, high, which). Let x and y be the smallest and the largest row // divisor %
@@ -468,7 +468,7 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stationary:
+class CpuStationary:
     """Runs ``body`` on one row, for values that do not depend on the row: their row strides are 0."""
 
     CODE: ClassVar[int] = 14
@@ -476,9 +476,9 @@ class Stationary:
 
 
 Instruction = (
-    StridedLoad | StridedStore | Matmul | Vector | Reduce | Scan | Accumulate | AccumulateMatmul
-    | Gather | AccumulateAt | Pack | Dot | Loop | Stationary | Take | Put | RunMax
-    | AccumulateScaled | AccumulateTaken | TakenDot
+    StridedLoad | StridedStore | Matmul | CpuVector | Reduce | Scan | Accumulate | AccumulateMatmul
+    | Gather | AccumulateAt | Pack | Dot | CpuLoop | CpuStationary | Take | CpuPut | RunMax
+    | AccumulateScaled | AccumulateTaken | CpuTakenDot
 )  # fmt: skip
 
 CLIP, FILL = range(2)  # Gather.mode
@@ -497,7 +497,7 @@ class Prep:
     """
 
     kind: int
-    source: Ref
+    source: CpuRef
     dtype: int
     b_extents: tuple[int, ...]
     b_strides: tuple[int, ...]
@@ -510,7 +510,7 @@ class Prep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class CpuArray:
     dtype: int
     elements: int
 
@@ -542,14 +542,14 @@ class Ring:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class CpuStage:
     name: str
     scratch_bytes: int
     body: tuple[Instruction, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CpuProgram:
     """``workers``: threads that the plan assumes. A call runs on any number of threads; the number of partial sums depends on
     ``workers`` alone, so results have the same bits on every machine of one instruction set.
 
@@ -562,12 +562,12 @@ class Program:
     batch_axes: int
     tile_rows: int
     workers: int
-    inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
+    inputs: tuple[CpuArray, ...]
+    outputs: tuple[CpuArray, ...]
     preps: tuple[Prep, ...]
     sinks: tuple[Sink, ...]
     queues: tuple[Ring, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[CpuStage, ...]
     order: int = -1
 
 
@@ -575,38 +575,38 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class CpuPart:
     """A program on arrays of the call, given by number: ``reads`` are its inputs, ``writes`` its outputs."""
 
     phase: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    program: Program
+    program: CpuProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CpuCall:
     """A whole call. ``arrays``: its ``operands``, then its ``results``, then arrays that live during the call only.
 
     Parts are ordered by phase, with a barrier between phases. A part reads operands and arrays written in earlier phases.
     """
 
     name: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[CpuArray, ...]
     operands: int
     results: int
-    parts: tuple[Part, ...]
+    parts: tuple[CpuPart, ...]
 
     @staticmethod
-    def of(program: Program) -> Call:
+    def of(program: CpuProgram) -> CpuCall:
         """The call of ``program`` alone: its inputs are the operands, its outputs the results."""
         arrays = (*program.inputs, *program.outputs)
         n = len(program.inputs)
-        part = Part(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
-        return Call(program.name, arrays, n, len(program.outputs), (part,))
+        part = CpuPart(0, tuple(range(n)), tuple(range(n, len(arrays))), program)
+        return CpuCall(program.name, arrays, n, len(program.outputs), (part,))
 
 
-def encode(call: Call | Program) -> np.ndarray:
+def encode(call: CpuCall | CpuProgram) -> np.ndarray:
     """``call``, or the call of one program alone, as int64 words, shape (words,).
 
     The words are ``MAGIC, VERSION, number of words in all, CRC-32 of the words after the header (as little-endian bytes)``, then
@@ -615,7 +615,7 @@ def encode(call: Call | Program) -> np.ndarray:
     instruction is its ``CODE``, then its fields.
     """
     body: list[int] = []
-    _emit(call if isinstance(call, Call) else Call.of(call), body, {})
+    _emit(call if isinstance(call, CpuCall) else CpuCall.of(call), body, {})
     words = np.asarray(body, np.int64)
     header = np.asarray([MAGIC, VERSION, 4 + len(body), zlib.crc32(words.astype("<i8").tobytes())], np.int64)
     return np.concatenate([header, words])
@@ -663,5 +663,5 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
                 out.append(v)
             else:
                 _emit(tuple(float(e) for e in v) if name in ("imm", "fill") else v, out, programs)
-        if isinstance(x, Program):
+        if isinstance(x, CpuProgram):
             programs[id(x)] = out[start:]

@@ -32,7 +32,7 @@ class TakenSum:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TakenDot:
+class TakenDotFacts:
     """A sum over the last dimensions of ``table[ids] * table2[ids2]`` or ``table[ids] * y``: the gradient of an edge's weight.
 
     ``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as in ``TakenSum``."""
@@ -41,16 +41,16 @@ class TakenDot:
     absorbed: tuple[int, ...]
 
 
-def taken_dots(flow: Flow) -> dict[int, TakenDot]:
+def taken_dots(flow: Flow) -> dict[int, TakenDotFacts]:
     """The products of rows of tables in ``flow``'s body, by the position of their ``reduce_sum``."""
-    found: dict[int, TakenDot] = {}
+    found: dict[int, TakenDotFacts] = {}
     for i, instr in enumerate(flow.body):
         if instr.kind == "reduce_sum" and (match := _dot(flow, i, instr)) is not None:
             found[i] = match
     return found
 
 
-def _dot(flow: Flow, i: int, instr: Instr) -> TakenDot | None:
+def _dot(flow: Flow, i: int, instr: Instr) -> TakenDotFacts | None:
     x = flow.type(instr.inputs[0])
     dims = sorted(instr["axes"])
     real = [d for d, n in enumerate(x.shape, 1) if n != 1]
@@ -74,7 +74,7 @@ def _dot(flow: Flow, i: int, instr: Instr) -> TakenDot | None:
         absorbed = (*absorbed, *(taken.absorbed if taken is not None and same else ()))
     if flow.dtype(pair[0]) not in _TABLES or all(isinstance(side, int) for side in sides):
         return None
-    return TakenDot((sides[0], sides[1]), absorbed)
+    return TakenDotFacts((sides[0], sides[1]), absorbed)
 
 
 def taken_sums(program: TileProgram, flow: Flow) -> dict[int, TakenSum]:

@@ -23,10 +23,10 @@ from kitsune_jax.program.passes import simplified, with_biases_first, with_epilo
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.call import check
-from kitsune_jax.targets.cpu.facts import TakenDot, TakenSum
+from kitsune_jax.targets.cpu.facts import TakenDotFacts, TakenSum
 from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
-from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 _MOST_SELECTED = (1 << 31) - 1
 
 
-def emit_gather(stage: Stage, i: int, instr: Instr) -> None:
+def emit_gather(stage: StageLowering, i: int, instr: Instr) -> None:
     table, index = (stage.view(v) for v in instr.inputs)
     out = stage.place(instr.outputs[0])
     if table.shape[0] == 0:
         _fill(stage, out, instr)
         return
-    rows = bc.Operand(table.ref, table.strides[0], table.strides[1:])
+    rows = bc.CpuOperand(table.ref, table.strides[0], table.strides[1:])
     mode, fill = _out_of_range(instr, out.dtype)
     stage.code.append(bc.Gather(rows, table.shape[0], mode, fill, index.shape, table.shape[1:], index.operand(), out.operand()))
 
@@ -57,13 +57,13 @@ def _out_of_range(instr: Instr, dtype: str) -> tuple[int, tuple[float, ...]]:
     return (bc.FILL, immediate(instr["fill"], compute_type(dtype))) if instr["mode"] == "fill" else (bc.CLIP, (0.0,))
 
 
-def _fill(stage: Stage, out: View, instr: Instr) -> None:
+def _fill(stage: StageLowering, out: View, instr: Instr) -> None:
     builder = VectorBuilder(memory.squeezed(out.shape))
     builder.store(out, builder.const(instr["fill"], out.dtype))
     stage.code.append(builder.finish())
 
 
-def emit_sink_at(stage: Stage, i: int, instr: Instr) -> None:
+def emit_sink_at(stage: StageLowering, i: int, instr: Instr) -> None:
     if i in stage.taken:
         return _sum_of_taken(stage, instr, stage.taken[i])
     v, index, *tops = instr.inputs
@@ -94,7 +94,7 @@ def emit_sink_at(stage: Stage, i: int, instr: Instr) -> None:
     stage.code.append(bc.AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
 
 
-def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
+def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
     """Emit a sum of rows that are read in place from a table."""
     _, index, *tops = instr.inputs
     sink = stage.program.sinks[instr["sink"]]
@@ -133,44 +133,44 @@ def _sum_of_taken(stage: Stage, instr: Instr, found: TakenSum) -> None:
     )
 
 
-def _taken(stage: Stage, gather: Instr) -> bc.Rows:
+def _taken(stage: StageLowering, gather: Instr) -> bc.CpuRows:
     """The rows that ``gather`` reads, in place."""
     table, index = (stage.view(v) for v in gather.inputs)
     assert _dense(table, 0) and index.shape == ()
     mode, fill = _out_of_range(gather, table.dtype)
-    return bc.Rows(bc.Operand(table.ref, math.prod(table.shape[1:]), (1,)), table.shape[0], mode, fill, index.operand())
+    return bc.CpuRows(bc.CpuOperand(table.ref, math.prod(table.shape[1:]), (1,)), table.shape[0], mode, fill, index.operand())
 
 
-def emit_taken_dot(stage: Stage, instr: Instr, found: TakenDot) -> None:
+def emit_taken_dot(stage: StageLowering, instr: Instr, found: TakenDotFacts) -> None:
     """Emit a sum over the last dimensions of products of rows, at least one of which is read in place from a table."""
 
-    def side(of: Instr | int) -> bc.Rows:
+    def side(of: Instr | int) -> bc.CpuRows:
         if isinstance(of, Instr):
             return _taken(stage, of)
         x = _dense_view(stage, of).operand()
-        return bc.Rows(dataclasses.replace(x, strides=(1,)), 0, bc.CLIP, (0.0,), x)
+        return bc.CpuRows(dataclasses.replace(x, strides=(1,)), 0, bc.CLIP, (0.0,), x)
 
     x, y = (side(of) for of in found.sides)
     out = _rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
     heads = math.prod(out.shape)
     inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
-    stage.code.append(bc.TakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
+    stage.code.append(bc.CpuTakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
 
 
-def emit_run_max(stage: Stage, i: int, instr: Instr) -> None:
+def emit_run_max(stage: StageLowering, i: int, instr: Instr) -> None:
     v, index = instr.inputs
     x, at = _dense_view(stage, v), stage.view(index)
     out = _rows_of(stage, instr, lambda view: _dense(view, 0))
     stage.code.append(bc.RunMax(instr["n"], x.shape, at.operand(), x.operand(), out.operand()))
 
 
-def _rows_of(stage: Stage, instr: Instr, fits: Callable[[View], bool]) -> View:
+def _rows_of(stage: StageLowering, instr: Instr, fits: Callable[[View], bool]) -> View:
     """The place of a result that is written row by row, also in a loop, where other values may lie column by column."""
     t = stage.type(instr.outputs[0])
     return stage.place(instr.outputs[0], fits, lambda: stage.scratch(t.shape, t.dtype))
 
 
-def _dense_view(stage: Stage, v: int, first: int = 0) -> View:
+def _dense_view(stage: StageLowering, v: int, first: int = 0) -> View:
     """A view of ``v`` whose dimensions from ``first`` on lie dense; of a copy if its own do not."""
     x = stage.view(v)
     if not _dense(x, first):
@@ -185,7 +185,7 @@ def _dense(x: View, first: int) -> bool:
     return all(n == 1 or s == t for n, s, t in pairs)
 
 
-def emit_take(stage: Stage, i: int, instr: Instr) -> None:
+def emit_take(stage: StageLowering, i: int, instr: Instr) -> None:
     v, index = instr.inputs
     d = instr["axis"] - 1
     x, at = stage.view(v), _index(stage, index)
@@ -200,7 +200,7 @@ def emit_take(stage: Stage, i: int, instr: Instr) -> None:
     stage.code.append(bc.Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
 
 
-def emit_put(stage: Stage, i: int, instr: Instr) -> None:
+def emit_put(stage: StageLowering, i: int, instr: Instr) -> None:
     v, index = instr.inputs
     d, n = instr["axis"] - 1, instr["n"]
     x, at = stage.view(v), _index(stage, index)
@@ -208,10 +208,10 @@ def emit_put(stage: Stage, i: int, instr: Instr) -> None:
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
     inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
     operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
-    stage.code.append(bc.Put(n, at.shape[0], inner, outer, at.operand(), *operands))
+    stage.code.append(bc.CpuPut(n, at.shape[0], inner, outer, at.operand(), *operands))
 
 
-def _index(stage: Stage, v: int) -> View:
+def _index(stage: StageLowering, v: int) -> View:
     """The stationary index ``v`` as one dimension."""
     view = stage.view(v)
     flat = memory.reshape(view, (math.prod(view.shape),))
@@ -223,7 +223,7 @@ def _index(stage: Stage, v: int) -> View:
     return flat
 
 
-def _selected(x: View, d: int, inner: int, extent: int) -> bc.Operand:
+def _selected(x: View, d: int, inner: int, extent: int) -> bc.CpuOperand:
     """``x``, dense from dimension ``d`` on, with one stride for the ``extent`` times ``inner`` elements that are selected from."""
     if extent * inner > _MOST_SELECTED:
         raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
@@ -244,15 +244,15 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     """
     ways = products or (bc.Products(),) * len(program.parts)
     several = len(program.parts) > 1
-    lowered: dict[tuple[int, bc.Products], bc.Program] = {}
+    lowered: dict[tuple[int, bc.Products], bc.CpuProgram] = {}
     parts = []
     for part, way in zip(program.parts, ways, strict=True):
         key = id(part.program), way  # equal parts share their program
         if key not in lowered:
             lowered[key] = lower_program(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
-        parts.append(bc.Part(part.phase, part.reads, part.writes, lowered[key]))
-    arrays = tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
-    return _valid(bc.encode(bc.Call(name, arrays, program.operands, program.results, tuple(parts))))
+        parts.append(bc.CpuPart(part.phase, part.reads, part.writes, lowered[key]))
+    arrays = tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
+    return _valid(bc.encode(bc.CpuCall(name, arrays, program.operands, program.results, tuple(parts))))
 
 
 def _valid(words: np.ndarray) -> np.ndarray:
@@ -262,7 +262,7 @@ def _valid(words: np.ndarray) -> np.ndarray:
     return words
 
 
-def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.Program:
+def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.CpuProgram:
     """The CPU program of ``program``, called ``name``. ``products``: how bfloat16 operands are multiplied. ``rounding``: where
     16-bit results are rounded. Raises ``CannotLower`` where an instruction has no code.
 
@@ -281,14 +281,14 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         raise CannotLower(
             f"matrix products with weights whose sides add up to {sides}; the CPU target takes {bc.MAX_WEIGHT_INDICES}"
         )
-    return bc.Program(
+    return bc.CpuProgram(
         name=name,
         axes=program.axes,
         batch_axes=program.batch_axes,
         tile_rows=program.tile_rows,
         workers=program.workers,
-        inputs=tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
-        outputs=tuple(bc.Array(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
+        inputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
+        outputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(_ring(queue, program.tile_rows) for queue in program.queues),
@@ -311,14 +311,16 @@ def entry_bytes(tile: TileType, tile_rows: int) -> int:
     return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype], memory.ALIGNMENT)
 
 
-def _stage(program: TileProgram, body: StageProgram, preps: list[bc.Prep], products: bc.Products, rounding: Rounding) -> bc.Stage:
-    stage = Stage(program, body.body, preps, products, rounding)
+def _stage(
+    program: TileProgram, body: StageProgram, preps: list[bc.Prep], products: bc.Products, rounding: Rounding
+) -> bc.CpuStage:
+    stage = StageLowering(program, body.body, preps, products, rounding)
     _emit(stage)
     code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
-    return bc.Stage(body.name, scratch_bytes, code)
+    return bc.CpuStage(body.name, scratch_bytes, code)
 
 
-def _emit(stage: Stage) -> None:
+def _emit(stage: StageLowering) -> None:
     """Emit the code of all instructions of ``stage``, which is a stage or the body of a loop."""
     for item in pointwise.schedule(stage):
         if item.loop is not None:
@@ -328,7 +330,7 @@ def _emit(stage: Stage) -> None:
             _handler(stage.body[i].kind)(stage, i, stage.body[i])
 
 
-Handler = Callable[[Stage, int, Instr], None]
+Handler = Callable[[StageLowering, int, Instr], None]
 
 
 def _handler(kind: str) -> Handler:
@@ -339,7 +341,7 @@ def _handler(kind: str) -> Handler:
     return handler
 
 
-def _store(stage: Stage, i: int, instr: Instr) -> None:
+def _store(stage: StageLowering, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
     if stage.delivered((i, 0), x):
         return
@@ -354,18 +356,18 @@ def _store(stage: Stage, i: int, instr: Instr) -> None:
     stage.code.append(bc.StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
 
 
-def _push(stage: Stage, i: int, instr: Instr) -> None:
+def _push(stage: StageLowering, i: int, instr: Instr) -> None:
     if not stage.delivered((i, 0), instr.inputs[0]):
         stage.write(instr.inputs[0], stage.queue(instr["queue"]))
 
 
-def _concatenate(stage: Stage, i: int, instr: Instr) -> None:
+def _concatenate(stage: StageLowering, i: int, instr: Instr) -> None:
     for p, v in enumerate(instr.inputs):
         if not stage.delivered((i, p), v):
             stage.write(v, stage.piece(instr, p))
 
 
-def _pad(stage: Stage, i: int, instr: Instr) -> None:
+def _pad(stage: StageLowering, i: int, instr: Instr) -> None:
     x, fill = instr.inputs
     tile = stage.type(x).tile
     low, interior = instr["low"][int(tile) :], instr["interior"][int(tile) :]  # ``high`` is what the shape of the result says
@@ -394,7 +396,7 @@ def _pad(stage: Stage, i: int, instr: Instr) -> None:
     stage.copy(memory.cut(stage.view(x), start, limit, ones), memory.cut(whole, first, last, step))
 
 
-def _reduce(stage: Stage, i: int, instr: Instr) -> None:
+def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
     if i in stage.dots:
         return emit_taken_dot(stage, instr, stage.dots[i])
     how = OPS[instr.kind].fold
@@ -412,14 +414,14 @@ def _reduce(stage: Stage, i: int, instr: Instr) -> None:
             bc.REDUCTIONS.index(how),
             tuple(n for n, _, _ in k),
             tuple(n for n, _, _ in r),
-            bc.Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
-            bc.Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
+            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
+            bc.CpuOperand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
         ),
         tile,
     )
 
 
-def _reduced(stage: Stage, v: int) -> View:
+def _reduced(stage: StageLowering, v: int) -> View:
     """A view of ``v``; of the 16-bit value it was widened from, unless the wide value is in memory already."""
     narrow = stage.widened(v)
     if narrow is None or stage.type(narrow).shape != stage.type(v).shape:
@@ -440,7 +442,7 @@ def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return out
 
 
-def _scan(stage: Stage, i: int, instr: Instr) -> None:
+def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
     x = stage.view(instr.inputs[0])
     out = stage.place(instr.outputs[0])
     tile = stage.type(instr.inputs[0]).tile
@@ -452,14 +454,14 @@ def _scan(stage: Stage, i: int, instr: Instr) -> None:
             bc.CUMULATIVE.index(OPS[instr.kind].fold),
             int(instr["reverse"]),
             tuple(n for n, _, _ in k),
-            bc.Operand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
-            bc.Operand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
+            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
+            bc.CpuOperand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
         ),
         tile,
     )
 
 
-def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
+def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
     v = instr.inputs[0]
     sink = stage.program.sinks[instr["sink"]]
     x = stage.view(v)
@@ -478,14 +480,14 @@ def _accumulate(stage: Stage, i: int, instr: Instr) -> None:
             instr["sink"],
             tuple(n for n, _, _ in kept),
             tuple(n for n, _, _ in reduced),
-            bc.Operand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
+            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
             sums=_sums(stage, instr, dense),
             sum_strides=tuple(t for _, _, t in kept),
         )
     )
 
 
-def _sums(stage: Stage, instr: Instr, strides: Sequence[int]) -> bc.Sums:
+def _sums(stage: StageLowering, instr: Instr, strides: Sequence[int]) -> bc.Sums:
     """The part of the accumulators that a ``sink`` folds into."""
     dims = instr.get("dims", ())
     return bc.Sums(*memory.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))

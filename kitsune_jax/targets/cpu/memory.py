@@ -29,7 +29,7 @@ class View:
     Broadcast, transpose, slice, rev and most reshapes give a view inside of the same memory, without an instruction.
     """
 
-    ref: bc.Ref
+    ref: bc.CpuRef
     row_stride: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,8 +38,8 @@ class View:
     def dtype(self) -> str:
         return bc.DTYPES[self.ref.dtype]
 
-    def operand(self) -> bc.Operand:
-        return bc.Operand(self.ref, self.row_stride, self.strides)
+    def operand(self) -> bc.CpuOperand:
+        return bc.CpuOperand(self.ref, self.row_stride, self.strides)
 
     def at(self, offset: int) -> View:
         """The same view, ``offset`` elements further on."""
@@ -153,7 +153,7 @@ def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = 
     ``dense``: no space between rows, so that one loop can walk rows and an inner dimension.
     """
     pitch = math.prod(shape) if dense else row_pitch(shape, bc.DTYPES[dtype_code])
-    return View(bc.Ref(bc.SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
+    return View(bc.CpuRef(bc.SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
 
 
 def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
@@ -220,29 +220,29 @@ def by_columns(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Border:
+class BorderArray:
     """An array at the program's border as memory. ``view``: where its address is linear in the row of a batch, else None. No
     streamed array has a ``view`` in a stream with an order.
     """
 
-    ref: bc.Ref
+    ref: bc.CpuRef
     axis_strides: tuple[int, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     view: View | None
 
 
-def border(program: TileProgram, array: ArrayType, space: int, number: int) -> Border:
-    ref = bc.Ref(space, number, 0, bc.DTYPE_CODE[array.dtype])
+def border(program: TileProgram, array: ArrayType, space: int, number: int) -> BorderArray:
+    ref = bc.CpuRef(space, number, 0, bc.DTYPE_CODE[array.dtype])
     dense, batch = dim_strides(array.shape), program.batch_axes
     if not array.row_strides:
-        return Border(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
+        return BorderArray(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
     shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
     row = row_stride_of(program.axes[batch:], array.row_strides[batch:])
     if program.order is not None and any(array.row_strides):
         row = None
     part = dataclasses.replace(ref, batch_strides=array.row_strides[:batch])
-    return Border(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
+    return BorderArray(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
 
 
 # --- Parts of arrays and tiles that move with the numbers of loops. They cost no instruction: the operands move -------------------
@@ -255,13 +255,13 @@ class StageMemory(Protocol):
     def program(self) -> TileProgram: ...
     @property
     def depth(self) -> int: ...
-    def input(self, number: int) -> Border: ...
-    def output(self, number: int) -> Border: ...
+    def input(self, number: int) -> BorderArray: ...
+    def output(self, number: int) -> BorderArray: ...
     def view(self, v: int) -> View: ...
     def number(self, v: int) -> tuple[int | None, int]: ...
 
 
-def border_of(stage: StageMemory, instr: Instr) -> Border:
+def border_of(stage: StageMemory, instr: Instr) -> BorderArray:
     """The part of an array that a ``load_slice`` or a ``store_slice`` names."""
     loads = instr.kind == "load_slice"
     array = (stage.program.inputs if loads else stage.program.outputs)[instr["array"]]
@@ -276,7 +276,7 @@ def border_of(stage: StageMemory, instr: Instr) -> Border:
         if whole.view is None
         else View(_moved(whole.view.ref, offset, moves), whole.view.row_stride, tuple(shape), whole.strides)
     )
-    return Border(_moved(whole.ref, offset, moves), whole.axis_strides, tuple(shape), whole.strides, view)
+    return BorderArray(_moved(whole.ref, offset, moves), whole.axis_strides, tuple(shape), whole.strides, view)
 
 
 def moves_of(
@@ -300,7 +300,7 @@ def part(stage: StageMemory, instr: Instr) -> View:
     return View(_moved(whole.ref, offset, moves), whole.row_stride, whole.shape[1:], whole.strides[1:])
 
 
-def _moved(ref: bc.Ref, offset: int, moves: Sequence[int]) -> bc.Ref:
+def _moved(ref: bc.CpuRef, offset: int, moves: Sequence[int]) -> bc.CpuRef:
     """``ref``, ``offset`` elements further on and moved by ``moves`` with the numbers of the enclosing loops."""
     strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
     return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())
@@ -320,9 +320,9 @@ def _fields(kind: str) -> dict[type, tuple[str, ...]]:
 _OPERAND_FIELDS, _ROWS_FIELDS = _fields("Operand"), _fields("Rows")
 
 
-def operands(instruction: bc.Instruction) -> list[bc.Operand]:
+def operands(instruction: bc.Instruction) -> list[bc.CpuOperand]:
     """All operands of an instruction that address tiles, without those of instructions inside a loop."""
-    if isinstance(instruction, bc.Vector):
+    if isinstance(instruction, bc.CpuVector):
         return [*instruction.loads, *instruction.stores]
     rows = [getattr(instruction, name) for name in _ROWS_FIELDS[type(instruction)]]
     own = [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
@@ -354,9 +354,9 @@ def _lives(body: Sequence[bc.Instruction], preps: Sequence[bc.Prep]) -> dict[int
         used: set[int] = set()
         for instruction in code:
             start = time
-            if isinstance(instruction, (bc.Loop, bc.Stationary)):
+            if isinstance(instruction, (bc.CpuLoop, bc.CpuStationary)):
                 inside = run(instruction.body)
-                if isinstance(instruction, bc.Loop):
+                if isinstance(instruction, bc.CpuLoop):
                     looped.append((start, time, inside))
                 used |= inside
             else:
@@ -450,25 +450,25 @@ class _Lives:
 
 
 def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[bc.Prep]) -> bc.Instruction:
-    def ref_of(ref: bc.Ref) -> bc.Ref:
+    def ref_of(ref: bc.CpuRef) -> bc.CpuRef:
         if ref.space != bc.SCRATCH:
             return ref
         base = offsets[ref.index] // ITEM_SIZE[bc.DTYPES[ref.dtype]]
         return dataclasses.replace(ref, index=0, offset=base + ref.offset)
 
-    def moved(operand: bc.Operand) -> bc.Operand:
+    def moved(operand: bc.CpuOperand) -> bc.CpuOperand:
         return operand if operand.ref.space != bc.SCRATCH else dataclasses.replace(operand, ref=ref_of(operand.ref))
 
     if isinstance(instruction, bc.Pack):
         preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=ref_of(preps[instruction.prep].source))
         return instruction
-    if isinstance(instruction, (bc.Loop, bc.Stationary)):
+    if isinstance(instruction, (bc.CpuLoop, bc.CpuStationary)):
         return dataclasses.replace(instruction, body=tuple(_rewrite(i, offsets, preps) for i in instruction.body))
-    if isinstance(instruction, bc.Vector):
+    if isinstance(instruction, bc.CpuVector):
         changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
     else:
         changes = {name: moved(getattr(instruction, name)) for name in _OPERAND_FIELDS[type(instruction)]}
         for name in _ROWS_FIELDS[type(instruction)]:
-            rows: bc.Rows = getattr(instruction, name)
+            rows: bc.CpuRows = getattr(instruction, name)
             changes[name] = dataclasses.replace(rows, x=moved(rows.x), taken=moved(rows.taken))
     return dataclasses.replace(instruction, **changes)

@@ -12,7 +12,7 @@ import dataclasses
 from kitsune_jax.program.ir import Instr, walk
 from kitsune_jax.program.passes import VIEWS
 from kitsune_jax.targets.cpu import memory, vectors
-from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type, is_pointwise
 
 _NO_ITEM = frozenset({"load", "load_slice", "pop", "row_index", "iota", "cut", "empty"})
@@ -28,7 +28,7 @@ class Item:
     touches: set[int] = dataclasses.field(default_factory=set)  # roots of the values that a group reads or makes
 
 
-def schedule(stage: Stage) -> list[Item]:
+def schedule(stage: StageLowering) -> list[Item]:
     """The items of ``stage``, in order."""
     items: list[Item] = []
     at: dict[int, int] = {}  # root -> item that makes it; absent for values from outside
@@ -56,7 +56,7 @@ def schedule(stage: Stage) -> list[Item]:
     return [item for item in items if item.ops]
 
 
-def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[int, int], direct: set[int]) -> int:
+def _join(stage: StageLowering, items: list[Item], i: int, inputs: set[int], at: dict[int, int], direct: set[int]) -> int:
     """Put pointwise instruction ``i`` into a group; returns the group's position in ``items``."""
     out = stage.body[i].outputs[0]
     loop = shape_of(stage, out)
@@ -76,7 +76,7 @@ def _join(stage: Stage, items: list[Item], i: int, inputs: set[int], at: dict[in
     return chosen
 
 
-def _sink_parts(stage: Stage, items: list[Item]) -> None:
+def _sink_parts(stage: StageLowering, items: list[Item]) -> None:
     """Move each connected part of a group into the one later group that reads it, so that values pass in registers.
 
     The operands of a moved part lie in memory that nothing overwrites. Example: the silu of a gate moves behind the second matrix
@@ -96,7 +96,7 @@ def _sink_parts(stage: Stage, items: list[Item]) -> None:
                 group_of.update(dict.fromkeys(part, target))
 
 
-def _parts(stage: Stage, item: Item) -> list[set[int]]:
+def _parts(stage: StageLowering, item: Item) -> list[set[int]]:
     """The instructions of a group as parts; instructions are connected if one reads another's result in a register."""
     parts: list[set[int]] = []
     for i in item.ops if item.loop is not None else ():
@@ -106,7 +106,7 @@ def _parts(stage: Stage, item: Item) -> list[set[int]]:
     return parts
 
 
-def emit_group(stage: Stage, ops: list[int], loop: Shape) -> None:
+def emit_group(stage: StageLowering, ops: list[int], loop: Shape) -> None:
     """Append the ``Vector`` of a group to the stage, or several where one needs too many registers."""
     saved = len(stage.code), dict(stage.views), set(stage.satisfied), len(stage.buffer_bytes)
     try:
@@ -120,7 +120,7 @@ def emit_group(stage: Stage, ops: list[int], loop: Shape) -> None:
         emit_group(stage, ops[half:], loop)
 
 
-def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
+def _emit(stage: StageLowering, ops: list[int], loop: Shape) -> None:
     builder, registers, inside = VectorBuilder(loop[1]), dict[int, int](), set(ops)
     computed: dict[int, int] = {}  # like ``registers``, but before rounding
     stored = False
@@ -148,14 +148,14 @@ def _emit(stage: Stage, ops: list[int], loop: Shape) -> None:
         stage.emit(builder.finish(), tile=loop[0])
 
 
-def _keeps_digits(stage: Stage, instr: Instr, v: int) -> bool:
+def _keeps_digits(stage: StageLowering, instr: Instr, v: int) -> bool:
     """Whether ``instr`` converts ``v`` to a wider float from its unrounded digits."""
     if instr.kind != "convert_element_type" or stage.root(v) in stage.rounded.everywhere:
         return False
     return stage.rounding.keeps_digits(stage.type(v).dtype, stage.type(instr.outputs[0]).dtype)
 
 
-def shape_of(stage: Stage, v: int) -> Shape:
+def shape_of(stage: StageLowering, v: int) -> Shape:
     return stage.type(v).tile, memory.squeezed(stage.type(v).shape)
 
 

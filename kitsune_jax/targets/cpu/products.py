@@ -16,7 +16,7 @@ from kitsune_jax.program.passes import VIEWS
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.memory import View
-from kitsune_jax.targets.cpu.stage import Stage
+from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 
 # --- Products of a tile and a stationary operand ----------------------------------------------------------------------------------
@@ -26,10 +26,10 @@ MATMUL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 _LONGEST_SIDE, _MOST_PREPARED = 1 << 26, 1 << 36
 
 
-def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
+def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
     """Emit one ``Matmul`` with its epilogue and its ``Prep``s, after a copy of x unless x lies as evenly spaced rows of contiguous
     K elements. Dimensions are ordered as x's memory; the stationary operand is packed to match."""
-    dims = _Dims.of(stage, instr)
+    dims = _DotDims.of(stage, instr)
     x, w, *bias = instr.inputs
     if stage.leaf(w) is not None:
         raise CannotLower("a matrix product with a constant")
@@ -63,7 +63,7 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
     numbers = sorted(columns)  # the dimensions of a bias, in its order
     stage.code.append(
         bc.Matmul(
-            x=bc.Operand(lies.ref, rows[0], (rows[1],)),
+            x=bc.CpuOperand(lies.ref, rows[0], (rows[1],)),
             row_multiple=math.prod(shape[d] for d in free),
             batch=math.prod(shape[d] for d in batch),
             weight=stage.prep(prep, w),
@@ -71,14 +71,14 @@ def emit_matmul(stage: Stage, i: int, instr: Instr) -> None:
             activation=bc.ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
             rounds=bc.DTYPE_CODE[instr.get("rounds", "float32")],
-            out=bc.Operand(out.ref, lines[0], (lines[1],)),
+            out=bc.CpuOperand(out.ref, lines[0], (lines[1],)),
             adds=total is not None and total.second == i,
         )
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Order:
+class _DimOrder:
     """Row dimensions of x, each list in the order of x's strides, largest first."""
 
     free: list[int]
@@ -87,7 +87,7 @@ class _Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dims:
+class _DotDims:
     """The roles of dimensions: row dimensions of x (0-based, without the row), dimensions of w, row dimensions of the result."""
 
     free: tuple[int, ...]
@@ -98,7 +98,7 @@ class _Dims:
     out_shape: tuple[int, ...]
 
     @staticmethod
-    def of(stage: Stage, instr: Instr) -> _Dims:
+    def of(stage: StageLowering, instr: Instr) -> _DotDims:
         x, w = (stage.type(v) for v in instr.inputs[:2])
         if not x.tile or w.tile:
             raise CannotLower("a matrix product of two streamed values")
@@ -113,7 +113,7 @@ class _Dims:
         if names[0] != ("x", -1):
             raise CannotLower("a matrix product whose result does not have its rows first")
         place = {name: k - 1 for k, name in enumerate(names)}
-        return _Dims(
+        return _DotDims(
             free,
             dict(zip(x_batch, w_batch, strict=True)),
             dict(zip(x_contract, w_contract, strict=True)),
@@ -122,11 +122,11 @@ class _Dims:
             stage.type(instr.outputs[0]).shape,
         )
 
-    def ordered_by(self, x: View) -> _Order:
+    def ordered_by(self, x: View) -> _DimOrder:
         def falling(dims: Sequence[int]) -> list[int]:
             return sorted(dims, key=lambda d: -x.strides[d])
 
-        return _Order(falling(self.free), falling(tuple(self.w_batch)), falling(tuple(self.w_contract)))
+        return _DimOrder(falling(self.free), falling(tuple(self.w_batch)), falling(tuple(self.w_contract)))
 
 
 def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
@@ -146,23 +146,23 @@ def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence
     return (step, batch_step) if step * size == view.row_stride else None
 
 
-def _copy_of(stage: Stage, x: int, dims: _Dims) -> tuple[View, _Order]:
+def _copy_of(stage: StageLowering, x: int, dims: _DotDims) -> tuple[View, _DimOrder]:
     """A copy of x in scratch, in the layout that the kernel reads."""
-    order = _Order(list(dims.free), list(dims.w_batch), list(dims.w_contract))
+    order = _DimOrder(list(dims.free), list(dims.w_batch), list(dims.w_contract))
     sequence = [*order.free, *order.batch, *order.contract]
     target = _scratch(stage, stage.type(x).shape, stage.type(x).dtype, sequence, len(order.free))
     stage.write(x, target)
     return target, order
 
 
-def _scratch(stage: Stage, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
+def _scratch(stage: StageLowering, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
     """Scratch of row shape ``shape`` with its dimensions in ``order``, the first ``rows`` of them evenly spaced rows."""
     lies = tuple(shape[d] for d in order)
     own = stage.scratch(lies, dtype, dense=math.prod(lies[:rows]) > 1)
     return memory.transpose(own, [order.index(d) for d in range(len(order))])
 
 
-def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
+def emit_matmul_sink(stage: StageLowering, i: int, instr: Instr) -> None:
     """Emit a weight gradient: it contracts the rows of both tiles; the accumulator has the free dimensions in the op's order."""
     x, y = instr.inputs[:2]
     if stage.type(x).dtype != stage.type(y).dtype:
@@ -198,8 +198,8 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
             batch=math.prod(lies.shape[d - 1] for d in instr["x_batch"]),
             m=m,
             n=n,
-            x=bc.Operand(vx.ref, rx[0], (rx[1],)),
-            y=bc.Operand(vy.ref, ry[0], (ry[1],)),
+            x=bc.CpuOperand(vx.ref, rx[0], (rx[1],)),
+            y=bc.CpuOperand(vy.ref, ry[0], (ry[1],)),
             product=_product(vx.ref, stage.products.gradients),
             sums=sums,
             matrices=matrices,
@@ -207,7 +207,7 @@ def emit_matmul_sink(stage: Stage, i: int, instr: Instr) -> None:
     )
 
 
-def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[bc.Sums, tuple[int, ...]]:
+def _part(stage: StageLowering, instr: Instr, m: int, n: int) -> tuple[bc.Sums, tuple[int, ...]]:
     """The part of the sink's matrices that an m x n product fills, as loop numbers cut it out, and the matrices' shape."""
     if instr.get("dims") is None:
         return bc.Sums(), ()
@@ -230,12 +230,12 @@ def _part(stage: Stage, instr: Instr, m: int, n: int) -> tuple[bc.Sums, tuple[in
     return bc.Sums(offset, moves), (height, longest * inner if side is rows else height, columns)
 
 
-def _product(ref: bc.Ref, name: str) -> int:
+def _product(ref: bc.CpuRef, name: str) -> int:
     """The index in ``PRODUCTS`` of ``name`` for operands like ``ref``; dtypes other than bfloat16 have one kind of product."""
     return bc.PRODUCTS.index(name if ref.dtype == bc.DTYPE_CODE["bfloat16"] else "best")
 
 
-def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> bc.Prep:
+def _weight(stage: StageLowering, w: View, batch: Sequence[int], contract: Sequence[int], columns: Sequence[int]) -> bc.Prep:
     def part(dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(w.shape[d] for d in dims), tuple(w.strides[d] for d in dims)
 
@@ -249,7 +249,7 @@ def _weight(stage: Stage, w: View, batch: Sequence[int], contract: Sequence[int]
     return bc.Prep(bc.WEIGHT, w.ref, w.ref.dtype, b, bs, k, ks, n, ns, _product(w.ref, stage.products.weights), _is_local(w.ref))
 
 
-def _is_local(ref: bc.Ref) -> int:
+def _is_local(ref: bc.CpuRef) -> int:
     """1 for a prep that cannot be made before the stages run, since ``ref`` is no input or moves with a loop or batch; else 0."""
     return int(ref.space != bc.IN or any(ref.loop_strides) or any(ref.batch_strides))
 
@@ -271,7 +271,7 @@ _FEW = 8  # rows of a matrix that multiplies another one in place (``small`` in 
 _TINY, _SMALL = 16, 1 << 12
 
 
-def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None:
+def emit_loop(stage: StageLowering, instr: Instr, emit: Callable[[StageLowering], None]) -> None:
     """Emit a ``Loop``; ``emit`` makes the code of its body.
 
     Carries live in scratch. The next value of a carry is written to its place at once where nothing reads the old value afterwards,
@@ -285,7 +285,7 @@ def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None
     for v in pointwise.captured(instr):
         if stage.leaf(v) is None:
             stage.view(v)
-    inside = Stage(stage.program, block.body, stage.preps, stage.products, stage.rounding, stage, block)
+    inside = StageLowering(stage.program, block.body, stage.preps, stage.products, stage.rounding, stage, block)
     places = [inside.new(v) for v in block.carries]
     for v, place in zip(instr.inputs, places, strict=True):
         maker = stage.flow.makers.get(stage.root(v))
@@ -298,7 +298,7 @@ def emit_loop(stage: Stage, instr: Instr, emit: Callable[[Stage], None]) -> None
     _store_carries(inside, block, places)
     if inside.code:
         within = _within(stage.program, instr)
-        stage.code.append(bc.Loop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
+        stage.code.append(bc.CpuLoop(instr["count"], int(instr.get("reverse", False)), within, tuple(inside.code)))
     stage.views.update(zip(instr.outputs, places, strict=True))
 
 
@@ -313,7 +313,7 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
     return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which)
 
 
-def _written_at_once(stage: Stage, block: Block) -> list[int]:
+def _written_at_once(stage: StageLowering, block: Block) -> list[int]:
     """The carries whose old value is no longer read when the next one is written to their place."""
     items = pointwise.schedule(stage)
     where = {i: k for k, item in enumerate(items) for i in item.ops}
@@ -336,7 +336,7 @@ def _written_at_once(stage: Stage, block: Block) -> list[int]:
     return [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
 
 
-def _store_carries(stage: Stage, block: Block, places: Sequence[View]) -> None:
+def _store_carries(stage: StageLowering, block: Block, places: Sequence[View]) -> None:
     """Copy each result to its carry's place unless it is there. A result in another carry's place is copied out of it first."""
     homes = {place.ref.index for place in places}
     moves = []
@@ -358,7 +358,7 @@ def _store_carries(stage: Stage, block: Block, places: Sequence[View]) -> None:
             stage.copy(lies, place)
 
 
-def emit_paste(stage: Stage, i: int, instr: Instr) -> None:
+def emit_paste(stage: StageLowering, i: int, instr: Instr) -> None:
     """Write a part of a carry in place: nothing else reads or writes the carry."""
     x, part, _ = instr.inputs
     stage.views[instr.outputs[0]] = stage.view(x)
@@ -366,7 +366,7 @@ def emit_paste(stage: Stage, i: int, instr: Instr) -> None:
         stage.write(part, memory.part(stage, instr))
 
 
-def emit_dot(stage: Stage, i: int, instr: Instr) -> None:
+def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
     x, y = instr.inputs
     t, u, result = stage.type(x), stage.type(y), stage.type(instr.outputs[0])
     if t.dtype != u.dtype or not t.dtype.startswith(("float", "bfloat")):
@@ -404,9 +404,9 @@ def emit_dot(stage: Stage, i: int, instr: Instr) -> None:
     strides = _strides(out, groups)
     assert strides is not None
     b, n = (math.prod(vy.shape[d] for d in dims) for dims in of_y[:2])
-    x_ = bc.Operand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
-    y_ = bc.Operand(vy.ref, vy.row_stride, sy)
-    stage.code.append(bc.Dot(b, m, n, k, x_, y_, bc.Operand(out.ref, out.row_stride, strides[:2])))
+    x_ = bc.CpuOperand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
+    y_ = bc.CpuOperand(vy.ref, vy.row_stride, sy)
+    stage.code.append(bc.Dot(b, m, n, k, x_, y_, bc.CpuOperand(out.ref, out.row_stride, strides[:2])))
 
 
 def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
@@ -434,7 +434,7 @@ def _strides(view: View, groups: Groups) -> tuple[int, ...] | None:
     return None if None in found else tuple(s for s in found if s is not None)
 
 
-def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, tuple[int, ...]]:
+def _matrices(stage: StageLowering, v: int, groups: Groups, dense: bool) -> tuple[View, tuple[int, ...]]:
     """``v`` with one stride for each group, the last of them 1 if ``dense``; a copy where it lies otherwise."""
     view = stage.view(v)
     strides = _strides(view, groups)
@@ -446,7 +446,7 @@ def _matrices(stage: Stage, v: int, groups: Groups, dense: bool) -> tuple[View, 
     return view, strides
 
 
-def _multiply_and_sum(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
+def _multiply_and_sum(stage: StageLowering, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
     """Emit a product of vectors, or of a matrix and a vector, as elementwise products and their sums."""
     (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y)) = sides
     vx, vy = stage.view(x), stage.view(y)
@@ -466,5 +466,5 @@ def _multiply_and_sum(stage: Stage, instr: Instr, sides: tuple[tuple[int, Groups
     builder.store(products, builder.micro("mul", wide, a, b))
     stage.code.append(builder.finish())
     out = stage.place(instr.outputs[0])
-    over = bc.Operand(products.ref, products.row_stride, products.strides)
+    over = bc.CpuOperand(products.ref, products.row_stride, products.strides)
     stage.code.append(bc.Reduce(bc.REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

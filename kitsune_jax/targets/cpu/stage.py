@@ -21,7 +21,7 @@ from kitsune_jax.program.passes import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
 from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, taken_dots, taken_sums
-from kitsune_jax.targets.cpu.memory import ITEM_SIZE, Border, View, border
+from kitsune_jax.targets.cpu.memory import ITEM_SIZE, BorderArray, View, border
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
 _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
@@ -38,7 +38,7 @@ class Leaf:
     loop: int | None = None
 
 
-class Stage:
+class StageLowering:
     """``around``: the stage of the code around ``block``, a loop's body, which shares its values and buffers."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Stage:
         preps: list[bc.Prep],
         products: bc.Products,
         rounding: Rounding,
-        around: Stage | None = None,
+        around: StageLowering | None = None,
         block: Block | None = None,
     ):
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
@@ -138,15 +138,15 @@ class Stage:
         self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * (self.program.tile_rows if tile else 1))
         return view if tile else dataclasses.replace(view, row_stride=0)
 
-    def input(self, number: int) -> Border:
+    def input(self, number: int) -> BorderArray:
         return border(self.program, self.program.inputs[number], bc.IN, number)
 
-    def output(self, number: int) -> Border:
+    def output(self, number: int) -> BorderArray:
         return border(self.program, self.program.outputs[number], bc.OUT, number)
 
     def queue(self, number: int) -> View:
         t = self.program.queues[number].tile
-        ref = bc.Ref(bc.QUEUE, number, 0, bc.DTYPE_CODE[t.dtype])
+        ref = bc.CpuRef(bc.QUEUE, number, 0, bc.DTYPE_CODE[t.dtype])
         return View(ref, memory.row_pitch(t.shape, t.dtype), t.shape, dim_strides(t.shape))
 
     def prep(self, prep: bc.Prep, v: int) -> int:
@@ -192,7 +192,7 @@ class Stage:
             return self._structural_view(instr)
         raise AssertionError(f"{instr.kind} has not been computed yet")
 
-    def _gather(self, source: Border, r: int) -> View:
+    def _gather(self, source: BorderArray, r: int) -> View:
         tile = self.place(r)
         self.code.append(bc.StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
         return tile
@@ -261,7 +261,7 @@ class Stage:
         if self.program.order is None:
             return builder.index(0, divisor, modulus, kind)
         zeros = (0,) * len(builder.extents)
-        order = View(bc.Ref(bc.IN, self.program.order, 0, bc.DTYPE_CODE["int32"]), 1, builder.extents, zeros)
+        order = View(bc.CpuRef(bc.IN, self.program.order, 0, bc.DTYPE_CODE["int32"]), 1, builder.extents, zeros)
         x = builder.convert(builder.load(order), "int32", kind)
         if divisor > 1:
             x = builder.micro("div", kind, x, builder.const(divisor, kind))
@@ -307,7 +307,7 @@ class Stage:
 
     def emit(self, instruction: bc.Instruction, tile: bool) -> None:
         """Append an instruction, which runs on one row if it is not of a tile."""
-        self.code.append(instruction if tile else bc.Stationary((instruction,)))
+        self.code.append(instruction if tile else bc.CpuStationary((instruction,)))
 
     def wanted(self, r: int) -> list[tuple[Use, View | None]]:
         """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) that it wants, if any."""

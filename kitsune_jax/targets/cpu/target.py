@@ -86,7 +86,7 @@ def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Code:
+class _CallCode:
     """The code of a call (``lower.generate``), and its modelled seconds."""
 
     words: np.ndarray
@@ -133,7 +133,7 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
 
     def generate(self, program: Program, plans: Sequence[CpuPlan], title: str, ahead: Ahead | None = None) -> Any:
         words = generate(program, title, [Products(*plan.products) for plan in plans], xla.rounding_at_hand())
-        return _Code(words, sum(plan.seconds for plan in plans))
+        return _CallCode(words, sum(plan.seconds for plan in plans))
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return call.call(code.words, args, out_avals, code.seconds)

@@ -19,7 +19,7 @@ from kitsune_jax.ops.pointwise import Words, element
 from kitsune_jax.ops.spec import NARROW, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, Micro, Operand, Vector
+from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, CpuOperand, CpuVector, Micro
 from kitsune_jax.targets.cpu.memory import View
 
 # --- Building a vector program ----------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def compute_type(dtype: str) -> str:
 
 
 @dataclasses.dataclass
-class _Node:
+class _MicroOperation:
     """A micro-operation in SSA form. ``args``: SSA numbers of the registers it reads; ``dst``: its own number, -1 for stores."""
 
     op: str
@@ -53,13 +53,13 @@ class VectorBuilder:
 
     def __init__(self, extents: tuple[int, ...]):
         self.extents = extents
-        self._nodes: list[_Node] = []
+        self._nodes: list[_MicroOperation] = []
         self._loads: list[tuple[View, tuple[int, ...]]] = []
         self._stores: list[tuple[View, tuple[int, ...]]] = []
         self._known: dict[object, int] = {}
         self._next = 0
 
-    def _define(self, key: object, node: _Node) -> int:
+    def _define(self, key: object, node: _MicroOperation) -> int:
         """The number of ``node``, or of the earlier node with the same ``key``."""
         if key not in self._known:
             node.dst = self._known[key] = self._next
@@ -79,36 +79,38 @@ class VectorBuilder:
         key = ("load", view.ref, view.row_stride, item[1])
         if key not in self._known:
             self._loads.append(item)
-        return self._define(key, _Node("load", compute_type(view.dtype), -1, operand=len(self._loads) - 1))
+        return self._define(key, _MicroOperation("load", compute_type(view.dtype), -1, operand=len(self._loads) - 1))
 
     def const(self, value: Scalar, dtype: str) -> int:
         kind = compute_type(dtype)
-        return self._define(("const", kind, repr(value)), _Node("const", kind, -1, imm=immediate(value, kind)))
+        return self._define(("const", kind, repr(value)), _MicroOperation("const", kind, -1, imm=immediate(value, kind)))
 
     def index(self, dim: int, divisor: int, modulus: int, dtype: str) -> int:
         """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``,
         and -1.. are the numbers of the enclosing loops."""
         kind = dtype if dtype in ("int32", "uint32", "int64") else "int64"
-        position = self._define(("index", dim, divisor, modulus, kind), _Node("index", kind, -1, index=(dim, divisor, modulus)))
+        position = self._define(
+            ("index", dim, divisor, modulus, kind), _MicroOperation("index", kind, -1, index=(dim, divisor, modulus))
+        )
         return position if kind == dtype else self.rounded(self.convert(position, kind, compute_type(dtype)), dtype)
 
     def convert(self, x: int, from_type: str, to: str) -> int:
         if from_type == to:
             return x
-        return self._define(("convert", x, to), _Node("convert", to, -1, (x,), from_type=from_type))
+        return self._define(("convert", x, to), _MicroOperation("convert", to, -1, (x,), from_type=from_type))
 
     def rounded(self, x: int, dtype: str) -> int:
         """``x`` rounded to ``dtype`` where that is a 16-bit float, which has no register type of its own."""
         return self.micro(f"to_{dtype}", "float32", x) if dtype in NARROW else x
 
     def micro(self, op: str, kind: str, *args: int, from_type: str = "bool", imm: tuple[float, ...] = ()) -> int:
-        return self._define((op, kind, args, imm), _Node(op, kind, -1, args, from_type=from_type, imm=imm))
+        return self._define((op, kind, args, imm), _MicroOperation(op, kind, -1, args, from_type=from_type, imm=imm))
 
     def store(self, view: View, x: int) -> None:
         self._stores.append((view, self._strides(view)))
-        self._nodes.append(_Node("store", compute_type(view.dtype), -1, (x,), operand=len(self._stores) - 1))
+        self._nodes.append(_MicroOperation("store", compute_type(view.dtype), -1, (x,), operand=len(self._stores) - 1))
 
-    def finish(self) -> Vector:
+    def finish(self) -> CpuVector:
         """The instruction. Raises ``TooManyRegisters``, and ``CannotLower`` for more loop dimensions than the format has."""
         self._move_bits()
         indexed = any(n.op == "index" for n in self._nodes)
@@ -118,16 +120,16 @@ class VectorBuilder:
             raise CannotLower(f"a loop over more than {MAX_LOOP_DIMS - 1} dimensions of a tile")
         extents = tuple(_extent(self.extents, g) for g in groups)
 
-        def operand(view: View, strides: tuple[int, ...]) -> Operand:
+        def operand(view: View, strides: tuple[int, ...]) -> CpuOperand:
             inner = tuple(strides[g[-1]] for g in groups)
-            return Operand(view.ref, view.row_stride, inner or (view.row_stride,))
+            return CpuOperand(view.ref, view.row_stride, inner or (view.row_stride,))
 
         loads = tuple(operand(v, s) for v, s in self._loads)
         stores = tuple(operand(v, s) for v, s in self._stores)
         if not extents:  # one element per row: an inner loop of extent 1 that merges with the rows
             extents = (1,)
         collapse = not indexed and all(o.row_stride == extents[0] * o.strides[0] for o in (*loads, *stores))
-        return Vector(extents, int(collapse), loads, stores, tuple(self._allocate(groups)))
+        return CpuVector(extents, int(collapse), loads, stores, tuple(self._allocate(groups)))
 
     def _move_bits(self) -> None:
         """Load and store the bits of 16-bit floats as integers, where the program only selects among and copies floats in scratch:
@@ -175,7 +177,7 @@ class VectorBuilder:
             free.extend(at[x] for x in dict.fromkeys(node.args) if last[x] == i)
         return code
 
-    def _encode(self, node: _Node, at: dict[int, int], groups: Sequence[Sequence[int]]) -> Micro:
+    def _encode(self, node: _MicroOperation, at: dict[int, int], groups: Sequence[Sequence[int]]) -> Micro:
         args = [at[x] for x in node.args]
         dst = at.get(node.dst, 0)
         if node.op == "load":

@@ -236,7 +236,7 @@ def _assemble(call: Program, found: list[Layout], name: str, fetch: Fetch | None
     results = range(call.operands, call.operands + call.results)
     kept = [n for n in filled if n not in results]
     buffers = _Buffers(call, found, [*results, *kept], filled, fetch)
-    workspace = _Workspace(call, found, [n for n in range(results.stop, len(call.arrays)) if n not in kept])
+    workspace = _PhasesWorkspace(call, found, [n for n in range(results.stop, len(call.arrays)) if n not in kept])
     grid, shares = _shares(call, found)
     grid = grid if fetch is None else fetch.grid(grid, max(at.a.ctas for at in found))
     where = {n: Source(b) for n, b in buffers.of_array.items()}
@@ -330,7 +330,7 @@ def _bytes(array: Array) -> int:
     return math.prod(array.shape) * pointwise.ITEM_SIZE[array.dtype]
 
 
-class _Workspace:
+class _PhasesWorkspace:
     """Offsets in the workspace: ``heads``, the counters of each part; ``rest``, its other memory (minus the size of its counters,
     as the part's offsets count from these); ``arrays`` between parts."""
 

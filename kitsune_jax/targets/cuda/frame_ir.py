@@ -171,7 +171,7 @@ class LoadStreamed(ir.Node):
     runs: tuple[tuple[int, int, int], ...]
 
 
-class Blocks(ir.Node):
+class WeightBlocks(ir.Node):
     """The weights of the ``count`` iterations of a loop, or of no loop (``count`` is 1). ``places``: (operand, offset of the first
     iteration's within a batch, bytes from one iteration to the next). ``runs``: (operand, chunks, bytes of a chunk) of an
     iteration. ``seen``, ``which``: as in ``CountedLoop``."""
@@ -191,7 +191,7 @@ class LoadBlocks(ir.Node):
     groups: tuple[tuple[int, int], ...]
     axes: tuple[tuple[int, int], ...]
     seen: tuple[ir.SeenBlocks, ...]
-    parts: tuple[Blocks, ...]
+    parts: tuple[WeightBlocks, ...]
 
 
 class StageCode(ir.Node):

@@ -81,7 +81,7 @@ def ring(queue: int, depth: int) -> Constant:
     return Constant("ring", queue, f"queue{queue}", f"Ring<{depth}> (Header::*{{}})[kLanes]", "Header")
 
 
-class Vector(Node):
+class StationaryVector(Node):
     """A word of a stage's stationary vectors: ``offset`` words into group ``group`` of them. The layout replaces it by a
     Constant."""
 
@@ -92,7 +92,7 @@ class Vector(Node):
 class Address(Node):
     """The start of a stationary vector. ``slab``, ``layer``: words from the part of one slab, or layer, to that of the next."""
 
-    at: Vector | Constant
+    at: StationaryVector | Constant
     slab: int = 0
     layer: int = 0
 
@@ -276,11 +276,11 @@ class SingleColumn(Node):
 # --- Loops over the blocks of a tile: steps on elements, after ``stage/chunks.py`` ------------------------------------------------
 
 
-class Step(Node):
+class BlockStep(Node):
     """A step for a block, or for an element of it."""
 
 
-class MaskWords(Step):
+class MaskWords(BlockStep):
     """Before the loop: load all words of a mask's image."""
 
     ref: Ref
@@ -288,7 +288,7 @@ class MaskWords(Step):
     width: int
 
 
-class ArrayBlock(Step):
+class ArrayBlock(BlockStep):
     """Once per block: load a thread's columns of both rows. ``slab``: columns of a slab, if the value is one, of ``groups``."""
 
     ref: Ref
@@ -298,21 +298,21 @@ class ArrayBlock(Step):
     groups: int = 1
 
 
-class VectorBlock(Step):
+class VectorBlock(BlockStep):
     ref: Ref
     address: Address
     dtype: str
     shift: int
 
 
-class ImageBlock(Step):
+class ImageBlock(BlockStep):
     ref: Ref
     image: Ref
     form: str
     shift: int
 
 
-class Let(Step):
+class Let(BlockStep):
     """Per element: ``ref`` is the value of ``expr``. ``dtype``: None for a column's index from a vector."""
 
     ref: Ref
@@ -320,7 +320,7 @@ class Let(Step):
     expr: Expr
 
 
-class Put(Step):
+class Put(BlockStep):
     """Per element: pass ``x`` to ``action``; with ``pair``, x is a packed pair of elements. ``columns``: if fewer than the loop's,
     the elements beyond are zero, or are not folded."""
 
@@ -338,7 +338,7 @@ class BlockLoop(Node):
     width: int
     first: int
     last: int
-    steps: tuple[Step, ...]
+    steps: tuple[BlockStep, ...]
     reads: tuple[Ref, ...]
 
 

@@ -383,7 +383,7 @@ def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...
 
     def change(x: Any) -> Any:
         match x:
-            case ir.Vector(group, offset):
+            case ir.StationaryVector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
             case ir.Resident(weight, offset, _, _):
@@ -512,7 +512,7 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
         raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
     inner = {a: math.prod(program.axes[a + 1 : program.batch_axes]) for a in range(program.batch_axes)}
     axes = tuple((inner[a], n) for a, n in slices[0].axes)
-    parts, sizes, known = list[frame.Blocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
+    parts, sizes, known = list[frame.WeightBlocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
     for loop, fetches in stage.loops:
         chunks = []
         for i in fetches:
@@ -530,7 +530,7 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
             sizes |= {group: sizes.get(group, 0) + count * size for group, size in each.items()}
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
-        parts.append(frame.Blocks(count, places, tuple(runs), *seen))
+        parts.append(frame.WeightBlocks(count, places, tuple(runs), *seen))
     found = tuple(node for node in _with_places(at, s, stage.lowered.prologue) if isinstance(node, ir.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 

@@ -149,7 +149,7 @@ _NAME = "region"  # of every compiled kernel: the line of the user's source woul
 
 
 @dataclasses.dataclass(frozen=True)
-class Code:
+class KernelCode:
     """A compiled kernel. ``image``: a cubin or PTX for ``arch``, or a shared library for the emulator."""
 
     kernel: Kernel
@@ -226,7 +226,7 @@ def fit_in_one_kernel(program: Program, plans: Sequence[GpuPlan]) -> tuple[GpuPl
     return reason
 
 
-def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str, ahead: Ahead | None = None) -> Code:
+def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str, ahead: Ahead | None = None) -> KernelCode:
     """The compiled kernel of ``program``, which prefetches ``ahead``. Raises ``CannotLower``, ``InvalidProgram``, and
     ``CompileError`` with the compiler's log."""
     fetch = None if ahead is None else Fetch.of(ahead)
@@ -235,11 +235,11 @@ def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str,
         raise InvalidProgram(wrong)
     if target == "emulator":
         sm = made.launch[1]
-        return Code(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)
+        return KernelCode(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)
     arch = runtime.arch()
     compiled = compile.cubin(made.source, arch)
     _check_registers(made, compiled)
-    return Code(made, compiled.cubin, arch, name)
+    return KernelCode(made, compiled.cubin, arch, name)
 
 
 def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
@@ -264,7 +264,7 @@ def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, fetc
 
 def call(
     target: str,
-    code: Code,
+    code: KernelCode,
     program: Program,
     args: Sequence[Any],
     out_avals: Sequence[Any],
@@ -282,7 +282,7 @@ def call(
     operands = [args[k] for k in kernel.inputs]
     for part, packed in zip(program.parts, kernel.packed, strict=True):
         given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes the array
-        operands += _packed_args(packed, _Stationary(packed.program, given, evaluate))
+        operands += _packed_args(packed, _StationaryValues(packed.program, given, evaluate))
     own = [_compat.aval_like(a, a.shape, np.float32) if k in kernel.widened else a for k, a in enumerate(out_avals)]
     results = [*own, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
     aliases = {len(operands) + k: result for k, (result, _) in enumerate(kernel.filled)}
@@ -304,7 +304,7 @@ def call(
     return found
 
 
-def _packed_args(packed: Packed, stationary: _Stationary) -> list[Any]:
+def _packed_args(packed: Packed, stationary: _StationaryValues) -> list[Any]:
     """The packed operands of a part."""
     found: list[Any] = []
     for group, order in zip(packed.weights, packed.order, strict=True):
@@ -315,7 +315,7 @@ def _packed_args(packed: Packed, stationary: _Stationary) -> list[Any]:
     return found + [stationary.value(v) for v in packed.tables]
 
 
-class _Stationary:
+class _StationaryValues:
     """Values of a tile program that do not stream, each computed once, before the call."""
 
     def __init__(self, program: TileProgram, args: Sequence[Any], evaluate: Callable[[int, Sequence[Any]], Any]):

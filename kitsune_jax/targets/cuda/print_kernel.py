@@ -285,7 +285,7 @@ def _blocks(at: Spelling, code: LoadBlocks) -> list[str]:
     return [*lines, "}"]
 
 
-def _part(part: frame.Blocks) -> list[str]:
+def _part(part: frame.WeightBlocks) -> list[str]:
     """The loader's code for the weights of a loop, whose iterations are adjacent in memory."""
     calls = [f"stream_weights(weights, next, from{group}, {chunks}, {size});" for group, chunks, size in part.runs]
     if part.seen is None:

@@ -108,7 +108,7 @@ class Spelling:
         return f"to_word({name(runs)}.inside[h] ? {type_}({x}) : {self.expression(ir.Identity(how, dtype))})"
 
     def block_loop(self, loop: BlockLoop) -> list[str]:
-        return _Loop(self, loop).lines()
+        return _PrintedLoop(self, loop).lines()
 
 
 def _block(shift: int) -> str:
@@ -151,7 +151,7 @@ def _offset(rows: ir.Rows) -> str:
     return f"[](int column) {{ return {' + '.join(terms)}; }}"
 
 
-class _Loop:
+class _PrintedLoop:
     def __init__(self, spelling: Spelling, loop: BlockLoop):
         self.spelling, self.loop = spelling, loop
         self.pairs = tiles.owned(loop.width)  # pairs of elements of a thread in a block
@@ -181,7 +181,7 @@ class _Loop:
     def _first_column(self, shift: int = 0) -> str:
         return f"first_column<{self.loop.width}>(lane, {f'b - {shift}' if shift else 'b'})"
 
-    def _fetch(self, step: ir.Step) -> None:
+    def _fetch(self, step: ir.BlockStep) -> None:
         owned = self.pairs
         match step:
             case ir.MaskWords(ref, image, width):

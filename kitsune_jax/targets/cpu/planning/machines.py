@@ -17,7 +17,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import Access
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, ProgramContext
 from kitsune_jax.targets.cpu.call import FlopCounts
-from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, RowKernels, Steps, fused
+from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, LoopStepCosts, RowKernels, fused
 from kitsune_jax.targets.cpu.profile import profile as shipped
 from kitsune_jax.targets.cpu.profile import store, xla
 from kitsune_jax.targets.cpu.profile.kernels import ACCESSED, DEPTHS, SHORT, SMALL_PRODUCTS, TILE, WIDTHS
@@ -59,7 +59,7 @@ class CpuProgramContext(ProgramContext):
     """
 
     fresh_bytes: int = FAULT_THRESHOLD
-    steps: Steps | None = None
+    steps: LoopStepCosts | None = None
     row_kernels: RowKernels = RowKernels()
     flop_counts: FlopCounts = FlopCounts()
     unwritten: frozenset[int] = frozenset()

@@ -21,8 +21,8 @@ from kitsune_jax.planning.cost import (
     GATHER,
     ROOTS,
     SCATTER,
-    Kernel,
     RegionCost,
+    XlaKernel,
     between_kernels,
     folded_into,
     itemsize,
@@ -35,8 +35,8 @@ from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.planning.xla_kernels import (
     FAMILIES,
+    LoopStepCosts,
     RowKernels,
-    Steps,
     hashes,
     instructions,
     is_function,
@@ -114,7 +114,7 @@ def _is_fused(graph: Graph, op: Op) -> bool:
     return all(graph.values[v].dtype in _COMPUTED for v in (*op.inputs, *op.outputs))
 
 
-def reduction_seconds(cost: CpuCost, kernel: Kernel, root: int, moved: int) -> float:
+def reduction_seconds(cost: CpuCost, kernel: XlaKernel, root: int, moved: int) -> float:
     """Seconds of the reduction ``root`` with all other ops of its ``kernel``, which moves ``moved`` bytes within the caches. All
     threads share a reduction tile by tile; each fused operation is a pass over a tile in cache. A sum's square is free."""
     times, graph, op = cost.times, cost.graph, cost.graph.ops[root]
@@ -154,7 +154,7 @@ def _square(cost: CpuCost, op: Op, ops: Collection[int]) -> int | None:
     return i if power or made.kind == "square" or made.kind == "mul" and made.inputs[0] == made.inputs[1] else None
 
 
-def library_reduction(cost: CpuCost, kernel: Kernel) -> int | None:
+def library_reduction(cost: CpuCost, kernel: XlaKernel) -> int | None:
     """The only reduction of ``kernel``, if the library computes it; else None."""
     found = [i for i in kernel.ops if cost.family(i) == "reduce"]
     (root, *others) = found or [-1]
@@ -212,12 +212,12 @@ def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuPr
     return baseline(CpuCost(graph, left_region(graph, ops), machine, program=program))[0]
 
 
-def _kernels_of(cost: CpuCost) -> list[Kernel]:
+def _kernels_of(cost: CpuCost) -> list[XlaKernel]:
     return kernels_of(cost, folded_into(cost, _FOLDED))
 
 
 def _kernels_seconds(
-    cost: CpuCost, kernels: Sequence[Kernel], steps: Steps | None = None, slices: Collection[int] = ()
+    cost: CpuCost, kernels: Sequence[XlaKernel], steps: LoopStepCosts | None = None, slices: Collection[int] = ()
 ) -> tuple[float, int]:
     """(seconds, bytes moved). ``steps``: set for kernels of a loop's body; ``slices``: the body's slices of arrays."""
     moved = [k.moved(cost) for k in kernels]
@@ -269,7 +269,7 @@ def fault_seconds(cost: CpuCost, outputs: Iterable[int], bandwidth: float) -> fl
     return sum(cost.bytes(v) for v in outputs if cost.bytes(v) > _kept_bytes(cost)) / bandwidth
 
 
-def _kernel_seconds(cost: CpuCost, kernel: Kernel, moved: int, steps: Steps | None, slices: Collection[int]) -> float:
+def _kernel_seconds(cost: CpuCost, kernel: XlaKernel, moved: int, steps: LoopStepCosts | None, slices: Collection[int]) -> float:
     """``moved``: bytes that the kernel reads and writes. ``steps``: set in a step of a loop. Its kernels without products have one
     thread (up to 16 MB were tried), are called instead of scheduled, and find the last step's arrays in the caches, except slices
     of the loop's arrays, which products copy first."""
@@ -329,7 +329,7 @@ def _size(cost: CpuCost, i: int) -> int:
     return cost.graph.values[cost.graph.ops[i].outputs[0]].size
 
 
-def _is_in_place(cost: CpuCost, kernel: Kernel) -> bool:
+def _is_in_place(cost: CpuCost, kernel: XlaKernel) -> bool:
     """Whether a scatter folds into an array in place: a carry of a loop, or another kernel's result. XLA copies any other first."""
     if kernel.into is None:
         return False
@@ -418,7 +418,7 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     return copied + times.xla_dot(lhs.dtype, m, k, n, form, apart * batch)
 
 
-def _looped_products(cost: CpuCost, products: Sequence[int], steps: Steps, shared: float) -> float:
+def _looped_products(cost: CpuCost, products: Sequence[int], steps: LoopStepCosts, shared: float) -> float:
     """Seconds of a kernel of products in a step of a loop. ``shared``: its seconds where the library shares it out.
 
     One thread copies operands into the product's order: with keys of 256 x 4 heads of 32 for each of 4 a step took 30 to 35 us, and
@@ -455,7 +455,7 @@ def _needs_copy(cost: CpuCost, op: Op, side: int) -> bool:
     return v not in cost.producer or cost.graph.ops[cost.producer[v]].kind == "dynamic_update_slice"
 
 
-def _fault_seconds(cost: CpuCost, kernels: list[Kernel]) -> float:
+def _fault_seconds(cost: CpuCost, kernels: list[XlaKernel]) -> float:
     """Seconds of the first touch of XLA's temporaries, which share one block as large as the most that is alive at once.
 
     Temporaries that fit into the result buffers lie there first, and a loop without a matmul or a reduction reuses a dead operand.

@@ -212,7 +212,7 @@ _SCALAR_SECONDS, _OF_MATRICES = 3.3e-9, 1.5e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Steps:
+class LoopStepCosts:
     """The start of the kernels in a step of a loop. ``compiled``: XLA compiles the loop to one function, because a library
     multiplies or reduces nothing in its body: a step starts nothing, and products are loops of one thread. An interpreted loop
     calls each of its kernels in each step. ``kernel``: seconds to start a kernel without products."""
@@ -229,10 +229,10 @@ class Steps:
         return (_TINY_SECONDS if tiny else _CALLED_SECONDS) + terms * _CALLED_PER_TERM
 
 
-def steps_of(body: Graph, profile: Profile) -> Steps:
+def steps_of(body: Graph, profile: Profile) -> LoopStepCosts:
     """How XLA runs the steps of the loop with this ``body``, including inner loops."""
     compiled = not _calls_library(body)
-    return Steps(compiled, profile.seconds("xla/while") if compiled else _KERNEL_SECONDS)
+    return LoopStepCosts(compiled, profile.seconds("xla/while") if compiled else _KERNEL_SECONDS)
 
 
 def _calls_library(body: Graph) -> bool:

@@ -328,28 +328,28 @@ def layers(rows: int, width: int, depth: int) -> np.ndarray:
     """The words of ``x @ w0 @ w1 ...``, ``rows`` x ``width``, in tiles of 96 rows."""
     tile = min(TILE, rows)
     weights = tuple(
-        bc.Prep(bc.WEIGHT, bc.Ref(bc.IN, 1 + k, 0, _F32), _F32, (), (), (width,), (width,), (width,), (1,)) for k in range(depth)
+        bc.Prep(bc.WEIGHT, bc.CpuRef(bc.IN, 1 + k, 0, _F32), _F32, (), (), (width,), (width,), (width,), (1,)) for k in range(depth)
     )
 
-    def operand(k: int) -> bc.Operand:  # the input of layer k; intermediate results alternate between two tiles of scratch
+    def operand(k: int) -> bc.CpuOperand:  # the input of layer k; intermediate results alternate between two tiles of scratch
         if k in (0, depth):
-            return bc.Operand(bc.Ref(bc.IN if k == 0 else bc.OUT, 0, 0, _F32), width, (0,))
-        return bc.Operand(bc.Ref(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
+            return bc.CpuOperand(bc.CpuRef(bc.IN if k == 0 else bc.OUT, 0, 0, _F32), width, (0,))
+        return bc.CpuOperand(bc.CpuRef(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
 
     products = tuple(bc.Matmul(operand(k), 1, 1, k, -1, 0, operand(k + 1)) for k in range(depth))
     return encode(
-        bc.Program(
+        bc.CpuProgram(
             name="profile",
             axes=(rows,),
             batch_axes=0,
             tile_rows=tile,
             workers=-(-rows // TILE),
-            inputs=(bc.Array(_F32, rows * width), *[bc.Array(_F32, width * width)] * depth),
-            outputs=(bc.Array(_F32, rows * width),),
+            inputs=(bc.CpuArray(_F32, rows * width), *[bc.CpuArray(_F32, width * width)] * depth),
+            outputs=(bc.CpuArray(_F32, rows * width),),
             preps=weights,
             sinks=(),
             queues=(),
-            stages=(bc.Stage("layers", 2 * tile * width * 4, products),),
+            stages=(bc.CpuStage("layers", 2 * tile * width * 4, products),),
         )
     )
 

@@ -169,13 +169,13 @@ _SUFFIX = ".profile.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundProfile:
     profile: Profile
     notes: tuple[str, ...]
 
 
 _lock = threading.Lock()
-_known: dict[tuple[int, str], _Found] = {}
+_known: dict[tuple[int, str], _FoundProfile] = {}
 
 
 def _after_fork() -> None:
@@ -201,11 +201,11 @@ def notes() -> tuple[str, ...]:
     return _found().notes
 
 
-def _found() -> _Found:
+def _found() -> _FoundProfile:
     name, workers = config.profile(), config.num_threads()
     if name:
         name = name if "-" in name else f"{name}-{workers}"
-        return _Found(profiles.shipped(name), (f"planned for the shipped profile {name}, as KITSUNE_PROFILE says",))
+        return _FoundProfile(profiles.shipped(name), (f"planned for the shipped profile {name}, as KITSUNE_PROFILE says",))
     asked = (workers, call.isa())
     found = _known.get(asked)
     if found is None:
@@ -216,7 +216,7 @@ def _found() -> _Found:
     return found
 
 
-def _agree_on_profile(workers: int) -> _Found:
+def _agree_on_profile(workers: int) -> _FoundProfile:
     """The profile of this process; in a distributed program, of its first process."""
     client = _compat.distributed_client()
     if client is None:
@@ -230,30 +230,30 @@ def _agree_on_profile(workers: int) -> _Found:
             return found
         text, told = json.loads(store.blocking_key_value_get(where, _WAIT_MS))
         profile = Profile.from_json(text)
-        return _Found(profile, (*told, "planned with the profile of process 0, so that all processes have the same plan"))
+        return _FoundProfile(profile, (*told, "planned with the profile of process 0, so that all processes have the same plan"))
     except Exception as error:  # the coordinator's own errors, or a process 0 that never plans
         family = shipped_name(workers)
         why = f"the processes could not agree on one ({error})"
-        return _Found(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _FoundProfile(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
 
 
 _WAIT_MS = 120_000
 _MEASURING = ("kernels", "xla", "store")
 
 
-def _local_profile(workers: int) -> _Found:
+def _local_profile(workers: int) -> _FoundProfile:
     family = shipped_name(workers)
     extension = call.extension()
     if extension is None or not _compat.has_cpu_backend():
         why = "the CPU extension is missing" if extension is None else "JAX has no CPU backend here"
-        return _Found(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _FoundProfile(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
     try:
-        return _Found(stored(workers), ())
+        return _FoundProfile(stored(workers), ())
     except Disturbed as why:
         if why.profile is not None:
-            return _Found(why.profile, (f"planned with a measurement that is not kept: {why}",))
+            return _FoundProfile(why.profile, (f"planned with a measurement that is not kept: {why}",))
         config.logger.info("the shipped profile %s is used: %s", family, why)
-        return _Found(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _FoundProfile(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
 
 
 def shipped_name(workers: int) -> str:

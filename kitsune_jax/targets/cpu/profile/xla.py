@@ -123,7 +123,7 @@ PROGRAMS_IN_CHAIN: dict[str, Function] = {"tanh": _functions_in_chain, "gelu": _
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class _MeasuredProgram:
     key: str
     function: Function
     shapes: tuple[tuple[tuple[int, ...], str], ...]
@@ -174,7 +174,7 @@ def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, 
     return found
 
 
-def _lowered(program: _Program, device: Any) -> Any:
+def _lowered(program: _MeasuredProgram, device: Any) -> Any:
     here = jax.sharding.SingleDeviceSharding(device)
     specs = [jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=here) for shape, dtype in program.shapes]
     return jax.jit(program.function).lower(*specs)
@@ -240,55 +240,55 @@ def _hand_over_seconds(run: Any, operands: Sequence[Any]) -> float:
     return sorted(sum(half) / len(half) for half in halves)[_TURNS // 2] - fastest_call
 
 
-def _programs(workers: int) -> Iterator[_Program]:
+def _programs(workers: int) -> Iterator[_MeasuredProgram]:
     f32 = "float32"
-    yield _Program("xla/call", lambda x: x + 1, (((8,), f32),))
-    yield _Program("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
-    yield _Program(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
-    yield _Program("xla/while", _loop, (((16,), f32),), _STEPS)
-    yield _Program("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
+    yield _MeasuredProgram("xla/call", lambda x: x + 1, (((8,), f32),))
+    yield _MeasuredProgram("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
+    yield _MeasuredProgram(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
+    yield _MeasuredProgram("xla/while", _loop, (((16,), f32),), _STEPS)
+    yield _MeasuredProgram("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
     slices = ((_SLICES, f32),)
-    yield _Program("xla/while/slices", _read_slices, slices * _SLICED, float(_SLICED * 4 * np.prod(_SLICES)))
-    yield _Program("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), float(4 * np.prod(_SLICES)))
-    yield _Program("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
+    yield _MeasuredProgram("xla/while/slices", _read_slices, slices * _SLICED, float(_SLICED * 4 * np.prod(_SLICES)))
+    yield _MeasuredProgram("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), float(4 * np.prod(_SLICES)))
+    yield _MeasuredProgram("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
         weights = (((width, width), f32),) * depth
-        yield _Program(key, kernels.caller(rows, width, depth), (((rows, width), f32), *weights))
+        yield _MeasuredProgram(key, kernels.caller(rows, width, depth), (((rows, width), f32), *weights))
     yield from _indexed(workers)
     count, m, k, n = _BATCHED
     for dtype in (f32, "bfloat16"):
         batched = (((count, m, k), dtype), ((count, k, n), dtype))
-        yield _Program(f"xla/batched/{dtype}", _batched, batched, float(np.prod(_BATCHED)))
+        yield _MeasuredProgram(f"xla/batched/{dtype}", _batched, batched, float(np.prod(_BATCHED)))
     for dtype, dots in {f32: _DOTS, "bfloat16": _DOTS, "float16": _HALF_DOTS}.items():
         for rows, k, n in dots:
-            yield _Program(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
+            yield _MeasuredProgram(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
     for dtype in (f32, "bfloat16"):
         vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
-        yield _Program(f"xla/vector/{dtype}", _dot, vector, float(np.prod(_VECTOR)))
+        yield _MeasuredProgram(f"xla/vector/{dtype}", _dot, vector, float(np.prod(_VECTOR)))
         for rows, k, n in _TRANSPOSED:
-            yield _Program(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
+            yield _MeasuredProgram(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
         for rows, k, n in _GRADIENTS:
-            yield _Program(f"xla/outer/{dtype}/{rows}x{k}x{n}", _outer, (((rows, k), dtype), ((rows, n), dtype)))
+            yield _MeasuredProgram(f"xla/outer/{dtype}/{rows}x{k}x{n}", _outer, (((rows, k), dtype), ((rows, n), dtype)))
     for dtype, names in ((f32, tuple(LOOPS)), ("bfloat16", _NARROW_LOOPS), ("float16", _NARROW_LOOPS)):
         uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
-        yield _Program(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
+        yield _MeasuredProgram(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
         for which, (shape, axes) in _REDUCTIONS.items():
             size = float(np.prod(shape))
-            yield _Program(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), size)
+            yield _MeasuredProgram(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), size)
             if dtype != "float16":  # of which the library computes nothing but the sum
-                yield _Program(f"xla/squares/{which}/{dtype}", _sum(axes, lambda x: x * x), ((shape, dtype),), size)
+                yield _MeasuredProgram(f"xla/squares/{which}/{dtype}", _sum(axes, lambda x: x * x), ((shape, dtype),), size)
         if dtype != "float16":
-            yield _Program(f"xla/absolute/{dtype}", _sum((0, 1), lax.abs), ((_REDUCED, dtype),), float(np.prod(_REDUCED)))
+            yield _MeasuredProgram(f"xla/absolute/{dtype}", _sum((0, 1), lax.abs), ((_REDUCED, dtype),), float(np.prod(_REDUCED)))
         for name in ("move", "tanh"):
-            yield _Program(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
+            yield _MeasuredProgram(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
         for name in names:
-            yield _Program(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
-        yield _Program(f"xla/chain/gelu/{dtype}", PROGRAMS_IN_CHAIN["gelu"], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+            yield _MeasuredProgram(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
+        yield _MeasuredProgram(f"xla/chain/gelu/{dtype}", PROGRAMS_IN_CHAIN["gelu"], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
     for key, function in (("xla/chain/tanh/float32", PROGRAMS_IN_CHAIN["tanh"]), ("xla/beside/tanh/float32", _functions_beside)):
-        yield _Program(key, function, ((_LOOP, f32),) * 2, float(np.prod(_LOOP)))
+        yield _MeasuredProgram(key, function, ((_LOOP, f32),) * 2, float(np.prod(_LOOP)))
 
 
-def _indexed(workers: int) -> Iterator[_Program]:
+def _indexed(workers: int) -> Iterator[_MeasuredProgram]:
     """Reads and folds by indices, and products of each row: ours on one worker, XLA's on the whole machine."""
     f32 = "float32"
     for width in kernels.ACCESSED:
@@ -296,27 +296,29 @@ def _indexed(workers: int) -> Iterator[_Program]:
         for level, size in _TABLES.items():
             n = size // (4 * width)
             table = (((rows,), f"ids/{n}"), ((n, width), f32))
-            yield _Program(f"take/{level}/{width}", kernels.taker(rows, n, width, workers), table, rows / workers)
+            yield _MeasuredProgram(f"take/{level}/{width}", kernels.taker(rows, n, width, workers), table, rows / workers)
         n, x = _TABLES["l2"] // (4 * width), ((rows, width), f32)
         unsorted = kernels.folder(rows, n, width, workers, is_sorted=False)
-        yield _Program(f"folded/{width}", unsorted, (((rows,), f"ids/{n}"), x), rows / workers)
+        yield _MeasuredProgram(f"folded/{width}", unsorted, (((rows,), f"ids/{n}"), x), rows / workers)
         n = rows // _RUN
         runs = kernels.folder(rows, n, width, workers, is_sorted=True)
-        yield _Program(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
+        yield _MeasuredProgram(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
     rows = workers * _ORDERED
-    yield _Program("order", functools.partial(call.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers)
+    yield _MeasuredProgram(
+        "order", functools.partial(call.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers
+    )
     rows, (n, count) = workers * _ACCESSED // (4 * _PICKED[0]), _PICKED
     inside = (((count,), f"ids/{n}"), ((rows, n), f32))
-    yield _Program("picked", kernels.picker(rows, n, count, workers), inside, rows * count / workers)
+    yield _MeasuredProgram("picked", kernels.picker(rows, n, count, workers), inside, rows * count / workers)
     for m, k, n in kernels.SMALL_PRODUCTS:
         rows = workers * _ACCESSED // (8 * k * (m + n))
         pairs = (((rows, m, k), f32), ((rows, k, n), f32))
-        yield _Program(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, n, workers), pairs, rows / workers)
+        yield _MeasuredProgram(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, n, workers), pairs, rows / workers)
     for key, (rows, n, width) in {**{str(d[2]): d for d in _INDEXED}, "far": _FAR}.items():
         ids, row = ((rows,), f"ids/{n}"), (width,) if width > 1 else ()
-        yield _Program(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
+        yield _MeasuredProgram(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
         if key != "far":
-            yield _Program(f"xla/scatter/{key}", _segment_sum(n), (ids, ((rows, *row), f32)), rows)
+            yield _MeasuredProgram(f"xla/scatter/{key}", _segment_sum(n), (ids, ((rows, *row), f32)), rows)
 
 
 def _segment_sum(n: int) -> Function:

@@ -29,7 +29,7 @@ from kitsune_jax.planning.stages import (
 )
 from kitsune_jax.targets.cuda.planning.cost import (
     GpuCost,
-    Steps,
+    StageSteps,
     Storage,
     TileWork,
     entry_bytes,
@@ -71,11 +71,11 @@ class GpuRegion:
         self.tiles = -(-cost.region.space.rows // TILE_ROWS)
         self.traffic = pipeline_traffic(cost)
         self.baseline_seconds, self.baseline_bytes = baseline(cost)
-        self._steps: dict[tuple[tuple[int, ...], int], Steps] = {}
+        self._steps: dict[tuple[tuple[int, ...], int], StageSteps] = {}
 
-    def steps(self, ops: tuple[int, ...], split: int = 1) -> Steps:
+    def steps(self, ops: tuple[int, ...], split: int = 1) -> StageSteps:
         if (ops, split) not in self._steps:
-            self._steps[ops, split] = Steps(self.cost, ops, split)
+            self._steps[ops, split] = StageSteps(self.cost, ops, split)
         return self._steps[ops, split]
 
     def plan(self, a: Arranged) -> GpuPlan:
@@ -238,7 +238,7 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
     """
     found: list[Arranged] = []
     builders = [
-        _Builder(region, place, lanes)
+        _SpatialBuilder(region, place, lanes)
         for place in ("cluster", "l2")
         if place == "l2" or region.machine.max_cluster > 1
         for lanes in range(1, 1 + len(region.machine.lane_registers))
@@ -252,7 +252,7 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Stage:
+class _StageTraffic:
     """A stage of a grouping, its split, and the bytes of a tile that enter and leave one of its CTAs."""
 
     ops: Ops
@@ -262,7 +262,7 @@ class _Stage:
     leaving: int
 
 
-class _Builder:
+class _SpatialBuilder:
     """Pipelines with rings at ``place`` and ``lanes`` consumer warpgroups per CTA. ``reason``: why the last stage did not fit."""
 
     def __init__(self, region: GpuRegion, place: str, lanes: int):
@@ -356,13 +356,13 @@ class _Builder:
     def _storage(self, ops: Ops, split: int) -> Storage | None:
         return self.region.steps(ops, split).storage(self.machine.lane_registers[self.lanes - 1], self.lanes)
 
-    def _make_stage(self, ops: Ops, split: int) -> _Stage:
+    def _make_stage(self, ops: Ops, split: int) -> _StageTraffic:
         """The stage of ``ops``, which must fit (``_fits``)."""
         storage = self._storage(ops, split)
         assert storage is not None
         work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
         entering, leaving = self._crossing(ops)
-        return _Stage(ops, split, work, entering, leaving // split)
+        return _StageTraffic(ops, split, work, entering, leaving // split)
 
     def _count_crossing(self, ops: Ops) -> tuple[int, int]:
         """(bytes of a tile that enter ``ops`` from other stages, bytes that leave them)."""
@@ -374,7 +374,7 @@ class _Builder:
         leaving = [v for v in made if not inside.issuperset(cost.readers.get(v, ()))]
         return sum(entry_bytes(cost, v) for v in entering), sum(entry_bytes(cost, v) for v in leaving)
 
-    def _link_seconds(self, stage: _Stage, ctas: int) -> float:
+    def _link_seconds(self, stage: _StageTraffic, ctas: int) -> float:
         """Seconds of a tile's transfers through the rings of one CTA, both directions at once."""
         machine = self.machine
         if self.place == "l2":
@@ -383,7 +383,7 @@ class _Builder:
             bandwidth = machine.rate(machine.cluster_bandwidth, str(ctas)) / machine.workers
         return max(stage.entering, stage.leaving) / bandwidth
 
-    def _period(self, stage: _Stage, ctas: int) -> float:
+    def _period(self, stage: _StageTraffic, ctas: int) -> float:
         return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
 
     def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
@@ -419,7 +419,7 @@ class _Builder:
         # The L2 has one entry for all readers; in shared memory each reader has its own.
         queued = (links if self.place == "l2" else links_to_each)(cost, drafts)
         instances = max(1, min(instances, region.tiles))
-        stages: list[_Stage] = []
+        stages: list[_StageTraffic] = []
         for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
             inward = [link for link in queued if s in link.consumers]
             rings = sum(link.min_depth * entry_bytes(cost, link.value) for link in inward) if self.place == "cluster" else 0
@@ -474,7 +474,7 @@ class _Builder:
             return deep
         return least if needed(least) <= self.machine.shared_bytes // 2 else None
 
-    def _busy(self, stages: Sequence[_Stage], ctas: int, instances: int) -> tuple[float, int]:
+    def _busy(self, stages: Sequence[_StageTraffic], ctas: int, instances: int) -> tuple[float, int]:
         """(seconds from the first tile's entry to the last tile's exit, the slowest stage)."""
         tiles = -(-self.region.tiles // instances)
         times = [max(s.work.busy(tiles, self.lanes, self.wait), tiles * self._link_seconds(s, ctas)) for s in stages]
@@ -482,7 +482,7 @@ class _Builder:
         fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
-    def _planned(self, s: _Stage, name: str, ctas: int) -> Stage:
+    def _planned(self, s: _StageTraffic, name: str, ctas: int) -> Stage:
         return Stage(name, s.ops, resource_of(self.cost, s.ops), s.split, self._period(s, ctas), split=s.split)
 
 
@@ -516,7 +516,7 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
         rings = sum(x.ring_bytes for x in _exchanged(cost, ops))
         busy = -(-region.tiles // machine.clusters(size))  # more lanes would have no tile
         for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
-            placed = [Steps(body, body.region.ops, size, True).storage(registers, lanes) for _, body in loops_of(cost, ops)]
+            placed = [StageSteps(body, body.region.ops, size, True).storage(registers, lanes) for _, body in loops_of(cost, ops)]
             storages = [s for s in placed if s is not None]
             if len(storages) < len(placed):
                 continue

@@ -528,7 +528,7 @@ class Storage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Kept:
+class _LiveValue:
     """A value that later steps than ``born`` read, until step ``last``; ``reads``: how often all of it is read. ``image``: bytes of
     its image in shared memory."""
 
@@ -541,7 +541,7 @@ class _Kept:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
+class _StageStep:
     """``working``: registers of its accumulators. ``done``: the fraction of its results that is alive beside the accumulators, or
     None where a result replaces the value that it was made from."""
 
@@ -554,7 +554,7 @@ def shared_bytes(cost: RegionCost, ops: Sequence[int], storage: Storage, lanes: 
     return weights + vector_bytes(cost, ops) + lanes * (storage.image_bytes + rings) + _RESERVED_BYTES
 
 
-class Steps:
+class StageSteps:
     """The steps of a stage and the values that are kept between them. ``storage(registers, lanes)`` places these values in
     registers and shared memory. ``slabs``: in a split stage, values made before all products are split as well (in a loop).
 
@@ -572,7 +572,7 @@ class Steps:
         self.cost, self.ops, self.split, self.slabs = cost, tuple(ops), split, slabs
         self.producer = {v: i for i in ops for v in cost.graph.ops[i].outputs}
         self.step: dict[int, int] = {}
-        self.steps = [_Step(_ELEMENTWISE_COLUMNS // 2)]
+        self.steps = [_StageStep(_ELEMENTWISE_COLUMNS // 2)]
         for i in self.ops:
             self._add_to_step(i)
         self.kept = self._kept_values()
@@ -594,12 +594,12 @@ class Steps:
             self.steps.append(self.steps[0])
             return
         if dot.per_row:
-            self.steps.append(_Step(_PRODUCT_REGISTERS, 1.0))
+            self.steps.append(_StageStep(_PRODUCT_REGISTERS, 1.0))
             return
         columns = tiles.padded(slab(dot.n, self.split))
         chunks = -(-columns // tiles.CHUNK_COLUMNS)
         # A result of one chunk is rounded and packed in its accumulators; of several chunks, the earlier ones stay beside the last.
-        self.steps.append(_Step(min(columns, tiles.CHUNK_COLUMNS) // 2, 1.0 - 1.0 / chunks))
+        self.steps.append(_StageStep(min(columns, tiles.CHUNK_COLUMNS) // 2, 1.0 - 1.0 / chunks))
 
     def root(self, v: int) -> int | None:
         """The value to keep so that ``v`` can be read later: the one that was repeated or widened into ``v``. None if that is read
@@ -623,7 +623,7 @@ class Steps:
         i = self.producer.get(v, -1)
         return [p for x in self.cost.graph.ops[i].inputs for p in self._stacked_parts(x, stacked)] if i in stacked else [v]
 
-    def _kept_values(self) -> list[list[_Kept]]:
+    def _kept_values(self) -> list[list[_LiveValue]]:
         """The kept values by the step that makes them."""
         reads: dict[int, dict[int, int]] = {}
         stacked = stacked_of(self.cost, self.ops)
@@ -637,7 +637,7 @@ class Steps:
                     times = -(-tiles.padded(slab(dot.n, self.split)) // tiles.CHUNK_COLUMNS) if dot else 1
                     at = reads.setdefault(root, {})
                     at[self.step[i]] = max(at.get(self.step[i], 0), times)
-        made: list[list[_Kept]] = [[] for _ in self.steps]
+        made: list[list[_LiveValue]] = [[] for _ in self.steps]
         for v, at in reads.items():
             born = self.step[self.producer[v]]
             columns = self.cost.row_size(v)
@@ -646,7 +646,7 @@ class Steps:
             width, how = tiles.padded(columns), form(self.cost.graph.values[v].dtype)
             image = tiles.image_bytes(width, how)
             registers = 2 if columns == 1 else tiles.registers(width, how)
-            made[born].append(_Kept(v, born, max(at), registers, image, sum(at.values())))
+            made[born].append(_LiveValue(v, born, max(at), registers, image, sum(at.values())))
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]
 
     def _sum_registers(self, i: int) -> int:
@@ -694,9 +694,9 @@ class Steps:
     def _best_placement(self, budget: int) -> Storage | None:
         """The best placement, by a beam search. A greedy choice of the value to move, step by step, changed 33 of 1600 plans and
         lost an A100 its pipeline of NeRF."""
-        beam: dict[tuple[tuple[_Kept, bool], ...], Storage] = {(): Storage(0, 0)}
+        beam: dict[tuple[tuple[_LiveValue, bool], ...], Storage] = {(): Storage(0, 0)}
         for t, step in enumerate(self.steps):
-            following: dict[tuple[tuple[_Kept, bool], ...], Storage] = {}
+            following: dict[tuple[tuple[_LiveValue, bool], ...], Storage] = {}
             for live, so_far in beam.items():
                 for places in self._placements(t):
                     born = tuple(zip(self.kept[t], places, strict=True))
@@ -717,7 +717,12 @@ class Steps:
         return [(*large, *small) for large in itertools.product((False, True), repeat=len(self.kept[t]) - len(small))]
 
     def _fits(
-        self, step: _Step, live: Sequence[tuple[_Kept, bool]], born: Sequence[tuple[_Kept, bool]], t: int, budget: int
+        self,
+        step: _StageStep,
+        live: Sequence[tuple[_LiveValue, bool]],
+        born: Sequence[tuple[_LiveValue, bool]],
+        t: int,
+        budget: int,
     ) -> bool:
         held = sum(k.registers for k, image in live if not image)
         made = sum(k.registers for k, image in born if not image)

@@ -39,7 +39,7 @@ from kitsune_jax.targets.cuda.planning.cost import (
     ROW_SLOTS,
     SPECIAL_SLOTS,
     GpuCost,
-    Steps,
+    StageSteps,
     Storage,
     TileWork,
     dots_of,
@@ -374,7 +374,7 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Choice:
+class _VerticalChoice:
     """``weights``: least bytes of shared memory for the weights; ``free``: bytes of a CTA's shared memory that stay unused."""
 
     lanes: int
@@ -387,11 +387,11 @@ class _Choice:
 def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
     packed = packed_bytes(cost, ops)
-    choices = [_Choice(0, 1, True, packed)]
+    choices = [_VerticalChoice(0, 1, True, packed)]
     loops = loops_of(cost, ops)
     if packed and not loops:
         ring = _RING_CHUNKS * _CHUNK_BYTES
-        choices += [_Choice(0, cluster, False, ring) for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
+        choices += [_VerticalChoice(0, cluster, False, ring) for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
     found: list[Arranged] = []
     least: int | None = None
     for lanes, registers in enumerate(machine.lane_registers, 1):
@@ -415,7 +415,7 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     )
 
 
-def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) -> Arranged:
+def _arranged(region: GpuRegion, ops: Ops, choice: _VerticalChoice, storage: Storage) -> Arranged:
     cost, machine = region.cost, region.machine
     work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", choice.resident))
     replicas = max(1, min(machine.clusters(choice.cluster), -(-region.tiles // choice.cluster)))
@@ -443,13 +443,13 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _Choice, storage: Storage) ->
     )
 
 
-def _steps(region: GpuRegion, ops: Ops) -> list[Steps]:
+def _steps(region: GpuRegion, ops: Ops) -> list[StageSteps]:
     """The steps of the bodies of loops, or of the stage where it has no loops. The code itself accounts for what loops carry."""
     loops = loops_of(region.cost, ops)
-    return [Steps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
+    return [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
 
 
-def _can_drift(cost: GpuCost, ops: Ops, choice: _Choice) -> bool:
+def _can_drift(cost: GpuCost, ops: Ops, choice: _VerticalChoice) -> bool:
     """Can one lane be in an epilogue while another multiplies, although both take their weights from one ring?
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring must hold the chunks of two.
@@ -538,7 +538,7 @@ def prefetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine
     products = [p for i in range(len(graph.ops)) if i not in inside and (p := _product(graph, i, machine)) is not None]
     if not products or not calls:
         return found
-    flow = _Flow(graph, calls)
+    flow = _CallDependencies(graph, calls)
     offers = [(k, _prefetch(flow, k, product, machine, force)) for k in range(len(calls)) for product in products]
     taken: set[tuple[int, int]] = set()
     # Among equally good calls, take the last: less runs between it and the product.
@@ -549,7 +549,7 @@ def prefetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine
     return found
 
 
-def _prefetch(flow: _Flow, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
+def _prefetch(flow: _CallDependencies, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
     """The prefetch of the weight of ``product`` by call ``k``, if it gains enough."""
     later = flow.after_call(k)
     if product.op not in later.ops:
@@ -635,7 +635,7 @@ class _Nodes:
         return _Nodes(self.ops - others.ops - {op}, self.calls - others.calls)
 
 
-class _Flow:
+class _CallDependencies:
     """The order of ops and calls: which depend on which."""
 
     def __init__(self, graph: Graph, calls: Sequence[Call]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning import cost as xla_kernels
-from kitsune_jax.planning.cost import ROOTS, SCATTER, Kernel, left_region
+from kitsune_jax.planning.cost import ROOTS, SCATTER, XlaKernel, left_region
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes, loops_of
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
@@ -71,7 +71,7 @@ def _folded_bytes(cost: GpuCost, i: int) -> int:
     return atomic_bytes(op, folded.dtype) * folded.size + 4 * cost.graph.values[op.outputs[0]].size
 
 
-def kernels_of(cost: GpuCost) -> list[Kernel]:
+def kernels_of(cost: GpuCost) -> list[XlaKernel]:
     """XLA's kernels. Light pointwise kernels are fused, as epilogues, into the matmul whose result only they read."""
     kernels = xla_kernels.kernels_of(cost)
     of_root = {k.root: k for k in kernels}

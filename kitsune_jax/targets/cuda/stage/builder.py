@@ -114,7 +114,7 @@ class Parts(Home):
     parts: tuple[tuple[int, int, int], ...]
 
 
-class Value(Node):
+class StageValue(Node):
     """``n``: columns of a row; ``row``: there is one number per row; ``slab``: if the value is a slab of a wider one, the number of
     groups of columns of that, else 0."""
 
@@ -141,7 +141,7 @@ class Value(Node):
 
 def queue_form(dtype: str, slabs: bool) -> str:
     """The form of the elements of a queue's entries. ``slabs``: a split stage writes or reads the queue."""
-    return Value(2, dtype, False, slab=slabs).form
+    return StageValue(2, dtype, False, slab=slabs).form
 
 
 # --- Lowering a stage -------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Shape:
     staged: frozenset[int] = frozenset()
 
 
-class StageBuilder:
+class StageCodeBuilder:
     """Builds the nodes of one stage. ``slab_queues``: queues that a split stage writes or reads.
 
     Instructions register their values here. Effects are evaluated at once; pointwise values and matmuls wait until a loop reads
@@ -182,7 +182,7 @@ class StageBuilder:
         self.weights: list[WeightRecipe] = []
         self.vectors: list[tuple[VectorRecipe, ...]] = []  # groups, whose members are adjacent
         self.tables: dict[int, None] = {}  # stationary values that are gathered from
-        self.values: dict[int, Value] = {}
+        self.values: dict[int, StageValue] = {}
         self.literals = dict(facts.program.literals)
         self.names, self.uses = dict(facts.names), facts.uses.copy()
         self.layer_vectors: dict[int, ir.Address] = {}
@@ -232,37 +232,37 @@ class StageBuilder:
     def is_slab(self, v: int) -> bool:
         return v in self.facts.slabs
 
-    def new(self, instr: Instr, home: Home | None = None) -> Value:
+    def new(self, instr: Instr, home: Home | None = None) -> StageValue:
         """The new value that ``instr`` makes."""
         (v,) = instr.outputs
         t = self.program.values[v]
         if t.dtype not in pointwise.COMPUTE:
             raise CannotLower(f"{t.dtype} has no code on the GPU")
         n, slab = math.prod(t.shape), self.facts.slabs.get(v, 0)
-        self.values[v] = Value(n // self.split if slab else n, t.dtype, n == 1, home, slab)
+        self.values[v] = StageValue(n // self.split if slab else n, t.dtype, n == 1, home, slab)
         return self.values[v]
 
     def settle(self, v: int, home: Home) -> None:
         v = self.root(v)
         self.values[v] = dataclasses.replace(self.values[v], home=home)
 
-    def value(self, v: int) -> Value:
+    def value(self, v: int) -> StageValue:
         v = self.root(v)
         if v not in self.values:
             self.values[v] = self._from_outside(v)
         return self.values[v]
 
-    def _from_outside(self, v: int) -> Value:
+    def _from_outside(self, v: int) -> StageValue:
         t = self.program.values[v]
         if v in self.literals:
-            return Value(1, t.dtype, True, Number(self.literals[v]))
+            return StageValue(1, t.dtype, True, Number(self.literals[v]))
         if t.tile:
             raise AssertionError(f"%{v} is read before it is made")
         n = math.prod(t.shape)  # several numbers: the first value of a carry, whose next values are tiles
         row, width = n == 1, 1 if n == 1 else tiles.padded(n)
-        return Value(n, t.dtype, row, InVector(self.vector(VectorRecipe(v, (n,), (0,), (n,), width))))
+        return StageValue(n, t.dtype, row, InVector(self.vector(VectorRecipe(v, (n,), (0,), (n,), width))))
 
-    def unnamed(self, value: Value) -> int:
+    def unnamed(self, value: StageValue) -> int:
         """The number of a new value that the tile program does not have."""
         self.counter += 1
         v = -1 - len(self.program.values) - self.counter
@@ -272,7 +272,7 @@ class StageBuilder:
     def vector(self, recipe: VectorRecipe) -> ir.Address:
         if (recipe,) not in self.vectors:
             self.vectors.append((recipe,))
-        return ir.Address(ir.Vector(self.vectors.index((recipe,)), 0))
+        return ir.Address(ir.StationaryVector(self.vectors.index((recipe,)), 0))
 
     def set_row(self, v: int, expr: Expr) -> None:
         """Evaluate a row value into its two registers."""
@@ -417,9 +417,9 @@ class StageBuilder:
     def _products(self, width: int, actions: Sequence[Action]) -> list[int]:
         return [v for v in self._pending(width, actions) if isinstance(self.value(v).home, Multiply)]
 
-    def _homes(self, values: Iterable[int]) -> tuple[tuple[int, Value], ...]:
+    def _homes(self, values: Iterable[int]) -> tuple[tuple[int, StageValue], ...]:
         """The current homes of all values that a loop reads."""
-        found: dict[int, Value] = {}
+        found: dict[int, StageValue] = {}
 
         def visit(v: int) -> None:
             if v in found:

@@ -27,13 +27,13 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Number,
     Parts,
     Splat,
-    Value,
+    StageValue,
 )
 
 # --- Chunks of columns ------------------------------------------------------------------------------------------------------------
 
 _GROUP = 2  # Product::kGroup
-Homes = dict[int, Value]
+Homes = dict[int, StageValue]
 
 
 def expand_chunks(
@@ -49,7 +49,7 @@ def expand_chunks(
 
 
 @dataclasses.dataclass(slots=True)
-class _State:
+class _ProductState:
     """Chunks of a product issued and completed so far; ``done``: blocks of K that are complete when a chunk has been issued."""
 
     issued: int = 0
@@ -60,7 +60,7 @@ class _State:
 class _Chunks:
     def __init__(self, weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool):
         self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
-        self.state: dict[int, _State] = {}
+        self.state: dict[int, _ProductState] = {}
         self.nodes: list[ir.Node] = []
         self.homes: Homes = {}  # of the values that the current loop reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
@@ -105,7 +105,7 @@ class _Chunks:
         for first, last in itertools.pairwise(borders):
             if products:
                 self._advance(products, first)
-            self.nodes.append(_Blocks(loop, homes, first, last, masks, self.counter).loop())
+            self.nodes.append(_BlockRange(loop, homes, first, last, masks, self.counter).loop())
             for a in loop.actions:
                 if isinstance(a, ir.Keep) and not a.push:
                     share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
@@ -133,8 +133,8 @@ class _Chunks:
                 self.nodes.append(ir.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
                 state.completed += 1
 
-    def _state(self, p: Multiply) -> _State:
-        return self.state.setdefault(p.product, _State())
+    def _state(self, p: Multiply) -> _ProductState:
+        return self.state.setdefault(p.product, _ProductState())
 
     def _rolling(self, p: Multiply) -> bool:
         """Must the product wait between its blocks of K?"""
@@ -190,7 +190,7 @@ class _Chunks:
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
         loop = ir.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
-        self.nodes.append(_Blocks(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
+        self.nodes.append(_BlockRange(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
         """Raise ``CannotLower`` if the loader could not bring the weights in the order in which the stage uses them."""
@@ -246,7 +246,7 @@ def _borders(loop: ir.Evaluate, homes: Homes, products: Sequence[Multiply]) -> l
     return sorted(borders)
 
 
-class _Blocks:
+class _BlockRange:
     """The loop over blocks [first, last), in which all sources stay in place. Each source is loaded once per block, and each
     operator is listed once."""
 
@@ -254,7 +254,7 @@ class _Blocks:
         self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
     ):
         self.source, self.homes, self.first, self.last, self.masks, self.counter = loop, homes, first, last, masks, counter
-        self.steps: list[ir.Step] = []
+        self.steps: list[ir.BlockStep] = []
         self.reads: dict[ir.Ref, None] = {}
         self.known: dict[tuple[int, int], ir.Expr] = {}
         self.fetched: dict[tuple[int, int], ir.Ref] = {}
@@ -343,7 +343,7 @@ class _Blocks:
     def _name(self, kind: str) -> ir.Ref:
         return ir.Ref(kind, next(self.counter))
 
-    def _fetch(self, v: int, shift: int, step: Callable[[ir.Ref], ir.Step]) -> ir.Ref:
+    def _fetch(self, v: int, shift: int, step: Callable[[ir.Ref], ir.BlockStep]) -> ir.Ref:
         """The name of a block of ``v``, which ``step`` loads once."""
         if (v, shift) not in self.fetched:
             self.fetched[v, shift] = ref = self._name("x")

@@ -29,8 +29,8 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Number,
     Parts,
     Splat,
-    StageBuilder,
-    Value,
+    StageCodeBuilder,
+    StageValue,
 )
 
 # --- Moves ------------------------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ _FILL = -1
 _MOST_FOLDED = 128  # columns of a row that are folded into one of several, at a load from shared memory for each
 
 
-def rearrange(at: StageBuilder, instr: Instr) -> None:
+def rearrange(at: StageCodeBuilder, instr: Instr) -> None:
     """Give the result of ``instr`` a home. Raises ``CannotLower``.
 
     One rule covers all moves: the instruction is run on the *indices* of its operands' columns. If whole blocks move, no code is
@@ -56,11 +56,11 @@ def rearrange(at: StageBuilder, instr: Instr) -> None:
         _move(at, instr)
 
 
-def _stationary(at: StageBuilder, v: int) -> bool:
+def _stationary(at: StageCodeBuilder, v: int) -> bool:
     return not at.program.values[v].tile
 
 
-def _iota(at: StageBuilder, instr: Instr) -> None:
+def _iota(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     shape = tuple(instr["shape"])[1:]
     _check_width(instr, shape)
@@ -83,7 +83,7 @@ def table(words: Any) -> VectorRecipe:
     return VectorRecipe(None, (), (), (len(table),), tiles.padded(len(table)), table=table)
 
 
-def _broadcast_stationary(at: StageBuilder, instr: Instr) -> None:
+def _broadcast_stationary(at: StageCodeBuilder, instr: Instr) -> None:
     value, (x,), (v,) = at.new(instr), instr.inputs, instr.outputs
     if x in at.literals:
         at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
@@ -92,12 +92,12 @@ def _broadcast_stationary(at: StageBuilder, instr: Instr) -> None:
     at.settle(v, InVector(ir.Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
 
 
-def is_vector(at: StageBuilder, instr: Instr) -> bool:
+def is_vector(at: StageCodeBuilder, instr: Instr) -> bool:
     """Does the broadcast make a vector (or scalar) from a stationary array?"""
     return _stationary(at, instr.inputs[0]) and instr.inputs[0] not in at.literals
 
 
-def broadcast_recipe(at: StageBuilder, instr: Instr) -> VectorRecipe:
+def broadcast_recipe(at: StageCodeBuilder, instr: Instr) -> VectorRecipe:
     """The recipe of the vector for a stationary value that ``instr`` broadcasts to every row."""
     (x,) = instr.inputs
     t = at.program.values[instr.outputs[0]]
@@ -110,7 +110,7 @@ def broadcast_recipe(at: StageBuilder, instr: Instr) -> VectorRecipe:
     return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, split, groups=groups)
 
 
-def _move(at: StageBuilder, instr: Instr) -> None:
+def _move(at: StageCodeBuilder, instr: Instr) -> None:
     sources = [x for k, x in enumerate(instr.inputs) if not (instr.kind == "pad" and k == 1)]
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
@@ -129,7 +129,7 @@ def _move(at: StageBuilder, instr: Instr) -> None:
     place(at, instr, index, sources)
 
 
-def _slab_of_group(at: StageBuilder, instr: Instr, value: Value, group: int) -> None:
+def _slab_of_group(at: StageCodeBuilder, instr: Instr, value: StageValue, group: int) -> None:
     """Settle a slice as the slab of one group of columns of its operand."""
     x, blocks = at.root(instr.inputs[0]), tiles.blocks(value.width)
     if waits_for_product(at, x):  # the product's chunks have another width
@@ -137,7 +137,7 @@ def _slab_of_group(at: StageBuilder, instr: Instr, value: Value, group: int) -> 
     at.settle(instr.outputs[0], Parts(((x, group * blocks, blocks),)))
 
 
-def place(at: StageBuilder, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
+def place(at: StageCodeBuilder, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
     """Give the result of ``instr`` the columns [source, column] of ``index``, one row for each column of the result."""
     (v,) = instr.outputs
     value, counts = at.value(v), [at.value(x).n for x in sources]
@@ -156,7 +156,7 @@ def place(at: StageBuilder, instr: Instr, index: np.ndarray, sources: list[int])
         _through_scratch(at, instr, v, index, sources)
 
 
-def _settle_blocks(at: StageBuilder, v: int, parts: Sequence[tuple[int, int, int]]) -> None:
+def _settle_blocks(at: StageCodeBuilder, v: int, parts: Sequence[tuple[int, int, int]]) -> None:
     """Settle ``v`` as whole blocks of other values: (value, first block, blocks)."""
     for x in dict.fromkeys(x for x, _, _ in parts):
         if waits_for_product(at, x):  # the product's chunks have another width
@@ -166,7 +166,7 @@ def _settle_blocks(at: StageBuilder, v: int, parts: Sequence[tuple[int, int, int
         _evaluate_parts(at, v, tuple(parts))
 
 
-def _evaluate_parts(at: StageBuilder, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
+def _evaluate_parts(at: StageCodeBuilder, v: int, parts: tuple[tuple[int, int, int], ...]) -> None:
     """Evaluate the ``parts`` of ``v`` in one loop, directly into their places in ``v``. Otherwise every reader of ``v`` would
     evaluate them again, and their common operands once for each part."""
     value, values = at.value(v), [at.value(x) for x, _, _ in parts]
@@ -188,13 +188,13 @@ def _evaluate_parts(at: StageBuilder, v: int, parts: tuple[tuple[int, int, int],
         at.settle(x, Parts(((v, starts[x], blocks),)))
 
 
-def _rows_of(at: StageBuilder, v: int) -> ir.Rows | None:
+def _rows_of(at: StageCodeBuilder, v: int) -> ir.Rows | None:
     """The rows of the array that ``v`` is, if a thread can read a single element of them."""
     home = at.value(v).home
     return home.rows if isinstance(home, InArray) and not home.rows.strides and home.rows.access != "kStaged" else None
 
 
-def fold_part(at: StageBuilder, instr: Instr, how: str) -> None:
+def fold_part(at: StageCodeBuilder, instr: Instr, how: str) -> None:
     """Give the fold by ``how`` over a part of a row's dimensions a home. Each column of the result reads its part of the row."""
     (x,), (v,) = instr.inputs, instr.outputs
     shape, axes = at.program.values[x].shape, sorted(a - 1 for a in instr["axes"])
@@ -213,7 +213,7 @@ def fold_part(at: StageBuilder, instr: Instr, how: str) -> None:
     at.materialize(v)
 
 
-def waits_for_product(at: StageBuilder, v: int) -> bool:
+def waits_for_product(at: StageCodeBuilder, v: int) -> bool:
     """Is ``v`` computed from a pending product?"""
     match at.value(v).home:
         case Multiply():
@@ -223,7 +223,7 @@ def waits_for_product(at: StageBuilder, v: int) -> bool:
     return False
 
 
-def _index(at: StageBuilder, instr: Instr, sources: list[int]) -> np.ndarray:
+def _index(at: StageCodeBuilder, instr: Instr, sources: list[int]) -> np.ndarray:
     """[columns, 2]: the source of each column of the result (-1: none), and the column there."""
     operands, stride = [], 1 << 40
     _check_width(instr, at.program.values[instr.outputs[0]].shape)
@@ -238,7 +238,7 @@ def _index(at: StageBuilder, instr: Instr, sources: list[int]) -> np.ndarray:
 
 
 def _whole_blocks(
-    at: StageBuilder, width: int, n: int, index: np.ndarray, sources: list[int]
+    at: StageCodeBuilder, width: int, n: int, index: np.ndarray, sources: list[int]
 ) -> tuple[tuple[int, int, int], ...] | None:
     """The result as runs of whole blocks of its sources: (value, first block, blocks); or None."""
     size, runs = tiles.block(width), list[tuple[int, int, int]]()
@@ -258,7 +258,7 @@ def _whole_blocks(
     return tuple(runs)
 
 
-def to_scratch(at: StageBuilder, sources: list[int]) -> list[int]:
+def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
     """Write ``sources`` to the warp's scratch rows, side by side; returns their first columns."""
     starts, words = [], 0
     for x in sources:
@@ -275,7 +275,7 @@ def to_scratch(at: StageBuilder, sources: list[int]) -> list[int]:
     return starts
 
 
-def _through_scratch(at: StageBuilder, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
+def _through_scratch(at: StageCodeBuilder, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
     value, starts = at.value(v), to_scratch(at, sources)
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
     fill: ir.Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
@@ -297,7 +297,7 @@ def _through_scratch(at: StageBuilder, instr: Instr, v: int, index: np.ndarray, 
 # shared memory in the new order.
 
 
-def lower_take(at: StageBuilder, instr: Instr) -> None:
+def lower_take(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower ``instr``. Raises ``CannotLower``."""
     (v,), x = instr.outputs, at.root(instr.inputs[0])
     at.new(instr)
@@ -306,7 +306,7 @@ def lower_take(at: StageBuilder, instr: Instr) -> None:
     _settle(at, v, InScratch(take_columns(at, instr, start), fill_value(instr, at.value(v).dtype)))
 
 
-def lower_put(at: StageBuilder, instr: Instr) -> None:
+def lower_put(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower ``instr``. Raises ``CannotLower``."""
     (v,), (x, index) = instr.outputs, instr.inputs
     at.new(instr)
@@ -326,7 +326,7 @@ def lower_put(at: StageBuilder, instr: Instr) -> None:
     _settle(at, v, InScratch(first, None, ir.ScratchList(part("list", max(1, outer * count * inner)))))
 
 
-def _settle(at: StageBuilder, v: int, home: InScratch) -> None:
+def _settle(at: StageCodeBuilder, v: int, home: InScratch) -> None:
     if not at.value(v).row:
         at.settle(v, home)
         at.materialize(v)
@@ -340,7 +340,7 @@ def _settle(at: StageBuilder, v: int, home: InScratch) -> None:
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
 
-def _check(at: StageBuilder, instr: Instr) -> None:
+def _check(at: StageCodeBuilder, instr: Instr) -> None:
     x, index = instr.inputs
     if at.is_slab(x) or at.is_slab(instr.outputs[0]):
         raise CannotLower(f"a {instr.kind} of columns that are split over CTAs has no code on the GPU")
@@ -348,7 +348,7 @@ def _check(at: StageBuilder, instr: Instr) -> None:
         raise CannotLower(f"a {instr.kind} by {at.program.values[index].dtype} indices has no code on the GPU")
 
 
-def take_columns(at: StageBuilder, instr: Instr, start: int) -> ir.Address:
+def take_columns(at: StageCodeBuilder, instr: Instr, start: int) -> ir.Address:
     """The vector with the source column of each column of a ``take``, counted from ``start``; -1 where it fills."""
     x, index = (at.program.values[v] for v in instr.inputs)
     d = instr["axis"] - 1

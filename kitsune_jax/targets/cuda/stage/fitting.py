@@ -18,7 +18,7 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import chunks, facts
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage import products as exchanges
-from kitsune_jax.targets.cuda.stage.builder import Shape, StageBuilder, Value
+from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder, StageValue
 
 # --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Lowered:
     addresses: int
     product_bytes: int
     must_be_images: frozenset[int]
-    values: dict[int, Value]
+    values: dict[int, StageValue]
     liveness: Liveness
 
     def image_bytes(self, v: int) -> int:
@@ -338,7 +338,7 @@ class _Fitter:
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
         """Run all passes over the stage. ``in_turns``: allow ping-pong."""
-        at = StageBuilder(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
+        at = StageCodeBuilder(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
         exchanges.release_entries(at, {})
         at.add(*(ir.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))

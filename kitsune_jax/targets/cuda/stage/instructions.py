@@ -28,8 +28,8 @@ from kitsune_jax.targets.cuda.stage.builder import (
     InVector,
     Multiply,
     Splat,
-    StageBuilder,
-    Value,
+    StageCodeBuilder,
+    StageValue,
     queue_form,
 )
 
@@ -38,7 +38,7 @@ from kitsune_jax.targets.cuda.stage.builder import (
 _MOST = 32  # indices of a row, each of which has an address in registers
 
 
-def lower_table(at: StageBuilder, instr: Instr) -> None:
+def lower_table(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``gather``: rows of a table in global memory, addressed by a tile of indices, take the place of an array's rows.
 
     No address is ever outside of the table: an index out of range means the nearest row ("clip", "promise_in_bounds"), or a row of
@@ -59,14 +59,14 @@ def lower_table(at: StageBuilder, instr: Instr) -> None:
         return
     each = math.prod(t.shape[1:])
     found = [Ref("gather", v, f"_{k}") for k in range(count)]
-    sources = [at.unnamed(Value(each, t.dtype, each == 1)) for _ in found]
+    sources = [at.unnamed(StageValue(each, t.dtype, each == 1)) for _ in found]
     for ref, source, row in zip(found, sources, _indices(at, index), strict=True):
         _table_rows(at, instr, source, ref, row)
     which = np.arange(count * each)
     columns.place(at, instr, np.stack([which // each, which % each], axis=1), sources)
 
 
-def _indices(at: StageBuilder, index: int) -> list[Expr]:
+def _indices(at: StageCodeBuilder, index: int) -> list[Expr]:
     """Each index of a row, in all threads that share the row."""
     value = at.value(index)
     columns.to_scratch(at, [at.root(index)])
@@ -79,7 +79,7 @@ def _indices(at: StageBuilder, index: int) -> list[Expr]:
     return found
 
 
-def _table_rows(at: StageBuilder, instr: Instr, v: int, ref: Ref, index: Expr) -> None:
+def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Expr) -> None:
     """Settle ``v`` as the rows ``index`` of the table, with addresses ``ref``."""
     t = at.program.values[instr.inputs[0]]
     n = math.prod(t.shape[1:])
@@ -97,7 +97,7 @@ def _table_rows(at: StageBuilder, instr: Instr, v: int, ref: Ref, index: Expr) -
     at.settle(v, InRegisters(kept, "row", kept))
 
 
-def _fill_row(at: StageBuilder, instr: Instr, n: int, dtype: str) -> Address | None:
+def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address | None:
     """The vector of a row of the fill value, or None."""
     if instr["mode"] != "fill":
         return None
@@ -109,7 +109,7 @@ def _fill_row(at: StageBuilder, instr: Instr, n: int, dtype: str) -> Address | N
 # --- Slices of arrays at the number of a loop: the rows of one time step ----------------------------------------------------------
 
 
-def lower_load_slice(at: StageBuilder, instr: Instr) -> None:
+def lower_load_slice(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``load_slice``, which is read from its rows by the loop over columns or the product that needs it."""
     (v,) = instr.outputs
     value, rows = at.new(instr), _slice_rows(at, instr, "in", instr.inputs)
@@ -121,7 +121,7 @@ def lower_load_slice(at: StageBuilder, instr: Instr) -> None:
         at.settle(v, InArray(rows, instr["array"]))
 
 
-def lower_store_slice(at: StageBuilder, instr: Instr) -> None:
+def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``store_slice``. Raises ``CannotLower``."""
     (x, *numbers) = instr.inputs
     value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
@@ -133,7 +133,7 @@ def lower_store_slice(at: StageBuilder, instr: Instr) -> None:
         at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0, value.slab or 1)])
 
 
-def _slice_rows(at: StageBuilder, instr: Instr, role: str, numbers: object) -> ir.Rows:
+def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: object) -> ir.Rows:
     """The rows of a slice. An access is as wide as the slice's pitch, its width and every step of the loop allow."""
     k = instr["array"]
     array = at.program.inputs[k] if role == "in" else at.program.outputs[k]
@@ -177,7 +177,7 @@ _ORDERED = ("Max", "Min")
 REDUCTIONS = {f"reduce_{how}": name for how, name in outputs.HOW.items()}
 
 
-def lower_instruction(at: StageBuilder, instr: Instr) -> None:
+def lower_instruction(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower ``instr``. XLA makes results that do not stream, before the call; an alias needs no code."""
     if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
         return
@@ -187,7 +187,7 @@ def lower_instruction(at: StageBuilder, instr: Instr) -> None:
         _HANDLERS.get(instr.kind, _pointwise)(at, instr)
 
 
-def _load(at: StageBuilder, instr: Instr) -> None:
+def _load(at: StageCodeBuilder, instr: Instr) -> None:
     (v,) = instr.outputs
     value, rows = at.new(instr), at.rows("in", instr["array"])
     if value.row:
@@ -198,7 +198,7 @@ def _load(at: StageBuilder, instr: Instr) -> None:
         at.settle(v, InArray(rows, instr["array"]))
 
 
-def _pop(at: StageBuilder, instr: Instr) -> None:
+def _pop(at: StageCodeBuilder, instr: Instr) -> None:
     """A queue's entry stays in its slot, and is read from there, until the tile is done."""
     value, q, (v,) = at.new(instr), instr["queue"], instr.outputs
     form = queue_form(value.dtype, q in at.slab_queues)
@@ -213,7 +213,7 @@ def _pop(at: StageBuilder, instr: Instr) -> None:
         at.settle(v, InImage(pop, form, Ref("v", v)))
 
 
-def _pointwise(at: StageBuilder, instr: Instr) -> None:
+def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     compared = v in at.facts.compared
     if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
@@ -234,7 +234,7 @@ def _pointwise(at: StageBuilder, instr: Instr) -> None:
         at.settle(v, Expression(template, tuple(at.root(x) for x in instr.inputs)))
 
 
-def _with_bias(at: StageBuilder, instr: Instr) -> Multiply | None:
+def _with_bias(at: StageCodeBuilder, instr: Instr) -> Multiply | None:
     """The product whose accumulators start from a stationary vector, for an addition of that to a matmul with no other reader."""
     if instr.kind != "add":
         return None
@@ -247,7 +247,7 @@ def _with_bias(at: StageBuilder, instr: Instr) -> Multiply | None:
     return None
 
 
-def _with_start(at: StageBuilder, instr: Instr) -> Multiply | None:
+def _with_start(at: StageCodeBuilder, instr: Instr) -> Multiply | None:
     """The product whose accumulators start from a tile, for an addition of that to a matmul with no other reader. A result that a
     loop rescales and adds to then needs no second set of registers."""
     if instr.kind != "add" or not at.repeated:
@@ -262,7 +262,7 @@ def _with_start(at: StageBuilder, instr: Instr) -> Multiply | None:
     return None
 
 
-def _row_index(at: StageBuilder, instr: Instr) -> None:
+def _row_index(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     at.name_axes()
     index: Expr = ir.RowIndex(tuple((a, at.program.axes[a]) for a in instr["axes"]))
@@ -272,11 +272,11 @@ def _row_index(at: StageBuilder, instr: Instr) -> None:
         return
     row, ref = -1 - v, Ref("index", v)
     at.add(ir.SetRow(ref, value.dtype, index))
-    at.values[row] = Value(1, value.dtype, True, InRegisters(ref, "row", ref))
+    at.values[row] = StageValue(1, value.dtype, True, InRegisters(ref, "row", ref))
     at.settle(v, Splat(row))
 
 
-def _reduce(at: StageBuilder, instr: Instr) -> None:
+def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
     (x,), (v,) = instr.inputs, instr.outputs
     if at.is_slab(x):
         raise CannotLower("a reduction along columns that are split over CTAs has no code on the GPU")
@@ -295,7 +295,7 @@ def _reduce(at: StageBuilder, instr: Instr) -> None:
         _rounded(at, v)
 
 
-def _matmul(at: StageBuilder, instr: Instr) -> None:
+def _matmul(at: StageCodeBuilder, instr: Instr) -> None:
     if instr in at.done:
         return
     (v,), pieces = instr.outputs, products.exchanged_pieces(at, instr.inputs[0])
@@ -314,7 +314,7 @@ def _matmul(at: StageBuilder, instr: Instr) -> None:
     _rounded(at, v)
 
 
-def _product(at: StageBuilder, instr: Instr, pieces: list[int]) -> Multiply:
+def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> Multiply:
     at.new(instr)
     if at.next_weight is None:
         at.weights.append(weight_recipe(at, instr))
@@ -325,7 +325,7 @@ def _product(at: StageBuilder, instr: Instr, pieces: list[int]) -> Multiply:
     return Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
 
 
-def _rounded(at: StageBuilder, v: int) -> None:
+def _rounded(at: StageCodeBuilder, v: int) -> None:
     """Round ``v``, a float32 product or sum, to its 16 bits, if it is compared or its digits are read."""
     value = at.value(v)
     if v not in at.facts.compared | at.facts.rounded_results or not tiles.is_half(value.dtype):
@@ -339,7 +339,7 @@ def _rounded(at: StageBuilder, v: int) -> None:
         at.settle(v, Expression(template, (at.unnamed(value),)))
 
 
-def weight_recipe(at: StageBuilder, instr: Instr) -> WeightRecipe:
+def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:
     """The recipe by which XLA packs the weights of ``instr``."""
     x, w = instr.inputs
     of_x, of_w = at.program.values[x], at.program.values[w]
@@ -368,7 +368,7 @@ def weight_recipe(at: StageBuilder, instr: Instr) -> WeightRecipe:
     return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, slices, groups, runs)
 
 
-_HANDLERS: dict[str, Callable[[StageBuilder, Instr], None]] = {
+_HANDLERS: dict[str, Callable[[StageCodeBuilder, Instr], None]] = {
     "load": _load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink", "sink_at"), outputs.lower_output),

@@ -26,18 +26,18 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Multiply,
     Parts,
     Splat,
-    StageBuilder,
-    Value,
+    StageCodeBuilder,
+    StageValue,
 )
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
 # --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 
 _MOST_KEPT = 32  # registers of a streamed value that is kept for all iterations; wider ones are read from their arrays again
-Body = Callable[[StageBuilder, Sequence[Instr]], None]
+Body = Callable[[StageCodeBuilder, Sequence[Instr]], None]
 
 
-def lower_counted_loop(at: StageBuilder, instr: Instr, lower_body: Body) -> None:
+def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> None:
     """Lower ``instr``, with ``lower_body`` for its body.
 
     A carry has registers for as long as the loop runs, or an image in shared memory if it does not fit. Values that the body reads
@@ -53,7 +53,7 @@ def lower_counted_loop(at: StageBuilder, instr: Instr, lower_body: Body) -> None
         _give_home(at, v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
     number = Ref("number", block.index)
-    at.values[block.index] = Value(1, "int32", True, LoopNumber(number))
+    at.values[block.index] = StageValue(1, "int32", True, LoopNumber(number))
     row_tiles, repeated = dict(at.row_tiles), at.repeated
     at.repeated = True
     known = at.gathered
@@ -69,7 +69,7 @@ def lower_counted_loop(at: StageBuilder, instr: Instr, lower_body: Body) -> None
         at.values[at.root(v)] = at.values[carry]
 
 
-def _seen_blocks(at: StageBuilder, instr: Instr) -> tuple[Ref | None, str]:
+def _seen_blocks(at: StageCodeBuilder, instr: Instr) -> tuple[Ref | None, str]:
     """(the blocks that a loop runs, which of them). The lanes of a CTA share the blocks, so each lane runs the blocks that any of
     them sees; the loop itself masks what a lane's rows do not see."""
     within = instr.get("within")
@@ -88,7 +88,7 @@ def _seen_blocks(at: StageBuilder, instr: Instr) -> tuple[Ref | None, str]:
     return ref, which
 
 
-def _shift(at: StageBuilder, instr: Instr) -> tuple[Address, int, str, int] | tuple[()]:
+def _shift(at: StageCodeBuilder, instr: Instr) -> tuple[Address, int, str, int] | tuple[()]:
     """(address of the number that shifts the bounds of a loop, sign, guard, size), or ()."""
     if (shifted := instr.get("shifted")) is None:
         return ()
@@ -115,7 +115,7 @@ def _outer_values(block: Block) -> list[int]:
     return [v for v in read if v not in inside]
 
 
-def _give_home(at: StageBuilder, v: int) -> None:
+def _give_home(at: StageCodeBuilder, v: int) -> None:
     """Give ``v`` a home that stays the same in all iterations."""
     if v in at.facts.joined:
         for part in at.facts.joined[v]:
@@ -136,7 +136,7 @@ def _give_home(at: StageBuilder, v: int) -> None:
                 _give_home(at, part)
 
 
-def _carry(at: StageBuilder, carry: int, initial: int) -> int:
+def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
     """Give ``carry`` a home that holds ``initial``."""
     source = at.value(initial)
     if at.is_slab(carry) and not source.slab:
@@ -160,7 +160,7 @@ def _carry(at: StageBuilder, carry: int, initial: int) -> int:
     return carry
 
 
-def _update_carries(at: StageBuilder, carries: Sequence[int], results: Sequence[int]) -> None:
+def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Sequence[int]) -> None:
     """Move ``results`` to the homes of the carries, for the next iteration."""
     moved = [(carry, made) for carry, made in zip(carries, results, strict=True) if carry != made]
     fresh = [(carry, _copied_row(at, made, carries)) for carry, made in moved if at.value(carry).row]
@@ -184,18 +184,18 @@ def _update_carries(at: StageBuilder, carries: Sequence[int], results: Sequence[
         at.add(ir.CopyRegisters(to.ref, ref, 2))
 
 
-def _by_width(at: StageBuilder, values: Sequence[int]) -> list[tuple[int, list[int]]]:
+def _by_width(at: StageCodeBuilder, values: Sequence[int]) -> list[tuple[int, list[int]]]:
     found: dict[int, list[int]] = {}
     for v in dict.fromkeys(values):
         found.setdefault(at.value(v).width, []).append(v)
     return list(found.items())
 
 
-def _is_pending(at: StageBuilder, v: int) -> bool:
+def _is_pending(at: StageCodeBuilder, v: int) -> bool:
     return isinstance(at.value(v).home, (Expression, Multiply))
 
 
-def _is_elementwise(at: StageBuilder, v: int) -> bool:
+def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
     """Is ``v`` a pending value of the same columns of other values? A loop may then overwrite a carry that it reads: it reads a
     block of all images before it writes one."""
 
@@ -210,7 +210,7 @@ def _is_elementwise(at: StageBuilder, v: int) -> bool:
     return isinstance(at.value(v).home, Expression) and visit(v)
 
 
-def _is_added_in_place(at: StageBuilder, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
+def _is_added_in_place(at: StageCodeBuilder, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
     """Is ``made`` a product added to ``carry``, column by column, which no other next carry reads? Each chunk of columns then
     replaces the registers that its accumulators started from."""
     home = at.value(made).home
@@ -221,7 +221,7 @@ def _is_added_in_place(at: StageBuilder, carry: int, made: int, moved: Sequence[
     return started and at.uses[made] == 1 and not any(_reads(at, v, carry) for v in others)
 
 
-def _reads(at: StageBuilder, v: int, carry: int) -> bool:
+def _reads(at: StageCodeBuilder, v: int, carry: int) -> bool:
     """Does the pending value ``v`` read ``carry``?"""
     if v == carry:
         return True
@@ -237,13 +237,13 @@ def _reads(at: StageBuilder, v: int, carry: int) -> bool:
     return False
 
 
-def _home(at: StageBuilder, carry: int) -> InImage | InRegisters:
+def _home(at: StageCodeBuilder, carry: int) -> InImage | InRegisters:
     home = at.value(carry).home
     assert isinstance(home, (InImage, InRegisters))
     return home
 
 
-def _overwrite(at: StageBuilder, carry: int, made: int) -> Keep:
+def _overwrite(at: StageCodeBuilder, carry: int, made: int) -> Keep:
     """The action that writes ``made`` to the home of ``carry``."""
     form, home = at.value(carry).form, _home(at, carry)
     if isinstance(home, InImage):
@@ -251,7 +251,7 @@ def _overwrite(at: StageBuilder, carry: int, made: int) -> Keep:
     return Keep(made, home.ref, form, push=True, reads=1, over=True)
 
 
-def _copied_row(at: StageBuilder, v: int, carries: Sequence[int]) -> Ref:
+def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
     """Two registers with the row value ``v`` that updating the carries does not change."""
     home = at.value(v).home
     if isinstance(home, InRegisters) and v not in carries:
@@ -262,14 +262,14 @@ def _copied_row(at: StageBuilder, v: int, carries: Sequence[int]) -> Ref:
     return ref
 
 
-def _copied_tile(at: StageBuilder, v: int, carries: Sequence[int]) -> int:
+def _copied_tile(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> int:
     """``v``, or a copy if it is a carry, or has no registers or image of its own."""
     home = at.value(v).home
     own = v not in carries and isinstance(home, (InRegisters, InImage)) and home.ref.kind != "pop"
     return v if own else _in_registers(at, v)
 
 
-def _in_registers(at: StageBuilder, v: int) -> int:
+def _in_registers(at: StageCodeBuilder, v: int) -> int:
     """A copy of ``v`` in registers."""
     value = at.value(v)
     copy = at.unnamed(dataclasses.replace(value, home=None))
@@ -280,7 +280,7 @@ def _in_registers(at: StageBuilder, v: int) -> int:
     return copy
 
 
-def _copy(at: StageBuilder, carry: int, made: int) -> None:
+def _copy(at: StageCodeBuilder, carry: int, made: int) -> None:
     """Copy ``made``, which has registers or an image, to the home of ``carry``."""
     to = at.value(carry)
     if isinstance(to.home, InImage):
@@ -400,7 +400,7 @@ def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tu
 _ALL = 1 << 30  # readers: all readers of a layer's result read what the loop passes on
 
 
-def lower_layers(at: StageBuilder, run: Run) -> None:
+def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     """Lower all layers of ``run`` as a ``LayerLoop`` with the body of the first layer. The operands of all layers are packed at
     equal distances; the value that passes from layer to layer has its own registers, or two images that alternate."""
     entry, out = at.root(run.entry), at.root(run.exits[0])
@@ -427,7 +427,7 @@ def lower_layers(at: StageBuilder, run: Run) -> None:
     at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=handover.after())
 
 
-def _vectors(at: StageBuilder, run: Run) -> None:
+def _vectors(at: StageCodeBuilder, run: Run) -> None:
     """Add the vectors of all layers, one after the other; those of layer 0 get addresses with the distance to the next layer's."""
     broadcasts = [k for k, i in enumerate(run.segments[0]) if i.kind == "broadcast_in_dim" and columns.is_vector(at, i)]
     recipes = [[columns.broadcast_recipe(at, segment[k]) for k in broadcasts] for segment in run.segments]
@@ -436,12 +436,12 @@ def _vectors(at: StageBuilder, run: Run) -> None:
     at.vectors.append(tuple(r for layer in recipes for r in layer))
     stride, offset = sum(r.words for r in recipes[0]), 0
     for k, recipe in zip(broadcasts, recipes[0], strict=True):
-        vector = ir.Vector(len(at.vectors) - 1, offset)
+        vector = ir.StationaryVector(len(at.vectors) - 1, offset)
         at.layer_vectors[run.segments[0][k].outputs[0]] = ir.Address(vector, layer=stride)
         offset += recipe.words
 
 
-def _weights(at: StageBuilder, run: Run) -> None:
+def _weights(at: StageCodeBuilder, run: Run) -> None:
     """Add the recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
     at.next_weight = len(at.weights)
     at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
@@ -450,7 +450,7 @@ def _weights(at: StageBuilder, run: Run) -> None:
 class _LayerRegisters:
     """The value that passes from layer to layer, in registers: a layer's result is copied to where the next layer reads it."""
 
-    def __init__(self, at: StageBuilder, run: Run, entry: int):
+    def __init__(self, at: StageCodeBuilder, run: Run, entry: int):
         self.at, self.entry, self.value = at, entry, at.value(entry)
         self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # of the first layer
         self.ref = Ref("h", entry)
@@ -476,7 +476,7 @@ class _LayerRegisters:
 class _LayerImages:
     """The value that passes from layer to layer, in two images in shared memory, which alternate."""
 
-    def __init__(self, at: StageBuilder, run: Run, entry: int, out: int):
+    def __init__(self, at: StageCodeBuilder, run: Run, entry: int, out: int):
         self.at, self.value = at, at.value(entry)
         self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
         self.values, self.layers = (entry, out), len(run.segments)
@@ -508,7 +508,7 @@ class _LayerImages:
 # --- All instructions -------------------------------------------------------------------------------------------------------------
 
 
-def _with_early_rounding(at: StageBuilder, instrs: Sequence[Instr]) -> tuple[Instr, ...]:
+def _with_early_rounding(at: StageCodeBuilder, instrs: Sequence[Instr]) -> tuple[Instr, ...]:
     """``instrs`` with each rounding right after the instruction that makes its value, so that a loop that folds the value keeps its
     16-bit form."""
     makers = {v for i in instrs for v in i.outputs}
@@ -523,7 +523,7 @@ def _with_early_rounding(at: StageBuilder, instrs: Sequence[Instr]) -> tuple[Ins
     return tuple(found)
 
 
-def lower_body(at: StageBuilder, instrs: Sequence[Instr]) -> None:
+def lower_body(at: StageCodeBuilder, instrs: Sequence[Instr]) -> None:
     """Lower ``instrs``, with loops over equal layers. Raises ``CannotLower``."""
     instrs = _with_early_rounding(at, instrs) if at.repeated else tuple(instrs)
     around, at.instrs = at.instrs, instrs

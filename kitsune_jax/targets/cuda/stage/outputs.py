@@ -15,12 +15,12 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
 from kitsune_jax.targets.cuda.stage import columns, facts
-from kitsune_jax.targets.cuda.stage.builder import InScratch, StageBuilder, queue_form
+from kitsune_jax.targets.cuda.stage.builder import InScratch, StageCodeBuilder, queue_form
 
 # --- Weight gradients -------------------------------------------------------------------------------------------------------------
 
 
-def lower_gradient(at: StageBuilder, instr: Instr) -> None:
+def lower_gradient(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``matmul_sink``. Raises ``CannotLower``.
 
     Both operands are written to panels in shared memory, which the lanes of the CTA multiply together. The gradients of a stage use
@@ -53,7 +53,7 @@ def lower_gradient(at: StageBuilder, instr: Instr) -> None:
     at.done.add(instr)
 
 
-def early_panel(at: StageBuilder, effect: Instr) -> list[ir.ToPanel]:
+def early_panel(at: StageCodeBuilder, effect: Instr) -> list[ir.ToPanel]:
     """The action that writes the value of ``effect`` to the panel of the stage's next gradient, in the same loop as ``effect``; or
     []."""
     instrs, root = at.instrs, at.root(effect.inputs[0])
@@ -70,7 +70,7 @@ def early_panel(at: StageBuilder, effect: Instr) -> list[ir.ToPanel]:
     return [ir.ToPanel(root, panel.ref)]
 
 
-def _panels(at: StageBuilder, instr: Instr) -> tuple[tuple[int, ir.Panel], tuple[int, ir.Panel]]:
+def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, ir.Panel], tuple[int, ir.Panel]]:
     """The operand whose columns are the rows of the accumulators, and the other operand, each with its panel."""
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
@@ -78,18 +78,18 @@ def _panels(at: StageBuilder, instr: Instr) -> tuple[tuple[int, ir.Panel], tuple
     return (x, ir.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (y, ir.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind))
 
 
-def _width(at: StageBuilder, v: int) -> int:
+def _width(at: StageCodeBuilder, v: int) -> int:
     """Columns of the panel of ``v``, which may not have been made yet."""
     columns = math.prod(at.program.values[v].shape)
     return tiles.padded(columns // at.split if at.is_slab(v) else columns)
 
 
-def _holds(at: StageBuilder, v: int, panel: ir.Panel) -> bool:
+def _holds(at: StageCodeBuilder, v: int, panel: ir.Panel) -> bool:
     """Does ``panel`` still hold ``v``? In a step of a loop, the gradients of two weights may share a cotangent."""
     return at.repeated and at.panels.get(panel.at, ())[:2] == (at.root(v), panel.width)
 
 
-def _declare(at: StageBuilder, v: int, panel: ir.Panel) -> None:
+def _declare(at: StageCodeBuilder, v: int, panel: ir.Panel) -> None:
     """Note that ``panel`` holds ``v``, and that panels that it overlaps are overwritten."""
     at.once_per_tile(panel)
     end = panel.at + tiles.panel_bytes(panel.width, tiles.is_half(panel.dtype))
@@ -99,7 +99,7 @@ def _declare(at: StageBuilder, v: int, panel: ir.Panel) -> None:
         at.setup.append(ir.ClearPanel(panel))
 
 
-def _shape(at: StageBuilder, instr: Instr) -> tiles.GradientShape:
+def _shape(at: StageCodeBuilder, instr: Instr) -> tiles.GradientShape:
     """The shape of a gradient's accumulators. In a split stage its slabs must be those of the stage."""
     n = [math.prod(at.program.values[v].shape) for v in instr.inputs]
     half = tiles.is_half(at.program.values[instr.inputs[0]].dtype)
@@ -115,7 +115,7 @@ def _shape(at: StageBuilder, instr: Instr) -> tiles.GradientShape:
 # --- Sums of a segment softmax ----------------------------------------------------------------------------------------------------
 
 
-def lower_run_max(at: StageBuilder, instr: Instr) -> None:
+def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     """Give the largest scores of each row's run a home. Raises ``CannotLower``.
 
     A run is among the 16 rows of a warp. The rows of a tile with the same index may be several runs, each with its largest score;
@@ -139,7 +139,7 @@ def lower_run_max(at: StageBuilder, instr: Instr) -> None:
         at.materialize(v)
 
 
-def _runs(at: StageBuilder, index: int, rows: int) -> ir.Ref:
+def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:
     """The runs of ``index``, which all sums of softmaxes by it share."""
     key = at.root(index), rows
     if key not in at.runs:
@@ -148,7 +148,7 @@ def _runs(at: StageBuilder, index: int, rows: int) -> ir.Ref:
     return at.runs[key]
 
 
-def online_scaling(at: StageBuilder, instr: Instr) -> tuple[ir.Tops, ir.Ref]:
+def online_scaling(at: StageCodeBuilder, instr: Instr) -> tuple[ir.Tops, ir.Ref]:
     """(the scaling of the rows of a sink by the largest scores, their runs)."""
     v, _, scores = instr.inputs
     if at.root(scores) not in at.tops:
@@ -174,7 +174,7 @@ class _Effect:
     after: tuple[ir.Node, ...] = ()
 
 
-def lower_output(at: StageBuilder, instr: Instr) -> None:
+def lower_output(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower ``instr`` and all later effects of its value, in one loop. An effect may come earlier than its place in the stage,
     never later, as a wait for a free slot of a queue may only depend on earlier tiles."""
     batch = [_MAKERS[i.kind](at, i) for i in _with_same_value(at, instr)]
@@ -187,7 +187,7 @@ def lower_output(at: StageBuilder, instr: Instr) -> None:
         at.add(*effect.after)
 
 
-def _with_same_value(at: StageBuilder, instr: Instr) -> list[Instr]:
+def _with_same_value(at: StageCodeBuilder, instr: Instr) -> list[Instr]:
     """``instr`` and the later effects of its value, except those that have been lowered; [] if ``instr`` has been."""
     done = at.done.union(i for _, _, i in at.facts.panel_sums)  # lowered with their gradient
     root = at.root(instr.inputs[0])
@@ -199,7 +199,7 @@ def _with_same_value(at: StageBuilder, instr: Instr) -> list[Instr]:
     return found
 
 
-def _push(at: StageBuilder, instr: Instr) -> _Effect:
+def _push(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
     value, queue, push = at.value(v), ir.Ref("queue", q), ir.Ref("push", q)
     acquire, release = ir.QueueCall(queue, "wr_acquire"), ir.QueueCall(queue, "wr_release")
@@ -211,7 +211,7 @@ def _push(at: StageBuilder, instr: Instr) -> _Effect:
     return _Effect((acquire, entry), ir.Keep(v, ir.Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
-def _store(at: StageBuilder, instr: Instr) -> _Effect:
+def _store(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v,), value = instr.inputs, at.value(instr.inputs[0])
     if value.row:
         row = at.row(v)
@@ -221,12 +221,12 @@ def _store(at: StageBuilder, instr: Instr) -> _Effect:
     return _Effect((), ir.Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
 
 
-def _once(at: StageBuilder, v: int) -> bool:
+def _once(at: StageCodeBuilder, v: int) -> bool:
     """Must only one CTA output ``v``? All CTAs of a split stage have the values that are no slabs."""
     return at.split > 1 and not at.is_slab(v)
 
 
-def _sink(at: StageBuilder, instr: Instr) -> _Effect:
+def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v,), k = instr.inputs, instr["sink"]
     sink, value, rank = at.program.sinks[k], at.value(v), len(at.program.values[v].shape)
     if sink.how not in HOW:
@@ -244,7 +244,7 @@ def _sink(at: StageBuilder, instr: Instr) -> _Effect:
     return _Effect((), ir.Fold(v, how, ref, stream=True, scalar=scalar))
 
 
-def _sink_at(at: StageBuilder, instr: Instr) -> _Effect:
+def _sink_at(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v, index), k = instr.inputs[:2], instr["sink"]
     sink, value = at.program.sinks[k], at.value(v)
     if sink.how not in HOW:
@@ -276,7 +276,7 @@ def _sink_at(at: StageBuilder, instr: Instr) -> _Effect:
     return _Effect((runs, ir.SyncWarp()), ir.ToSegments(v, ref, how, sink.dtype, found), (join,))
 
 
-def _atomic_fold(at: StageBuilder, v: int, index: int, k: int) -> _Effect:
+def _atomic_fold(at: StageCodeBuilder, v: int, index: int, k: int) -> _Effect:
     """A fold in any order by atomic operations: every thread adds its part of a row, or folds it into a maximum or minimum. The
     result has 32 bits; XLA converts it."""
     sink, value, ref = at.program.sinks[k], at.value(v), ir.Ref("sums", k)

@@ -14,7 +14,7 @@ from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda.ir import Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns
-from kitsune_jax.targets.cuda.stage.builder import Expression, InArray, InImage, InRegisters, Multiply, StageBuilder, Value
+from kitsune_jax.targets.cuda.stage.builder import Expression, InArray, InImage, InRegisters, Multiply, StageCodeBuilder, StageValue
 
 # --- Products for each row: both operands stream ----------------------------------------------------------------------------------
 
@@ -22,7 +22,7 @@ _WORKING = 56  # registers of a thread during the product: 16 sums, fragments, a
 _Operand = tuple[int, bool]  # (free elements, is K the outer dimension?)
 
 
-def lower_row_product(at: StageBuilder, instr: Instr) -> None:
+def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower the ``dot`` ``instr``, whose result, or the ``take`` that alone reads it, gets an image. Raises ``CannotLower``.
 
     A warp multiplies the operands of one row after the other. It copies them to shared memory piece by piece: rows of arrays and
@@ -85,11 +85,11 @@ def _operand_layout(dims: Sequence[int], contract: Sequence[int]) -> _Operand:
     return math.prod(dims[d] for d in free), bool(free) and bool(contract) and free[0] > contract[0]
 
 
-def _inner_product(at: StageBuilder, instr: Instr, x: int, y: int) -> None:
+def _inner_product(at: StageCodeBuilder, instr: Instr, x: int, y: int) -> None:
     """A product with one number for a row: a sum over the columns."""
     (v,) = instr.outputs
     ref = Ref("r", v)
-    product = at.unnamed(Value(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
+    product = at.unnamed(StageValue(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
     at.add(ir.StartFold(ref, "Sum", "float32"))
     at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
     at.add(ir.FoldQuad(ref, "Sum"))
@@ -97,7 +97,7 @@ def _inner_product(at: StageBuilder, instr: Instr, x: int, y: int) -> None:
 
 
 def _copied(
-    at: StageBuilder, dtype: str, k: int, operands: dict[tuple[int, _Operand], None]
+    at: StageCodeBuilder, dtype: str, k: int, operands: dict[tuple[int, _Operand], None]
 ) -> dict[tuple[int, _Operand], tuple[ir.Copied, ...]]:
     """The copies that bring the elements of each operand to its slot."""
     pieces = {v: at.facts.pieces_of(v) for v, _ in operands}
@@ -117,12 +117,12 @@ def _copied(
     return found
 
 
-def _is_in_rows(at: StageBuilder, v: int, dtype: str) -> bool:
+def _is_in_rows(at: StageCodeBuilder, v: int, dtype: str) -> bool:
     home = at.value(v).home
     return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
 
 
-def _copy_of_piece(at: StageBuilder, v: int, start: int | None, first: int, run: int) -> ir.Copied:
+def _copy_of_piece(at: StageCodeBuilder, v: int, start: int | None, first: int, run: int) -> ir.Copied:
     value = at.value(v)
     if start is not None:
         return ir.Copied("scratch", start, 1, first, value.n)
@@ -144,7 +144,7 @@ def _joined(a: ir.Copied, b: ir.Copied) -> list[ir.Copied]:
 # --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
 
 
-def all_gather(at: StageBuilder, v: int, depth: int = 1) -> int:
+def all_gather(at: StageCodeBuilder, v: int, depth: int = 1) -> int:
     """The value of which ``v`` is a slab, gathered from all CTAs through a ring of ``depth`` entries; or ``v`` if it is no slab.
 
     Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
@@ -159,14 +159,14 @@ def all_gather(at: StageBuilder, v: int, depth: int = 1) -> int:
     if not value.slab:
         return v
     if v not in at.gathered:
-        made = at.unnamed(Value(value.n * at.split, value.dtype, False))
+        made = at.unnamed(StageValue(value.n * at.split, value.dtype, False))
         # Every CTA can read all columns of an array.
         at.settle(made, value.home if isinstance(value.home, InArray) else _exchanged(at, v, value, depth))
         at.gathered[v] = made
     return at.gathered[v]
 
 
-def begin_all_gathers(at: StageBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
+def begin_all_gathers(at: StageCodeBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
     """Send the carries that products of ``body`` contract, before all else in a step."""
     for i in body:
         for v in exchanged_pieces(at, i.inputs[0]) if i.kind == "matmul" else ():
@@ -174,13 +174,13 @@ def begin_all_gathers(at: StageBuilder, body: Sequence[Instr], carries: Collecti
                 all_gather(at, v, tiles.EXCHANGE_DEPTH)
 
 
-def exchanged_pieces(at: StageBuilder, x: int) -> list[int]:
+def exchanged_pieces(at: StageCodeBuilder, x: int) -> list[int]:
     """The values whose columns make up operand ``x``: the parts of a concatenation that only products read."""
     parts = at.facts.joined.get(x)
     return [x] if parts is None else [p for part in parts for p in exchanged_pieces(at, part)]
 
 
-def _exchanged(at: StageBuilder, v: int, value: Value, depth: int) -> InImage:
+def _exchanged(at: StageCodeBuilder, v: int, value: StageValue, depth: int) -> InImage:
     ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
     vectors = tiles.image_vectors(value.width, value.form)
     at.setup.append(ir.Exchange(ring, vectors * at.split, depth))
@@ -190,7 +190,7 @@ def _exchanged(at: StageBuilder, v: int, value: Value, depth: int) -> InImage:
     return InImage(entry, value.form, ring)
 
 
-def reduce_scatter(at: StageBuilder, products: Sequence[tuple[int, Multiply]]) -> None:
+def reduce_scatter(at: StageCodeBuilder, products: Sequence[tuple[int, Multiply]]) -> None:
     """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
 
     Each CTA has the sums over its part of K for all columns (``stage/facts.py``). It sends every other CTA the slab that it needs,
@@ -209,10 +209,10 @@ def reduce_scatter(at: StageBuilder, products: Sequence[tuple[int, Multiply]]) -
         at.add(ir.QueueCall(ring, "rd_release"))
 
 
-def _send_partial_sums(at: StageBuilder, v: int, product: Multiply) -> Ref:
+def _send_partial_sums(at: StageCodeBuilder, v: int, product: Multiply) -> Ref:
     """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
     ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split
-    mine = at.unnamed(Value(n, "float32", False, product))
+    mine = at.unnamed(StageValue(n, "float32", False, product))
     vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split
     at.setup.append(ir.Exchange(ring, vectors * at.split, 1))
     at.add(ir.QueueCall(ring, "wr_acquire"), ir.Entry(push, ring, vectors, write=True, each=True))
@@ -221,12 +221,12 @@ def _send_partial_sums(at: StageBuilder, v: int, product: Multiply) -> Ref:
     return ring
 
 
-def _name(at: StageBuilder, kind: str) -> Ref:
+def _name(at: StageCodeBuilder, kind: str) -> Ref:
     at.counter += 1
     return Ref(kind, at.counter, "_all")
 
 
-def release_entries(at: StageBuilder, known: dict[int, int]) -> None:
+def release_entries(at: StageCodeBuilder, known: dict[int, int]) -> None:
     """Release the entries of values that were gathered since ``known`` and are no longer read."""
     for v, made in at.gathered.items():
         home = at.value(made).home
