@@ -1,6 +1,6 @@
 """A slow, exact simulator of the CPU program format: NumPy, tile by tile, every access checked.
 
-Comes in: a ``bytecode.Program`` and the input arrays. Goes out: the output arrays. It follows the comments of
+Comes in: a ``bytecode.CpuProgram`` and the input arrays. Goes out: the output arrays. It follows the comments of
 ``kitsune_jax/targets/cpu/bytecode.py``, for programs without loops, batches and products of two tiles (those are held against the
 interpreter of tile programs in ``tests/cpu/test_structured.py``). It shares no code with the code generator or the C++ executor, so
 that either can be held against it. Scratch and queue slots hold a poison pattern (0xFF bytes: NaN as floats, -1 as integers) until

@@ -1,6 +1,6 @@
 """Lowering of tile programs to CPU programs, with one handler for each kind of instruction.
 
-Comes in: a ``TileProgram``, or a ``Program`` of several. Goes out: the ``bc.Program`` that computes the same, stage by stage,
+Comes in: a ``TileProgram``, or a ``Program`` of several. Goes out: the ``bc.CpuProgram`` that computes the same, stage by stage,
 or the int64 words of a whole call. Groups of pointwise instructions come from ``pointwise``, products and loops from ``products``;
 indices, reductions, scans, concatenations and pads are here. Raises ``CannotLower`` for ops that ``target.supports`` refuses.
 """

@@ -311,13 +311,13 @@ def _moved(ref: bc.CpuRef, offset: int, moves: Sequence[int]) -> bc.CpuRef:
 ALIGNMENT = 64
 
 
-def _fields(kind: str) -> dict[type, tuple[str, ...]]:
-    """The fields of each instruction whose type is called ``kind``."""
+def _fields(kind: type) -> dict[type, tuple[str, ...]]:
+    """The fields of each instruction whose type is ``kind``."""
     all_of = {cls: dataclasses.fields(cls) for cls in typing.get_args(bc.Instruction)}
-    return {cls: tuple(field.name for field in fields if field.type == kind) for cls, fields in all_of.items()}
+    return {cls: tuple(field.name for field in fields if field.type == kind.__name__) for cls, fields in all_of.items()}
 
 
-_OPERAND_FIELDS, _ROWS_FIELDS = _fields("Operand"), _fields("Rows")
+_OPERAND_FIELDS, _ROWS_FIELDS = _fields(bc.CpuOperand), _fields(bc.CpuRows)
 
 
 def operands(instruction: bc.Instruction) -> list[bc.CpuOperand]:
