@@ -107,7 +107,8 @@ class _Machine(OnlineSums):
 
     def _body(self, body: Sequence[bc.Instruction]) -> None:
         for instruction in body:
-            getattr(self, f"_{type(instruction).__name__.lower()}")(instruction)
+            name = type(instruction).__name__.removeprefix("Cpu").lower()
+            getattr(self, f"_{name}")(instruction)
 
     def _stationary(self, x: bc.CpuStationary) -> None:
         rows, self.n = self.n, 1

@@ -41,7 +41,7 @@ def plain(a: np.ndarray) -> np.ndarray:
 
 
 def kinds(program: TileProgram, stage: int = 0) -> list[str]:
-    return [type(i).__name__ for i in lower_program(program, "test").stages[stage].body]
+    return [type(i).__name__.removeprefix("Cpu") for i in lower_program(program, "test").stages[stage].body]
 
 
 def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-5) -> None:
