@@ -1,1 +1,1 @@
-"""NumPy references for tests and ``trust``: interpreters of Graphs and tile programs, and the checker of tile programs."""
+"""NumPy references for tests: interpreters of Graphs and of tile programs, and the checker of tile programs."""

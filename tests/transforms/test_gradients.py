@@ -68,7 +68,7 @@ def test_network_loss_and_gradients_are_one_region(name: str) -> None:
     report = kj.explain(jax.value_and_grad(objective(name)))(params, x, y)
     assert [region.rows for region in report.regions] == [4096]
     assert report.ops_pipelined >= 25
-    left = [r for r in report.rejected if r.op != "transpose" and "scalar" not in r.reason]
+    left = [r for r in report.rejected if r.op != "transpose" and "single numbers" not in r.reason]
     assert not left, left
 
 
