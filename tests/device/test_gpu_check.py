@@ -63,10 +63,11 @@ def test_a_dry_run_is_right_and_told_on_one_page(tmp_path: Path) -> None:
         False,
     }  # the planner's, and a forced one
     assert {f["name"].split()[0] for f in found["findings"]} == {"dense", *CALLS}
-    # Of all, and of the worst row: a bfloat16 gradient of few edges is off there by 0.012, as jax.jit's is.
+    # Of all, and of the worst row, which may be as far off as jax.jit's: a bfloat16 gradient of few edges is off there by 0.012.
     bound = correctness.TOLERANCE["bfloat16"]
-    errors = [e for f in found["findings"] for e in f["errors"]]
-    assert all(0 < whole < bound and 0 < row < correctness.WORST_ROW * bound for whole, row in errors)
+    for f in found["findings"]:
+        for (whole, row), (_, row_of_jit) in zip(f["errors"], f["jit_errors"], strict=True):
+            assert 0 < whole < bound and 0 < row < max(bound, 1.01 * row_of_jit), f["name"]
     assert all(f["ok"] for f in found["findings"])
     assert all(f["kernels"] > 0 for f in found["findings"])
     soak = json.loads((folder / "soak.json").read_text())["findings"]

@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 
 from kitsune_jax import cache, config
-from kitsune_jax import config as version
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 
@@ -23,7 +22,7 @@ def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
     """
     key = cache.key(
         kind="cubin",
-        package=version.__version__,
+        package=config.__version__,
         source=source,
         headers=sources.fingerprint("include"),
         compiler="nvrtc {}.{}".format(*nvrtc.version(folder)),
@@ -60,7 +59,7 @@ def _show(key: str, suffix: str, source: str, what_for: str) -> None:
 def _host_key(kind: str, options: tuple[str, ...], source: str) -> str:
     return cache.key(
         kind=kind,
-        package=version.__version__,
+        package=config.__version__,
         source=source,
         headers=sources.fingerprint("emulator"),
         compiler=hostcc.find().version,
