@@ -111,8 +111,13 @@ def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address
 
 def lower_load_slice(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``load_slice``, which is read from its rows by the loop over columns or the product that needs it."""
+    value = at.new(instr)
+    _read_rows(at, instr, value, _slice_rows(at, instr, "in", instr.inputs))
+
+
+def _read_rows(at: StageCodeBuilder, instr: Instr, value: StageValue, rows: ir.Rows) -> None:
+    """The home of a loaded ``value``: one number of a row is read at once, columns when they are needed."""
     (v,) = instr.outputs
-    value, rows = at.new(instr), _slice_rows(at, instr, "in", instr.inputs)
     if value.row:
         ref = Ref("r", v)
         at.add(ir.LoadRow(ref, rows))
@@ -188,14 +193,8 @@ def lower_instruction(at: StageCodeBuilder, instr: Instr) -> None:
 
 
 def _load(at: StageCodeBuilder, instr: Instr) -> None:
-    (v,) = instr.outputs
-    value, rows = at.new(instr), at.rows("in", instr["array"])
-    if value.row:
-        ref = Ref("r", v)
-        at.add(ir.LoadRow(ref, rows))
-        at.settle(v, InRegisters(ref, "row", ref))
-    else:
-        at.settle(v, InArray(rows, instr["array"]))
+    value = at.new(instr)
+    _read_rows(at, instr, value, at.rows("in", instr["array"]))
 
 
 def _pop(at: StageCodeBuilder, instr: Instr) -> None:
