@@ -30,7 +30,7 @@ Array = Any
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 FAILURES = ("wrong", "exception", "fallback", "nondeterministic", "hang", "crash")
 # Primitives whose result, rounded once, is the same on every machine, beside those that round nothing.
-CORRECTLY_ROUNDED = frozenset({"add", "sub", "mul", "div", "sqrt", "add_any", "square"})
+CORRECTLY_ROUNDED = frozenset({"add", "sub", "mul", "div", "sqrt", "add_any", "square", "integer_pow"})
 CALL = re.compile(r'custom_call_target="kitsune_cpu"')
 
 

@@ -1,7 +1,7 @@
 """The computation of each JAX primitive in plain NumPy.
 
 One entry per primitive: ``(parameters of the equation, *operands) -> array or list of arrays``. Entries follow the documentation of
-``jax.lax``; none calls JAX. ``EXACT`` names the primitives that do not round.
+``jax.lax``; none calls JAX. ``EXACT`` names the primitives that do not round, ``SEVERAL`` those that round more than once.
 """
 
 from __future__ import annotations
@@ -162,6 +162,15 @@ def _polynomial(params: Params, x: Array, *coefficients: Array) -> Array:
     return out
 
 
+def _integer_pow(params: Params, x: Array) -> Array:
+    """As JAX does: products by repeated squaring, each in the dtype of ``x``, then the reciprocal."""
+    left, out = abs(params["y"]), np.ones_like(x)
+    while left:
+        out = out * x if left & 1 else out
+        x, left = (x * x if left > 1 else x), left >> 1
+    return out if params["y"] >= 0 else np.ones_like(out) / out
+
+
 def _same(params: Params, *xs: Array) -> list[Array]:
     return list(xs)
 
@@ -221,7 +230,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "xor": _logical(np.logical_xor, np.bitwise_xor),
     "not": _logical(np.logical_not, np.bitwise_not),
     "polynomial": _polynomial,
-    "integer_pow": lambda p, x: x ** p["y"] if p["y"] >= 0 else 1 / x ** -p["y"],
+    "integer_pow": _integer_pow,
     "round": _round,
     "convert_element_type": _convert,
     "bitcast_convert_type": _bitcast,
@@ -271,6 +280,9 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "empty2": lambda p: np.zeros(()),
     "tie": lambda p, x, y: y,
 }
+
+# Those that JAX makes of several operators, each of which rounds its result.
+SEVERAL = frozenset({"integer_pow"})
 
 EXACT = frozenset(
     (

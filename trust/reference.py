@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trust.primitives import EXACT, PRIMITIVES, Unknown
+from trust.primitives import EXACT, PRIMITIVES, SEVERAL, Unknown
 
 Array = Any
 STEPS = 1000  # rounds of a while loop: every loop that is drawn ends after a few
@@ -95,7 +95,7 @@ def _run(closed: Any, args: Sequence[Array], arithmetic: Arithmetic) -> list[Arr
         if name in CONTROL:
             outs = CONTROL[name](eqn.params, operands, arithmetic)
         elif name in PRIMITIVES:
-            if not arithmetic.widen:  # NumPy would round each step of a sum to 16 bits
+            if not arithmetic.widen and name not in SEVERAL:  # NumPy would round each step of a sum to 16 bits
                 operands = [x.astype(np.float32) if _is_short(x.dtype) else x for x in operands]
             outs = PRIMITIVES[name](eqn.params, *operands)
             outs = outs if isinstance(outs, list) else [outs]

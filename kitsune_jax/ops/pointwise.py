@@ -154,7 +154,7 @@ def total_order(x: Array) -> Array:
 
 
 def integer_pow(x: Array, y: int) -> Array:
-    """x**y by repeated squaring, then the reciprocal for a negative ``y``; integers wrap."""
+    """x**y by repeated squaring, then the reciprocal for a negative ``y``, each product in the dtype of ``x``; integers wrap."""
     result = np.ones_like(x)
     square, n = x, abs(y)
     while n:
@@ -163,7 +163,7 @@ def integer_pow(x: Array, y: int) -> Array:
         n >>= 1
         if n:
             square = square * square
-    return np.asarray(1 / result if y < 0 else result)
+    return np.asarray(np.ones_like(x) / result if y < 0 else result)
 
 
 def reduce_precision(x: Array, exponent_bits: int, mantissa_bits: int) -> Array:
@@ -601,7 +601,7 @@ _UNARY = (
     _unary("digamma", _double(digamma), 60, "derivative of lgamma", **_SERIES, absolute=3e-6, relative=1e-5),
     _unary("bessel_i0e", _double(special.i0e), 30, "e**-|x| I0(x)", measured=False, ulps={"xla": 16}),
     _unary("bessel_i1e", _double(special.i1e), 30, "e**-|x| I1(x)", measured=False, ulps={"xla": 16}),
-    _unary("integer_pow", _with_params(lambda x, y: integer_pow(widen(x), y), "y"), 3, "x**y for a fixed integer y",
+    _unary("integer_pow", _with_params(integer_pow, "y"), 3, "x**y for a fixed integer y",
            NUMBERS, {"float": _integer_power(lambda y: abs(y) <= 64), "i32": _integer_power(lambda y: 0 <= y <= 64)},
            takes=("y",), immediates=("y",), exact=False, ulps={"xla": 8, "cuda": 8},
            samples=lambda dtype: [{"y": y} for y in ((-2, 0, 1, 2, 3, 7) if is_float(dtype) else (0, 1, 2, 3, 7))],

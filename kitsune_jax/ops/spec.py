@@ -334,6 +334,8 @@ def arrays_of(xs: Sequence[Any]) -> list[Array]:
 NARROW = frozenset({"bfloat16", "float16"})
 # If its dtype can hold the operands of such an op, it can hold the result: nothing is left to round.
 _EXACT = HAND_ON | {"convert_element_type", "floor", "ceil", "round", "sign", "rem", "reduce_precision", "nextafter"}
+# Functions for which JAX converts a 16-bit operand to float32 itself; others are XLA's own, in any dtype.
+_WIDENED = frozenset({"erfc", "erf_inv", "sinh", "cosh", "lgamma", "digamma"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -361,6 +363,12 @@ class Rounding:
         # bfloat16 has the exponents of float32: a factor of a half or two loses no digit of a normal number.
         scaled = kind == "mul" and dtype == "bfloat16" and any(_only_scales(c) for c in literals)
         return not scaled
+
+    def takes_digits(self, kind: str, dtype: str, made: str) -> bool:
+        """Does an op of this kind, which makes a ``made``, take the unrounded digits of an operand of ``dtype``?"""
+        if kind in _WIDENED:
+            return self.keeps_digits(dtype, "float32")
+        return kind == "convert_element_type" and self.keeps_digits(dtype, made)
 
     def keeps_digits(self, dtype: str, wider: str) -> bool:
         """Does a conversion from ``dtype`` to ``wider`` take the unrounded digits of the value?"""

@@ -13,7 +13,7 @@ from typing import Any
 from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.ops.loops import as_step, body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.reduce import ONLINE
-from kitsune_jax.ops.spec import ROWS, Dims, LocalOp
+from kitsune_jax.ops.spec import ROWS, Dims, LocalOp, is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import DimLabels, Region, StreamSpace, row_shape, row_strides
@@ -120,6 +120,27 @@ class ScaledRows(_Appender):
             difference = self._add("sub", (scores, used), t)
             self.factors[index, scores] = tops, self._add("exp", (difference,), t)
         return self.factors[index, scores]
+
+
+# --- Powers of 16-bit numbers -----------------------------------------------------------------------------------------------------
+
+
+_ROUNDED_ONCE = (-1, 0, 1, 2)  # exponents of powers that one operator computes
+
+
+class Powers(_Appender):
+    """Writes ``x**y`` for an integer y as the products and the quotient that JAX makes of it, each of which is rounded."""
+
+    def power(self, x: int, y: int) -> int:
+        t = self.types[x]
+        result, square, left = -1, x, abs(y)
+        while left:
+            if left & 1:
+                result = square if result < 0 else self._add("mul", (result, square), t)
+            left >>= 1
+            if left:
+                square = self._add("square", (square,), t)
+        return result if y > 0 else self._add("div", (self.literal(1.0, t.dtype), result), t)
 
 
 # --- Slices and updates at computed places ----------------------------------------------------------------------------------------
@@ -356,8 +377,11 @@ class _TileProgramBuilder:
         """Append the rows-first form of an op. Returns the graph value that it makes."""
         (out,) = op.outputs
         t = stage.type_of(out)
-        made = self._new(dataclasses.replace(t, tile=t.tile and not same_for_all(stage, op)))
-        stage.body.append(Instr(local.kind, tuple(inputs), (made,), local.params, i))
+        if op.kind == "integer_pow" and is_narrow(t.dtype) and op["y"] not in _ROUNDED_ONCE:
+            made = Powers(stage.body, self.values, self._new, self._literal, i).power(inputs[0], op["y"])
+        else:
+            made = self._new(dataclasses.replace(t, tile=t.tile and not same_for_all(stage, op)))
+            stage.body.append(Instr(local.kind, tuple(inputs), (made,), local.params, i))
         stage.ids[out] = self._spread(stage, made, t, i)
         return out
 

@@ -8,6 +8,7 @@ the same bits wherever they are computed. ``Flow`` tells the maker and the reade
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -294,12 +295,14 @@ _FUNCTIONS = frozenset({"tanh", "logistic", "erf", "erfc", "exp", "expm1"})
 
 @dataclasses.dataclass(frozen=True)
 class Recognised:
-    """``result``: the value that activation ``name`` with ``parameters`` makes; ``absorbed``: the instructions that compute it."""
+    """``result``: the value that activation ``name`` with ``parameters`` makes; ``absorbed``: the instructions that compute it;
+    ``roundings``: how many of their results the product's epilogue rounds to 16 bits, beside the last."""
 
     name: str
     parameters: tuple[float, ...]
     result: int
     absorbed: tuple[int, ...]
+    roundings: int
 
 
 def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised | None:
@@ -309,8 +312,8 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
     such a sum; equal activations have equal sums. Thus ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x * logistic(2 * c * (x +
     d * x**3))`` are both the tanh form of gelu. ``with_epilogues`` asks this of stages, the cost model of graphs.
 
-    An activation rounds its result once, so it replaces one operator of a dtype whose results ``rounding`` rounds, or
-    ``x * logistic(x)``, of which the product's epilogue rounds both.
+    An activation rounds its result once, so it replaces one operator of a dtype whose results ``rounding`` rounds, or a function
+    whose steps the product's epilogue rounds as well: ``x * logistic(x)`` and both forms of ``jax.nn.gelu``.
     """
     dtype = flow.dtype(x)
     if dtype == "float64":
@@ -334,8 +337,9 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
         queue = sorted({*queue, *flow.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
         cone = _inner_cone(flow, root, out, makers) if match is not None else None
-        if match is not None and cone is not None and _rounds_alike(flow, cone, match, rounding):
-            found = Recognised(*match, out, cone)
+        roundings = _roundings(flow, cone, match[0], rounding) if match is not None and cone is not None else None
+        if match is not None and cone is not None and roundings is not None:
+            found = Recognised(*match, out, cone, roundings)
     return found
 
 
@@ -356,13 +360,37 @@ def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> t
     return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
 
 
-def _rounds_alike(flow: Flow, cone: tuple[int, ...], match: tuple[str, tuple[float, ...]], rounding: Rounding) -> bool:
-    """Whether the activation ``match`` rounds like the instructions ``cone`` that it replaces."""
-    instrs = [flow.instruction(i) for i in cone]
-    rounded = [
-        i.kind for i in instrs if rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(flow.literal(v) for v in i.inputs))
-    ]
-    return len(rounded) <= 1 or (match == ("silu", (1.0,)) and sorted(rounded) == ["logistic", "mul"])
+def _roundings(flow: Flow, cone: tuple[int, ...], name: str, rounding: Rounding) -> int | None:
+    """How many 16-bit results inside of ``cone`` activation ``name`` rounds too; None where it rounds others than ``cone``."""
+    # The epilogue's erfc rounds a float16 before, and takes the digits of a bfloat16.
+    dtype = flow.dtype(flow.instruction(cone[0]).outputs[0])
+    digits = rounding.takes_digits("erfc", dtype, dtype) == (dtype == "bfloat16")
+    instrs = [i for i in map(flow.instruction, cone) if not is_other_name(flow.values, i)]
+    rounded = sum(rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(map(flow.literal, i.inputs))) for i in instrs)
+    if rounded > 1:
+        kinds = sorted(i.kind for i in instrs)
+        alike = {
+            "silu": kinds == ["logistic", "mul"],
+            "gelu_tanh": any(_is_chain(flow, instrs, (*cube, *_GELU)) for cube in (("integer_pow",), ("square", "mul"))),
+            "gelu_erf": digits and kinds in (["erfc", "mul", "mul", "mul"], ["erfc", "mul", "mul", "mul", "neg"]),
+        }
+        if not alike.get(name, False):
+            return None
+    return max(0, rounded - 1)
+
+
+# jax.nn.gelu behind x**3: by a constant, + x, by a constant, tanh, + 1, by a half, by x. Other orders round other values.
+_GELU = ("mul", "add", "mul", "tanh", "add", "mul", "mul")
+
+
+def _is_chain(flow: Flow, instrs: Sequence[Instr], kinds: Sequence[str]) -> bool:
+    """Whether ``instrs`` have these kinds in this order, and each reads the one before it; the last but one reads a constant."""
+    if [i.kind for i in instrs] != list(kinds):
+        return False
+    follows = all(
+        any(flow.root(v) == flow.root(before.outputs[0]) for v in after.inputs) for before, after in itertools.pairwise(instrs)
+    )
+    return follows and any(flow.literal(v) is not None for v in instrs[-2].inputs)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------

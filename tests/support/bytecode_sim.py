@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -378,6 +378,16 @@ def _semantics(name: str, kind: np.dtype, args: list[np.ndarray], imm: tuple[flo
     return spec.numpy(params, *args, out_dtype="bool" if spec.gives == "bool" else str(kind))
 
 
+def _rounded_gelu(name: str, x: np.ndarray, a: float, b: float, rounded: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """jax.nn.gelu in 16 bits, whose every step is rounded."""
+    if name == "gelu_erf":  # XLA converts a bfloat16 operand of erfc before it is rounded
+        t = rounded(a * x) if rounded(np.asarray(1 + 2.0**-10)) != 1 else a * x
+        return rounded(0.5 * x) * rounded(np.vectorize(math.erfc, otypes=[np.float64])(-t))
+    cube = rounded(rounded(x * x) * x)
+    inner = rounded(rounded(x + rounded(rounded(np.asarray(b / a)) * cube)) * (0.5 * a))
+    return x * (0.5 * rounded(1 + rounded(np.tanh(inner))))
+
+
 def activated(name: str, parameters: tuple[float, ...], y: np.ndarray, rounds: object = np.float32) -> np.ndarray:
     """An activation of a matrix product's sums by its definition, evaluated in float64. ``rounds``: of sums that are rounded."""
     x = y.astype(np.float64)
@@ -393,6 +403,8 @@ def activated(name: str, parameters: tuple[float, ...], y: np.ndarray, rounds: o
             out = np.where(x > 0, x, a * np.expm1(np.where(x > 0, 0, x)))
         elif name == "tanh":
             out = np.tanh(x)
+        elif name.startswith("gelu") and rounds != np.float32:
+            out = _rounded_gelu(name, x, a, b, lambda v: v.astype(np.float32).astype(rounds).astype(np.float64))
         elif name == "gelu_erf":
             out = x * np.vectorize(math.erfc, otypes=[np.float64])(-a * x) / 2
         else:

@@ -69,31 +69,37 @@ struct Logistic {
   KITSUNE_INLINE VF operator()(VF v) const { return logistic_as<kCoarse>(v); }
 };
 
-// v logistic(a v), a > 0. Where sums are rounded (GemmArgs::rounds), so is the logistic.
-template <bool kCoarse>
+// v logistic(a v), a > 0.
+template <bool kCoarse, class Round>
 struct Silu {
   float a;
-  DType rounds;
   KITSUNE_INLINE VF operator()(VF v) const {
-    if (rounds == DType::kBF16) return v * ToBFloat16::apply(logistic_as<kCoarse>(v * a));
-    if (rounds == DType::kF16) return v * ToFloat16::apply(logistic_as<kCoarse>(v * a));
+    if constexpr (kRounds<Round>) return v * Round::apply(logistic_as<kCoarse>(v * a));
     VF e = exp_of_negative<kCoarse>(minus_abs(v * a));
     return divide<kCoarse>(choose(v < 0.0f, v * e, v), 1.0f + e);
   }
 };
 
-// v (1 + tanh(z / 2)) / 2 = v logistic(z) for z = v (a + b v^2), a > 0, b > 0.
-template <bool kCoarse>
+// v (1 + tanh(z / 2)) / 2 = v logistic(z) for z = v (a + b v^2), a > 0, b > 0. Rounded: the steps of jax.nn.gelu, whose two
+// constants have 16 bits, which b / a finds again.
+template <bool kCoarse, class Round>
 struct GeluTanh {
   float a, b;
   KITSUNE_INLINE VF operator()(VF v) const {
+    if constexpr (kRounds<Round>) {
+      VF cube = Round::apply(Round::apply(v * v) * v);
+      VF sum = Round::apply(v + Round::apply(cube * Round::apply(splat<VF>(b / a))));
+      VF t = Round::apply(tanh_as<kCoarse>(Round::apply(sum * (0.5f * a))));
+      return v * (0.5f * Round::apply(1.0f + t));
+    }
     VF e = exp_of_negative<kCoarse>(minus_abs(v * (v * v * b + a)));
     return divide<kCoarse>(choose(v < 0.0f, v * e, v), 1.0f + e);
   }
 };
 
-// v erfc(-a v) / 2, a > 0.
-template <bool kCoarse>
+// v erfc(-a v) / 2, a > 0. Rounded: (v / 2) erfc(-(a v)), as jax.nn.gelu computes it. XLA widens the operand of erfc, and for that
+// takes the digits of a bfloat16 before they are rounded.
+template <bool kCoarse, class Round>
 struct GeluErf {
   float a;
   KITSUNE_INLINE VF operator()(VF v) const {
@@ -102,11 +108,12 @@ struct GeluErf {
     static const float coarse[] = {1.4109973907f, -1.7246192694f, 1.1005024910f, -2.6460283995e-1f, -2.5127403438e-2f};
     static const float c[] = {1.4104735851f,     -1.7145202160f,    1.0374736786f,    -1.0022823513e-1f,
                               -1.9008031487e-1f, -1.1725062182e-2f, 1.0894124210e-1f, -4.0394101292e-2f};
-    VF t = abs_vector(v * a);
+    VF t = abs_vector(kSame<Round, ToFloat16> ? Round::apply(v * a) : v * a);
     t = choose(t < 10.2f, t, splat<VF>(10.2f));
     VF p = divide<kCoarse>(t, t + 2.5f);
     VF half = exp_of_negative<kCoarse>(-(t * t)) * (0.5f - p * (kCoarse ? polynomial(p, coarse) : polynomial(p, c)));
-    return v * choose(v < 0.0f, half, 1.0f - half);
+    half = choose(v < 0.0f, half, 1.0f - half);
+    return kRounds<Round> ? Round::apply(v * 0.5f) * Round::apply(2.0f * half) : v * half;
   }
 };
 
@@ -115,8 +122,19 @@ struct Tanh {
   KITSUNE_INLINE VF operator()(VF v) const { return tanh_as<kCoarse>(v); }
 };
 
-// Calls f with the functor of `kind`, whose parameters are a and b (GemmArgs::act_a, act_b), of sums that are rounded to `rounds`;
-// coarse where the results are bfloat16.
+// Calls f with the functor of `kind`, whose parameters are a and b (GemmArgs::act_a, act_b); coarse where the results are bfloat16.
+// `Round`: what the steps of a function are rounded to, where its definition has several.
+template <bool kCoarse, class Round, class F>
+KITSUNE_INLINE void with_rounding(Activation kind, float a, float b, F&& f) {
+  switch (kind) {
+    case Activation::kSilu: return f(Silu<kCoarse, Round>{a});
+    case Activation::kGeluTanh: return f(GeluTanh<kCoarse, Round>{a, b});
+    case Activation::kGeluErf: return f(GeluErf<kCoarse, Round>{a});
+    default: return;
+  }
+}
+
+// `rounds`: the dtype that sums are rounded to, or float32.
 template <bool kCoarse = false, class F>
 KITSUNE_INLINE void with_activation(Activation kind, float a, float b, DType rounds, F&& f) {
   switch (kind) {
@@ -126,9 +144,12 @@ KITSUNE_INLINE void with_activation(Activation kind, float a, float b, DType rou
     case Activation::kElu: return f(Elu<kCoarse>{a});
     case Activation::kLogistic: return f(Logistic<kCoarse>{});
     case Activation::kTanh: return f(Tanh<kCoarse>{});
-    case Activation::kSilu: return f(Silu<kCoarse>{a, rounds});
-    case Activation::kGeluTanh: return f(GeluTanh<kCoarse>{a, b});
-    case Activation::kGeluErf: return f(GeluErf<kCoarse>{a});
+    default: break;
+  }
+  switch (rounds) {
+    case DType::kBF16: return with_rounding<kCoarse, ToBFloat16>(kind, a, b, f);
+    case DType::kF16: return with_rounding<kCoarse, ToFloat16>(kind, a, b, f);
+    default: return with_rounding<kCoarse, NotRounded>(kind, a, b, f);
   }
 }
 

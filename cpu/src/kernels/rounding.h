@@ -37,4 +37,7 @@ struct NotRounded {
   static KITSUNE_INLINE VF apply(VF v) { return v; }
 };
 
+template <class Round>
+constexpr bool kRounds = !kSame<Round, NotRounded>;
+
 }  // namespace kitsune::cpu::KITSUNE_ISA

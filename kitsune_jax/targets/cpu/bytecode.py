@@ -227,7 +227,8 @@ CUMULATIVE = tuple(spec.fold for spec in OPS.values() if spec.family == "cumulat
 # Activations of a matrix product's sums, with their positive parameters a and b. Float64 sums have none and relu only.
 #   leaky_relu: x if x >= 0 else a x          elu: x if x > 0 else a (e^x - 1)       logistic: 1 / (1 + e^-x)
 #   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2
-# silu and gelu of minus infinity are NaN, as by definition. Where sums are rounded (``Matmul.rounds``), silu's logistic is too.
+# silu and gelu of minus infinity are NaN, as by definition. Where sums are rounded (``Matmul.rounds``), so are the logistic of silu
+# and each step of gelu as ``jax.nn.gelu`` computes it.
 ACTIVATIONS = ("none", "relu", "leaky_relu", "elu", "logistic", "tanh", "silu", "gelu_tanh", "gelu_erf")
 ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1)
 # How bfloat16 operands are multiplied: the kernels' own choice; widened to float32 (FMA); by instructions that add pairs of

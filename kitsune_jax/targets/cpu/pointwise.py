@@ -149,10 +149,10 @@ def _emit(stage: StageLowering, ops: list[int], loop: Shape) -> None:
 
 
 def _keeps_digits(stage: StageLowering, instr: Instr, v: int) -> bool:
-    """Whether ``instr`` converts ``v`` to a wider float from its unrounded digits."""
-    if instr.kind != "convert_element_type" or stage.root(v) in stage.rounded.everywhere:
+    """Whether ``instr`` takes the unrounded digits of ``v``."""
+    if stage.root(v) in stage.rounded.everywhere:
         return False
-    return stage.rounding.keeps_digits(stage.type(v).dtype, stage.type(instr.outputs[0]).dtype)
+    return stage.rounding.takes_digits(instr.kind, stage.type(v).dtype, stage.type(instr.outputs[0]).dtype)
 
 
 def shape_of(stage: StageLowering, v: int) -> Shape:

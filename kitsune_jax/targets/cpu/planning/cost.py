@@ -215,7 +215,8 @@ class CpuWork:
     matmul before it applies to its accumulators. ``scores``: of an online sum, a row's scores, unless an earlier sum has the same.
     ``again``: in a step of a loop, whose operands were found before the first. ``narrow``: it concatenates rows of single elements,
     or folds interleaved ones. ``taken``: it reads rows, or their products, in place from a table. ``still``: in a step of a loop,
-    but the same for all rows: once per tile. ``rounds``: its result is rounded to 16 bits before an op of its group reads it.
+    but the same for all rows: once per tile. ``roundings``: results that are rounded to 16 bits in registers: its own, for an op
+    of its group, or those inside of the activation.
     """
 
     dtype: str
@@ -234,7 +235,7 @@ class CpuWork:
     narrow: bool = False
     taken: bool = False
     still: bool = False
-    rounds: bool = False
+    roundings: int = 0
 
 
 class CpuCost(RegionCost):
@@ -317,8 +318,9 @@ class CpuCost(RegionCost):
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
         picked = family in SCANS and not sink and folds_single_elements(self, i)
         spreads = spreads_short_runs(self, i) if family in _GROUPED else ()
+        roundings = self.roundings.get(i, int(family in _GROUPED and self._rounds(i)))
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, spreads, activation,
-                       narrow=picked, taken=taken, rounds=family in _GROUPED and self._rounds(i))  # fmt: skip
+                       narrow=picked, taken=taken, roundings=roundings)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
         """Whether ``v`` lies column by column in a loop's body (``memory.by_columns``), where slices are free."""
@@ -340,10 +342,20 @@ class CpuCost(RegionCost):
     def _absorbed(self, i: int) -> bool:
         return i in self.activations or super()._absorbed(i)
 
-    @functools.cached_property
+    @property
     def activations(self) -> dict[int, str]:
         """The ops that matmuls apply to their accumulators, with the activation's name for the last op of one, else ""."""
+        return self._epilogues[0]
+
+    @property
+    def roundings(self) -> dict[int, int]:
+        """For the last op of each such activation, the results that it rounds on the way."""
+        return self._epilogues[1]
+
+    @functools.cached_property
+    def _epilogues(self) -> tuple[dict[int, str], dict[int, int]]:
         found: dict[int, str] = {}
+        roundings: dict[int, int] = {}
         ops = sorted(self.members)
         flow = Flow.of_graph(self.graph, ops, tuple(self.outputs))
         for i in self.region.ops:
@@ -359,7 +371,8 @@ class CpuCost(RegionCost):
             found.update(dict.fromkeys((ops[k] for k in match.absorbed), ""))
             last = self.producer[match.result]
             found[last] = "" if match.name == "relu" else match.name
-        return found
+            roundings[last] = match.roundings
+        return found, roundings
 
     def _rounds(self, i: int) -> bool:
         """Whether the result of op ``i`` is rounded to 16 bits within its group."""
@@ -368,15 +381,14 @@ class CpuCost(RegionCost):
         if not self.rounding.rounds(op.kind, values[op.outputs[0]].dtype, literals):
             return False
         return any(
-            self.family(j) in _GROUPED and not self.rounding.keeps_digits(values[v].dtype, self._converted_to(j))
+            self.family(j) in _GROUPED and not self._takes_digits(j, values[v].dtype)
             for v in op.outputs
             for j in self.readers.get(v, ())
         )
 
-    def _converted_to(self, i: int) -> str:
-        """The dtype that op ``i`` converts to; "" for an op that is no conversion."""
+    def _takes_digits(self, i: int, dtype: str) -> bool:
         op = self.graph.ops[i]
-        return self.graph.values[op.outputs[0]].dtype if op.kind == "convert_element_type" else ""
+        return self.rounding.takes_digits(op.kind, dtype, self.graph.values[op.outputs[0]].dtype)
 
     def _edges(self, i: int) -> int:
         """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
@@ -396,7 +408,8 @@ class CpuCost(RegionCost):
     def _seconds(self, work: CpuWork, rows: int) -> float:
         known, step = self.times, _STEP_AGAIN if work.again else machines.STEP_SECONDS
         if work.activation:
-            return rows * work.elements * known.activation(work.activation, work.dtype)
+            rounded = work.roundings * known.rounding(work.dtype) if work.roundings else 0.0
+            return rows * work.elements * (known.activation(work.activation, work.dtype) + rounded)
         if work.dot is not None:
             return self._product_seconds(work, work.dot, rows) + (_PRODUCT_AGAIN if work.again else 0.0)
         if work.family in SCANS:
@@ -421,7 +434,7 @@ class CpuCost(RegionCost):
             return 0.0
         rows = 1 if work.still else rows
         passes = max(rows * work.elements, machines.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
-        passes += rows * work.elements * known.rounding(work.dtype) if work.rounds else 0.0
+        passes += rows * work.elements * work.roundings * known.rounding(work.dtype) if work.roundings else 0.0
         spread = sum(run_seconds(known, work.dtype, work.elements, n) for n in work.spreads)
         return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
 
