@@ -52,6 +52,7 @@ WIDE = ["-mfma", "-mf16c", "-mprefer-vector-width=512"]
 # The flags each ISA's translation unit says it wants in its first lines; for other architectures than its own it is empty.
 ISA_FLAGS = {
     "x86_64": {
+        "isa_generic.cc": ["-O1"],
         "isa_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
         "isa_avx512.cc": [*AVX512, *WIDE],
         "isa_avx512bf16.cc": [*AVX512, "-mavx512bf16", *WIDE],

@@ -187,56 +187,68 @@ void fold_row_strided(int64_t n, const void* src, int64_t stride, void* acc) {
   fold_row_chunks<Op, Acc>(n, static_cast<const char*>(src), stride, static_cast<Acc*>(acc), load, sizeof(From));
 }
 
-struct Folds {
-  FoldFn fold;
-  FoldRowFn fold_row;
-};
-
-template <class Op, class Acc, class From>
-Folds folds_of() {
-  return {&fold_strided<Op, Acc, From>, &fold_row_strided<Op, Acc, From>};
-}
-
 // Bools fold as bytes 0/1: or for sum and max, and for product and min.
 constexpr int kByteFolds[] = {kMax, kMax, kMin, kMin, kAnd, kOr, kXor};
 
-template <class From, class Acc, class WideAcc>
-Folds folds_for(int how, bool wide) {
+template <class From, class Acc, class WideAcc, class Result, class F>
+Result with_operation(int how, bool wide, F f) {
+  auto by = [&](auto op, auto acc) { return f(op, acc, TypeTag<From>{}); };
+  if constexpr (!kSame<Acc, WideAcc>) {
+    if (wide && how == kSum) return by(TypeTag<Add>{}, TypeTag<WideAcc>{});
+    if (wide && how == kProduct) return by(TypeTag<Mul>{}, TypeTag<WideAcc>{});
+  }
   switch (how) {
-    case kSum: return wide ? folds_of<Add, WideAcc, From>() : folds_of<Add, Acc, From>();
-    case kProduct: return wide ? folds_of<Mul, WideAcc, From>() : folds_of<Mul, Acc, From>();
-    case kMax: return folds_of<Max, Acc, From>();
-    case kMin: return folds_of<Min, Acc, From>();
+    case kSum: return by(TypeTag<Add>{}, TypeTag<Acc>{});
+    case kProduct: return by(TypeTag<Mul>{}, TypeTag<Acc>{});
+    case kMax: return by(TypeTag<Max>{}, TypeTag<Acc>{});
+    case kMin: return by(TypeTag<Min>{}, TypeTag<Acc>{});
     default: break;
   }
   if constexpr (!TypeTraits<Acc>::kFloating) {
     switch (how) {
-      case kAnd: return folds_of<And, Acc, From>();
-      case kOr: return folds_of<Or, Acc, From>();
-      case kXor: return folds_of<Xor, Acc, From>();
+      case kAnd: return by(TypeTag<And>{}, TypeTag<Acc>{});
+      case kOr: return by(TypeTag<Or>{}, TypeTag<Acc>{});
+      case kXor: return by(TypeTag<Xor>{}, TypeTag<Acc>{});
       default: break;
     }
   }
-  return {nullptr, nullptr};
+  return Result{};
 }
 
-inline Folds find_folds(int how, DType storage, bool wide) {
-  if (how < 0 || how >= kReductions) return {nullptr, nullptr};
-  return with_type<Folds>(storage, [how, wide](auto tag) -> Folds {
+// f with tags of the operation, of the accumulator's type and of the elements'; Result{} where there is no such fold. `wide`: sums
+// and products of floats are folded in double. `Wide`: the accumulators that `wide` may ask for, float where nobody does.
+template <class Result, class Wide = double, class F>
+Result with_fold(int how, DType storage, bool wide, F f) {
+  if (how < 0 || how >= kReductions) return Result{};
+  return with_type<Result>(storage, [&](auto tag) -> Result {
     using T = typename decltype(tag)::type;
     if constexpr (kSame<T, double>) {
-      return folds_for<double, double, double>(how, wide);
+      return with_operation<double, double, double, Result>(how, wide, f);
     } else if constexpr (TypeTraits<T>::kFloating) {
-      return folds_for<T, float, double>(how, wide);
+      return with_operation<T, float, Wide, Result>(how, wide, f);
     } else if constexpr (TypeTraits<T>::kBool) {
-      return folds_for<uint8_t, uint8_t, uint8_t>(kByteFolds[how], wide);
+      return with_operation<uint8_t, uint8_t, uint8_t, Result>(kByteFolds[how], wide, f);
     } else {
-      return folds_for<T, T, T>(how, wide);
+      return with_operation<T, T, T, Result>(how, wide, f);
     }
   });
 }
 
-inline FoldFn fold_function(int how, DType storage, bool wide) { return find_folds(how, storage, wide).fold; }
-inline FoldRowFn fold_row_function(int how, DType storage, bool wide) { return find_folds(how, storage, wide).fold_row; }
+inline FoldFn fold_function(int how, DType storage, bool wide) {
+  return with_fold<FoldFn>(how, storage, wide, [](auto op, auto acc, auto from) -> FoldFn {
+    return &fold_strided<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
+  });
+}
+
+inline FoldRowFn fold_row_function(int how, DType storage, bool wide) {
+  return with_fold<FoldRowFn>(how, storage, wide, [](auto op, auto acc, auto from) -> FoldRowFn {
+    return &fold_row_strided<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
+  });
+}
+
+// Folds of rows for which each common width has code of its own: sums, and extrema of floats. Others, such as products of bytes,
+// have a loop over the columns, in less than a tenth of the code.
+template <class Op, class Acc>
+constexpr bool kByWidth = (kSame<Acc, float> && !kSame<Op, Mul>) || (kSame<Op, Add> && (kSame<Acc, double> || kSame<Acc, int32_t>));
 
 }  // namespace kitsune::cpu::KITSUNE_ISA

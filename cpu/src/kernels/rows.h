@@ -133,13 +133,17 @@ void fold_narrow(int64_t n, const int64_t* index, const int64_t* at, const void*
 #endif
   for (int64_t first = 0; first < width;) {
     const int64_t left = width - first;
-    const int64_t m = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    switch (m) {
-      case 8: fold_narrow_columns<Op, Acc, From, 8>(n, index, at, from, width, first, table); break;
-      case 4: fold_narrow_columns<Op, Acc, From, 4>(n, index, at, from, width, first, table); break;
-      case 2: fold_narrow_columns<Op, Acc, From, 2>(n, index, at, from, width, first, table); break;
-      default: fold_narrow_columns<Op, Acc, From, 1>(n, index, at, from, width, first, table);
+    int64_t m = 1;
+    if constexpr (kByWidth<Op, Acc>) {
+      m = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+      switch (m) {
+        case 8: fold_narrow_columns<Op, Acc, From, 8>(n, index, at, from, width, first, table); break;
+        case 4: fold_narrow_columns<Op, Acc, From, 4>(n, index, at, from, width, first, table); break;
+        case 2: fold_narrow_columns<Op, Acc, From, 2>(n, index, at, from, width, first, table); break;
+        default: break;
+      }
     }
+    if (m == 1) fold_narrow_columns<Op, Acc, From, 1>(n, index, at, from, width, first, table);
     first += m;
   }
 }
@@ -162,14 +166,17 @@ void fold_into_table(int64_t n, const int64_t* at, const int64_t* to, const void
       for (int64_t j = 0; j < m; ++j) into[j] = Op::apply(into[j], convert<Acc>(row[j]));
     }
   };
-  switch (width) {
-    case 4: return fold(TypeTag<char[4]>{});
-    case 8: return fold(TypeTag<char[8]>{});
-    case 16: return fold(TypeTag<char[16]>{});
-    case 32: return fold(TypeTag<char[32]>{});
-    case 64: return fold(TypeTag<char[64]>{});
-    default: return fold(TypeTag<char>{});
+  if constexpr (kByWidth<Op, Acc>) {
+    switch (width) {
+      case 4: return fold(TypeTag<char[4]>{});
+      case 8: return fold(TypeTag<char[8]>{});
+      case 16: return fold(TypeTag<char[16]>{});
+      case 32: return fold(TypeTag<char[32]>{});
+      case 64: return fold(TypeTag<char[64]>{});
+      default: break;
+    }
   }
+  fold(TypeTag<char>{});
 }
 
 // ---- Elements of a row at indices: out[i] <- row[at[i]], or 0 where at[i] is below 0.
@@ -195,57 +202,24 @@ void take_elements(int64_t n, const int32_t* at, const void* row_, void* out_) {
 
 // ---- By type.
 
-struct RowFolds {
-  FoldRunsFn runs;
-  FoldNarrowFn narrow;
-  FoldTableFn table;
-};
-
-template <class Op, class Acc, class From>
-RowFolds row_folds_of() {
-  return {&fold_runs<Op, Acc, From>, &fold_narrow<Op, Acc, From>, &fold_into_table<Op, Acc, From>};
-}
-
-// As folds_for.
-template <class From, class Acc, class WideAcc>
-RowFolds row_folds_for(int how, bool wide) {
-  switch (how) {
-    case kSum: return wide ? row_folds_of<Add, WideAcc, From>() : row_folds_of<Add, Acc, From>();
-    case kProduct: return wide ? row_folds_of<Mul, WideAcc, From>() : row_folds_of<Mul, Acc, From>();
-    case kMax: return row_folds_of<Max, Acc, From>();
-    case kMin: return row_folds_of<Min, Acc, From>();
-    default: break;
-  }
-  if constexpr (!TypeTraits<Acc>::kFloating) {
-    switch (how) {
-      case kAnd: return row_folds_of<And, Acc, From>();
-      case kOr: return row_folds_of<Or, Acc, From>();
-      case kXor: return row_folds_of<Xor, Acc, From>();
-      default: break;
-    }
-  }
-  return {nullptr, nullptr, nullptr};
-}
-
-inline RowFolds find_row_folds(int how, DType storage, bool wide) {
-  if (how < 0 || how >= kReductions) return {nullptr, nullptr, nullptr};
-  return with_type<RowFolds>(storage, [how, wide](auto tag) -> RowFolds {
-    using T = typename decltype(tag)::type;
-    if constexpr (kSame<T, double>) {
-      return row_folds_for<double, double, double>(how, wide);
-    } else if constexpr (TypeTraits<T>::kFloating) {
-      return row_folds_for<T, float, double>(how, wide);
-    } else if constexpr (TypeTraits<T>::kBool) {
-      return row_folds_for<uint8_t, uint8_t, uint8_t>(kByteFolds[how], wide);
-    } else {
-      return row_folds_for<T, T, T>(how, wide);
-    }
+inline FoldRunsFn fold_runs_function(int how, DType storage) {
+  return with_fold<FoldRunsFn, float>(how, storage, false, [](auto op, auto acc, auto from) -> FoldRunsFn {
+    return &fold_runs<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
   });
 }
 
-inline FoldRunsFn fold_runs_function(int how, DType storage) { return find_row_folds(how, storage, false).runs; }
-inline FoldNarrowFn fold_narrow_function(int how, DType storage) { return find_row_folds(how, storage, false).narrow; }
-inline FoldTableFn fold_table_function(int how, DType storage, bool wide) { return find_row_folds(how, storage, wide).table; }
+inline FoldNarrowFn fold_narrow_function(int how, DType storage) {
+  return with_fold<FoldNarrowFn, float>(how, storage, false, [](auto op, auto acc, auto from) -> FoldNarrowFn {
+    return &fold_narrow<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
+  });
+}
+
+inline FoldTableFn fold_table_function(int how, DType storage, bool wide) {
+  return with_fold<FoldTableFn>(how, storage, wide, [](auto op, auto acc, auto from) -> FoldTableFn {
+    return &fold_into_table<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
+  });
+}
+
 inline TakeFn take_function(int64_t item) {
   return item == 1   ? &take_elements<uint8_t>
          : item == 2 ? &take_elements<uint16_t>

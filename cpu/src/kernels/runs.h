@@ -50,38 +50,44 @@ struct Runs {
   Asking asking;
 };
 
-// Columns [first, first + N), kept in an array that the compiler keeps in registers.
+constexpr int64_t kMostColumns = 32;
+
+// Columns [first, first + N), kept in an array that the compiler keeps in registers; of `columns` where N is 0.
 template <class Op, class Acc, class From, int N>
-void fold_columns(const Runs& x, int64_t first) {
+void fold_columns(const Runs& x, int64_t first, int64_t columns) {
+  const int64_t n = N > 0 ? N : columns;
   const char* from = x.from + first * int64_t(sizeof(From));
   const bool ask = first == 0 && x.asking.known > 0;
   for (int64_t r = 0; r < x.count; ++r) {
-    Acc sum[N];
-    for (int j = 0; j < N; ++j) sum[j] = Identity<Op, Acc>::kValue;
+    Acc sum[N > 0 ? N : kMostColumns];
+    for (int64_t j = 0; j < n; ++j) sum[j] = Identity<Op, Acc>::kValue;
     for (int64_t i = x.start[r]; i < x.start[r + 1]; ++i) {
       if (ask) x.asking.behind(i);
-      From row[N];
-      __builtin_memcpy(row, from + x.at[i], sizeof row);
-      for (int j = 0; j < N; ++j) sum[j] = Op::apply(sum[j], convert<Acc>(row[j]));
+      From row[N > 0 ? N : kMostColumns];
+      __builtin_memcpy(row, from + x.at[i], size_t(n) * sizeof(From));
+      for (int64_t j = 0; j < n; ++j) sum[j] = Op::apply(sum[j], convert<Acc>(row[j]));
     }
-    __builtin_memcpy(static_cast<Acc*>(x.into[r]) + first, sum, sizeof sum);
+    __builtin_memcpy(static_cast<Acc*>(x.into[r]) + first, sum, size_t(n) * sizeof(Acc));
   }
 }
 
 template <class Op, class Acc, class From>
-void fold_pieces(const Runs& x, int64_t first) {
-  while (first < x.width) {
-    const int64_t left = x.width - first;
-    const int64_t n = left >= 32 ? 32 : left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    switch (n) {
-      case 32: fold_columns<Op, Acc, From, 32>(x, first); break;
-      case 16: fold_columns<Op, Acc, From, 16>(x, first); break;
-      case 8: fold_columns<Op, Acc, From, 8>(x, first); break;
-      case 4: fold_columns<Op, Acc, From, 4>(x, first); break;
-      case 2: fold_columns<Op, Acc, From, 2>(x, first); break;
-      default: fold_columns<Op, Acc, From, 1>(x, first);
+void fold_pieces(const Runs& x) {
+  for (int64_t first = 0, n = 0; first < x.width; first += n) {
+    n = min_of(x.width - first, kMostColumns);
+    if constexpr (kByWidth<Op, Acc>) {
+      n = n >= 32 ? 32 : n >= 16 ? 16 : n >= 8 ? 8 : n >= 4 ? 4 : n >= 2 ? 2 : 1;
+      switch (n) {
+        case 32: fold_columns<Op, Acc, From, 32>(x, first, n); break;
+        case 16: fold_columns<Op, Acc, From, 16>(x, first, n); break;
+        case 8: fold_columns<Op, Acc, From, 8>(x, first, n); break;
+        case 4: fold_columns<Op, Acc, From, 4>(x, first, n); break;
+        case 2: fold_columns<Op, Acc, From, 2>(x, first, n); break;
+        default: fold_columns<Op, Acc, From, 1>(x, first, n);
+      }
+    } else {
+      fold_columns<Op, Acc, From, 0>(x, first, n);
     }
-    first += n;
   }
 }
 
@@ -161,7 +167,7 @@ void fold_runs(int64_t count, const int64_t* start, const int64_t* at, const voi
 #if defined(__AVX512F__)
   if constexpr (kSame<Acc, float>) return vector_runs<Op, From>(x);
 #endif
-  fold_pieces<Op, Acc, From>(x, 0);
+  fold_pieces<Op, Acc, From>(x);
 }
 
 }  // namespace kitsune::cpu::KITSUNE_ISA
