@@ -74,8 +74,8 @@ def _words(case: Any) -> dict[str, bytes]:
     import jax
 
     from benchmarks.grid_functions import make_problem
-    from kitsune_jax.config import Options
     from kitsune_jax.frontend import lowering
+    from kitsune_jax.frontend.route import RouteOptions
     from kitsune_jax.planning.plan import CpuPlan
     from kitsune_jax.targets.cpu.bytecode import Products
     from kitsune_jax.targets.cpu.lower import generate
@@ -83,7 +83,8 @@ def _words(case: Any) -> dict[str, bytes]:
     problem, found = make_problem(case), {}
     jaxpr = jax.make_jaxpr(problem.function)(*problem.args)
     for device in CPUS:
-        _, routed, _ = lowering.captured_and_settled(jaxpr, lambda body: body, "cpu", Options(force=True), device, code=False)
+        options = RouteOptions(force=True, device=device, code=False)
+        _, routed, _ = lowering.capture_until_stable(jaxpr, lambda body: body, "cpu", options)
         for k, region in enumerate(routed.regions):
             products = [Products(*phase.plan.products) for phase in region.phases if isinstance(phase.plan, CpuPlan)]
             found[f"{device}/{k}"] = generate(region.program, _TITLE, products).tobytes()

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kitsune_jax import config, targets
+from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
@@ -163,22 +164,23 @@ class Routed:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouteOptions:
-    """How a graph is routed.
+class RouteOptions(Options):
+    """How a graph is routed: the options of its function, and what the lowering adds.
 
-    ``force``: every legal region becomes a pipeline. ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at
-    hand. ``code``: compile the regions, if the target can. ``strict``: raise an error of this package instead of leaving the region
-    to XLA. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step
-    of a loop that XLA runs. ``fetch_ahead``: arguments lie in memory, and calls may prefetch weights that XLA reads after them.
+    ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, if the target
+    can. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step of a
+    loop that XLA runs.
     """
 
-    force: bool = False
     device: str | None = None
     code: bool = True
-    strict: bool = False
     merge: bool = True
     body: bool = False
-    fetch_ahead: bool = False
+
+    @staticmethod
+    def of(options: Options, **others: Any) -> RouteOptions:
+        """``options`` of a function, with ``others`` that the lowering adds."""
+        return RouteOptions(**{**{f.name: getattr(options, f.name) for f in dataclasses.fields(options)}, **others})
 
 
 _AT_HAND = RouteOptions()

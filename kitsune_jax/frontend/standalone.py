@@ -26,6 +26,7 @@ from jax import export
 from kitsune_jax.capture.edit import Captured, Step
 from kitsune_jax.config import Options
 from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import RouteOptions
 from kitsune_jax.ops.graph import Graph, Op, OpaqueCode, Value
 from kitsune_jax.ops.table import verify
 from kitsune_jax.targets import INSTEAD
@@ -97,7 +98,7 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
     if why_not:
         raise ValueError(why_not)
     captured = _evaluable(graph, INSTEAD.get(target, target))
-    planned, _ = lowering.plan_and_schedule(captured, target, Options(strict=strict, force=force))
+    planned, _ = lowering.plan_and_schedule(captured, target, RouteOptions(strict=strict, force=force))
 
     def function(*arrays: Any) -> list[jax.Array]:
         return lowering.run(captured, planned.regions, arrays)
