@@ -16,7 +16,7 @@ from kitsune_jax.ops.spec import DTYPES, resolve_rows
 from kitsune_jax.ops.table import OPS, verify_op
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program import instructions
-from kitsune_jax.program.instructions import FOLDED, Wrong, need, told
+from kitsune_jax.program.instructions import FOLDED, Wrong, describe_types, need
 from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
 
 # --- the firing rule over bounded queues ------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class _Bodies:
             _table_op(instr, ins, outs)
             return
         wanted = rule(self.program, instr, ins, outs)
-        need(outs == wanted, f"it makes {told(wanted)}, but declares {told(outs)}")
+        need(outs == wanted, f"it makes {describe_types(wanted)}, but declares {describe_types(outs)}")
 
     def _slice(self, instr: Instr, loops: Mapping[int, int]) -> None:
         loading = instr.kind == "load_slice"
@@ -329,7 +329,7 @@ class _Bodies:
         extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
         made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in array.kept), array.dtype)
         got = self._types(instr.outputs if loading else instr.inputs[:1])
-        need(got == [made], f"the slice is {made}, not {told(got)}")
+        need(got == [made], f"the slice is {made}, not {describe_types(got)}")
 
     def _cut(
         self, instr: Instr, numbers: Sequence[int], shape: Sequence[int], kept: Sequence[int], loops: Mapping[int, int]

@@ -24,7 +24,7 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, rewritten
+from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
@@ -169,8 +169,8 @@ def split_few_rows(captured: Captured, target: str, device: str | None) -> Captu
     capabilities = executor.capabilities
     workers = executor.machine(device).workers if capabilities.splits_reductions else 1
     context = RewriteContext(capabilities, workers=workers)
-    found = rewritten(captured, FEW_ROWS, context)
-    return found if found is captured or not capabilities.streams_elements else rewritten(found, OF_NEW_ROWS, context)
+    found = apply_rewrites(captured, FEW_ROWS, context)
+    return found if found is captured or not capabilities.streams_elements else apply_rewrites(found, OF_NEW_ROWS, context)
 
 
 def modelled_seconds(graph: Graph, planned: Routed, target: str, options: RouteOptions) -> float:
@@ -247,7 +247,7 @@ def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
         _watch.reset(token)
 
 
-def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
+def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
     target = target_of(options, platform)
     watch = _watch.get()

@@ -93,7 +93,7 @@ def isolate(graph: Graph, region: Region) -> Isolated:
             inputs=renumbered(region.inputs),
             outputs=renumbered(region.outputs),
             sinks=tuple(place[i] for i in region.sinks),
-            again=tuple(place[i] for i in region.again),
+            recomputed=tuple(place[i] for i in region.recomputed),
         ),
         ops,
         values,
@@ -205,13 +205,13 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
         search.plan,
         capabilities,
         force=options.force,
-        together=search.together,
+        merge_phases=search.merge_phases,
         fresh=program.fresh_seconds,
         failed=failed,
     )
     fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
     if options.fetch_ahead and not options.body:  # some arguments of a step are slices of arrays
-        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, options.force)
+        fetches = executor.prefetches(graph, [call.planned for call in chosen.regions], machine, options.force)
     calls = list(zip(chosen.regions, fetches, strict=True))
     made = _make_calls(graph, calls, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
@@ -264,7 +264,7 @@ class _TargetSearch:
         except Exception as error:
             return self.failed(error, (i,))
 
-    def together(self, chosen: Chosen) -> Chosen | str:
+    def merge_phases(self, chosen: Chosen) -> Chosen | str:
         """``chosen`` with the plans that its regions have as one call, or the reason why the target does not run them as one."""
         call = self.machine.call_seconds  # a later phase does not pay them
         plans = [p.plan if k == 0 else _subtract_seconds(p.plan, call) for k, p in enumerate(chosen.phases)]
@@ -274,7 +274,7 @@ class _TargetSearch:
             apart = plans[0].seconds + sum(plan.baseline_seconds for plan in plans[1:])
         found: Sequence[Plan] | str
         try:
-            found = self.target.together(
+            found = self.target.merge_phases(
                 lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
                 plans,
                 self.machine,

@@ -20,7 +20,7 @@ class Wrong(ValueError):
     """A program breaks a rule; the message says which."""
 
 
-def told(types: Types) -> str:
+def describe_types(types: Types) -> str:
     return ", ".join(map(str, types)) or "nothing"
 
 
@@ -39,7 +39,7 @@ def _border(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
     t = types[instr[what]]
     if instr.kind in ("load", "pop"):
         return [t]
-    need(list(ins) == [t], f"{what} {instr[what]} takes {t}, not {told(ins)}")
+    need(list(ins) == [t], f"{what} {instr[what]} takes {t}, not {describe_types(ins)}")
     return []
 
 
@@ -51,7 +51,7 @@ def _row_index(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> l
 
 def _operands(ins: Types, *tiles: bool) -> None:
     wanted = " and ".join("a tile" if tile else "a stationary value" for tile in tiles)
-    need([t.tile for t in ins] == list(tiles), f"it takes {wanted}, not {told(ins)}")
+    need([t.tile for t in ins] == list(tiles), f"it takes {wanted}, not {describe_types(ins)}")
 
 
 def _product(x: TileType, y: TileType, instr: Instr, other: str) -> tuple[list[int], list[int], list[int]]:

@@ -93,7 +93,7 @@ def anchored_call(graph: Graph, regions: Sequence[Region]) -> tuple[int, ...]:
     fixed = dict.fromkeys(i for r in regions for i in anchored(graph, r))
     if len(regions) > 1:
         made = {v for r in regions for v in r.outputs}
-        own = (i for r in regions for i in r.ops if i not in r.again)
+        own = (i for r in regions for i in r.ops if i not in r.recomputed)
         fixed |= dict.fromkeys(i for i in own if not made.isdisjoint(graph.ops[i].inputs))
     return tuple(fixed)
 
@@ -187,7 +187,9 @@ def _time(seconds: float) -> str:
 _MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
 
 
-def merge_calls(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int) -> list[Chosen]:
+def merge_calls(
+    index: GraphIndex, calls: Sequence[Chosen], merge_phases: Callable[[Chosen], Chosen | str], most: int
+) -> list[Chosen]:
     """``calls``, merged wherever that is legal: the steps of a message-passing network, for example, forward and backward.
 
     Two calls are merged if one reads results of the other, no op outside would have to run between them, and values that a phase
@@ -197,9 +199,9 @@ def merge_calls(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[
     A merged call does the same work. It saves a call per phase behind the first, and the fresh pages of every value that only its
     phases read: the executor keeps these in memory that it reuses within a call and between calls. Its price is that all operands
     and results live while it runs, so merging stops when a call would hold much more memory than its parts did one by one, or has
-    ``most`` phases. ``together(call)``: the call as the target would run it, or why it would not.
+    ``most`` phases. ``merge_phases(call)``: the call as the target would run it, or why it would not.
     """
-    return _Merge(index, calls, together, most).run()
+    return _Merge(index, calls, merge_phases, most).run()
 
 
 class _Dependencies:
@@ -265,8 +267,8 @@ def _reads(call: Chosen) -> set[int]:
 
 
 class _Merge:
-    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int):
-        self.index, self.calls, self.together, self.most = index, calls, together, most
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], merge_phases: Callable[[Chosen], Chosen | str], most: int):
+        self.index, self.calls, self.merge_phases, self.most = index, calls, merge_phases, most
         self.dependencies = _Dependencies(index, calls)
         self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
 
@@ -288,7 +290,7 @@ class _Merge:
         ordered = any(p.plan.order in made for p in call.phases)
         if len(call.phases) > self.most or ordered or self._holds_more(call):
             return
-        found = self.together(call)
+        found = self.merge_phases(call)
         if not isinstance(found, str) and self.dependencies.join(calls):
             self.made[calls] = found
 

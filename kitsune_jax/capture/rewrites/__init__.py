@@ -119,7 +119,7 @@ FEW_ROWS: Sequence[Rewrite] = (
 OF_NEW_ROWS: Sequence[Rewrite] = (_INDICES, _DIVISIONS, _ONLINE)
 
 
-def rewritten(captured: Captured, rewrites: Sequence[Rewrite] = REWRITES, context: RewriteContext = ALWAYS) -> Captured:
+def apply_rewrites(captured: Captured, rewrites: Sequence[Rewrite] = REWRITES, context: RewriteContext = ALWAYS) -> Captured:
     """``captured`` after each of ``rewrites`` that is asked for, in turn."""
     for rewrite in rewrites:
         if not rewrite.when(context):
