@@ -193,7 +193,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     """
     executor = targets.get(target)
     machine = executor.machine(options.device)
-    program = executor.program_context(graph, machine, options.body)
+    program = dataclasses.replace(executor.program_context(graph, machine, options.body), options=options)
     failed = _Failures(graph, options.strict)
     search = _TargetSearch(graph, executor, machine, program, failed, options.force)
     capabilities = executor.capabilities
