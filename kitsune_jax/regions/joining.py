@@ -80,7 +80,7 @@ class Chosen:
         return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
 
 
-Together = Callable[[Chosen], Chosen | str]  # the call with the plans of its phases in it, or why they cannot be one call
+MergePhases = Callable[[Chosen], Chosen | str]  # the call with the plans of its phases in it, or why they cannot be one call
 
 
 def keep_plans(call: Chosen) -> Chosen:
@@ -187,9 +187,7 @@ def _time(seconds: float) -> str:
 _MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
 
 
-def merge_calls(
-    index: GraphIndex, calls: Sequence[Chosen], merge_phases: Callable[[Chosen], Chosen | str], most: int
-) -> list[Chosen]:
+def merge_calls(index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int) -> list[Chosen]:
     """``calls``, merged wherever that is legal: the steps of a message-passing network, for example, forward and backward.
 
     Two calls are merged if one reads results of the other, no op outside would have to run between them, and values that a phase
@@ -267,7 +265,7 @@ def _reads(call: Chosen) -> set[int]:
 
 
 class _Merge:
-    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], merge_phases: Callable[[Chosen], Chosen | str], most: int):
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int):
         self.index, self.calls, self.merge_phases, self.most = index, calls, merge_phases, most
         self.dependencies = _Dependencies(index, calls)
         self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
