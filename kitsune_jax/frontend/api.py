@@ -81,7 +81,7 @@ def pipeline(
       >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
       (8, 16)
     """
-    given = locals()  # all arguments by name, so that an option is named here once
+    given = dict(locals())  # all arguments by name, so that an option is named here once
     config.check_environment()
     if given.pop("fn") is None:
         return functools.partial(pipeline, **given)
