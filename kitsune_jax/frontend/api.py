@@ -83,8 +83,8 @@ def pipeline(
     """
     given = dict(locals())  # all arguments by name, so that an option is named here once
     config.check_environment()
-    if given.pop("fn") is None:
-        return functools.partial(pipeline, **given)
+    if fn is None:
+        return functools.partial(pipeline, **{name: value for name, value in given.items() if name != "fn"})
     if not callable(fn):
         raise TypeError(f"kitsune_jax.pipeline takes a function of arrays, not {type(fn).__name__}: write pipeline(fn)(*args)")
     if not (residuals in ("save", "recompute") or callable(residuals)):
@@ -95,9 +95,9 @@ def pipeline(
     if target is not None and target not in targets.INSTEAD:
         names = ", ".join(map(repr, targets.INSTEAD))
         raise ValueError(f"target={target!r} is not known: use {names}, or None for the platform's own")
-    del given["residuals"]
-    statics = tracing.Statics.of(fn, *(given.pop(name) for name in ("static_argnums", "static_argnames", "donate_argnums")))
-    return Pipeline(fn, residuals, config.check_options(given), statics)
+    statics = tracing.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
+    names = [field.name for field in dataclasses.fields(Options) if field.name != "residuals"]  # which are asked for at each call
+    return Pipeline(fn, residuals, config.check_options({name: given[name] for name in names}), statics)
 
 
 class Pipeline:
