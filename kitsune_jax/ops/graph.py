@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = bool | int | float
@@ -129,6 +129,21 @@ class Graph:
                 lines += [f"    {line}" for line in str(op.body).splitlines()]
         lines.append(f"  return {', '.join(map(name, self.outputs))}")
         return "\n".join(lines)
+
+
+def reached(start: Iterable[int], near: Callable[[int], Iterable[int]]) -> set[int]:
+    """``start``, and everything to which ``near`` leads from there, step by step.
+
+    >>> reached([1], lambda n: [2 * n] if n < 8 else [])
+    {8, 1, 2, 4}
+    """
+    found = set(start)
+    work = list(found)
+    while work:
+        new = set(near(work.pop())) - found
+        found |= new
+        work += new
+    return found
 
 
 def topological(needs: Sequence[Collection[int]], rank: Sequence[int]) -> list[int]:

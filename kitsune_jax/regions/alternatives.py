@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, streamed_axes
@@ -88,13 +88,8 @@ def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | No
 
 def _needed_by(graph: Graph, region: Region, ops: list[int]) -> set[int]:
     """The ops of ``region`` that ``ops`` depend on, themselves included."""
-    inside, producers, found, work = set(region.ops), graph.producers(), set[int](), list(ops)
-    while work:
-        i = work.pop()
-        if i in inside and i not in found:
-            found.add(i)
-            work += [producers[v] for v in graph.ops[i].inputs if v in producers]
-    return found
+    inside, producers = set(region.ops), graph.producers()
+    return reached(inside.intersection(ops), lambda i: inside.intersection(producers.get(v, -1) for v in graph.ops[i].inputs))
 
 
 def _parts(graph: Graph, region: Region, parts: list[set[int]]) -> tuple[Pass, ...] | None:
@@ -281,14 +276,11 @@ def _grown(index: GraphIndex, reader: Region, maker: Region, gone: set[int], sto
 
 def _before(index: GraphIndex, inside: set[int], values: Sequence[int], stored: set[int]) -> set[int]:
     """The ops of ``inside`` that compute ``values`` from ``stored`` ones."""
-    found: set[int] = set()
-    work = list(values)
-    while work:
-        i = index.producers.get(work.pop())
-        if i in inside and i not in found:
-            found.add(i)
-            work += [v for v in index.graph.ops[i].inputs if v not in stored]
-    return found
+
+    def makers(values: Iterable[int]) -> set[int]:
+        return inside.intersection(index.producers.get(v, -1) for v in values)
+
+    return reached(makers(values), lambda i: makers(v for v in index.graph.ops[i].inputs if v not in stored))
 
 
 def _region(index: GraphIndex, like: Region, ops: set[int], outputs: Sequence[int], again: Sequence[int]) -> Region:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.spec import COMPARISONS, HAND_ON, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import DimLabels, Region, Seed, Spread, StreamSpace, candidate_seeds, streamed_axes
@@ -399,15 +399,9 @@ def _add_recomputed(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tu
     """``group`` and the ops of the spread that several regions compute and that ``group`` needs."""
     if not index.recomputed:
         return group
-    ops, work = set(group), list(group)
     streaming = index.recomputed.intersection(sp.ops)
-    while work:
-        for v in index.graph.ops[work.pop()].inputs:
-            p = index.producers.get(v)
-            if p in streaming and p not in ops:
-                ops.add(p)
-                work.append(p)
-    return tuple(sorted(ops))
+    makers = index.producers
+    return tuple(sorted(reached(group, lambda i: streaming.intersection(makers.get(v, -1) for v in index.graph.ops[i].inputs))))
 
 
 def needed(index: GraphIndex, sp: Spread, ops: Collection[int]) -> tuple[int, ...]:

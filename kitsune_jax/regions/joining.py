@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
-from kitsune_jax.ops.graph import Graph, topological
+from kitsune_jax.ops.graph import Graph, reached, topological
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
@@ -119,16 +119,8 @@ def region_of_call(graph: Graph, regions: Sequence[Region], wanted: Collection[i
 def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
     """Values that are read outside of the ops ``inside``, also by their makers, which are computed again outside."""
     producers = graph.producers()
-    needed: set[int] = set()
-    work = [*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)]
-    while work:
-        v = work.pop()
-        if v in needed:
-            continue
-        needed.add(v)
-        if v not in made and producers.get(v) in inside:
-            work.extend(graph.ops[producers[v]].inputs)
-    return needed
+    start = {*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)}
+    return reached(start, lambda v: graph.ops[producers[v]].inputs if v not in made and producers.get(v) in inside else ())
 
 
 # --- when a pipeline pays ---------------------------------------------------------------------------------------------------------
@@ -484,13 +476,12 @@ class _FollowerWalk:
 
     def _scalar_regions(self) -> list[Region]:
         """One region per phase, of the scalar ops that followers need; XLA runs the others."""
-        needed: set[int] = set()
-        work = [v for region in self.joined for v in region.inputs]
-        while work:
-            i = self.given.index.producers.get(work.pop())
-            if i in self.scalars and i not in needed:
-                needed.add(i)
-                work.extend(self.graph.ops[i].inputs)
+
+        def makers(values: Iterable[int]) -> set[int]:
+            found = (self.given.index.producers.get(v, -1) for v in values)
+            return {i for i in found if i in self.scalars}
+
+        needed = reached(makers(v for region in self.joined for v in region.inputs), lambda i: makers(self.graph.ops[i].inputs))
         by_phase: dict[int, list[int]] = {}
         for i in sorted(needed):
             by_phase.setdefault(self.scalars[i], []).append(i)
