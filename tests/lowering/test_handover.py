@@ -293,7 +293,7 @@ def test_a_defect_of_the_choice_costs_bytes_and_not_the_gradient(monkeypatch: py
 
     x, w = jnp.ones((5, 3)), jnp.ones((6, 4)) / 7
     want = jax.grad(loss, (0, 1))(x, w)
-    monkeypatch.setattr(handover, "lean", broken)
+    monkeypatch.setattr(handover, "shrink_residuals", broken)
     with pytest.warns(RuntimeWarning, match="kitsune_jax could not choose the residuals of a gradient.*on purpose"):
         got = jax.grad(kj.pipeline(loss), (0, 1))(x, w)
     for g, t in zip(got, want, strict=True):

@@ -474,4 +474,4 @@ def test_the_command_says_why_there_is_no_profile(monkeypatch: pytest.MonkeyPatc
     assert command.main([]) == 1
     assert "other programs were running" in capsys.readouterr().err
     assert command.main(["--shipped", "fast"]) == 2
-    assert "expected <family>-<cores>" in capsys.readouterr().err
+    assert "write <family>-<cores>" in capsys.readouterr().err
