@@ -276,7 +276,7 @@ T = TypeVar("T", bound=Options)
 
 def key_of_plans(options: T) -> T:
     """``options`` with those that no plan depends on at their defaults."""
-    unread = {f.name: f.default for f in dataclasses.fields(options) if not f.metadata.get("plans", True)}
+    unread: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(options) if not f.metadata.get("plans", True)}
     return dataclasses.replace(options, **unread)
 
 
