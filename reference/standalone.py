@@ -144,8 +144,8 @@ def _graph(parts: Any) -> Graph:
         inputs=tuple(parts["inputs"]),
         outputs=tuple(parts["outputs"]),
         ops=tuple(
-            Op(kind, tuple(ins), tuple(outs), make_params(**dict(params)), *texts, body and _graph(body))
-            for kind, ins, outs, params, *texts, body in parts["ops"]
+            Op(kind, tuple(ins), tuple(outs), make_params(**dict(params)), source, reason, label, body and _graph(body))
+            for kind, ins, outs, params, source, reason, label, body in parts["ops"]
         ),
     )
 

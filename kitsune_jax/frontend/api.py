@@ -96,8 +96,9 @@ def pipeline(
         names = ", ".join(map(repr, targets.INSTEAD))
         raise ValueError(f"target={target!r} is not known: use {names}, or None for the platform's own")
     statics = tracing.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
-    names = [field.name for field in dataclasses.fields(Options) if field.name != "residuals"]  # which are asked for at each call
-    return Pipeline(fn, residuals, config.check_options({name: given[name] for name in names}), statics)
+    # The policy of residuals is asked for at each call.
+    options = {field.name: given[field.name] for field in dataclasses.fields(Options) if field.name != "residuals"}
+    return Pipeline(fn, residuals, config.check_options(options), statics)
 
 
 class Pipeline:
