@@ -1,7 +1,7 @@
 """Pointwise operators as CUDA C++ expressions of one element.
 
 Comes in: the operator and the C++ types of its operands. Goes out: an expression. 16-bit floats are computed in float. A value is
-rounded to its dtype where it leaves a loop (``print_stage.py``), or earlier if another operator reads its digits
+rounded to its dtype where it leaves a loop (``ir.Keep``), or earlier if another operator reads its digits
 (``stage/simplify.py``).
 """
 

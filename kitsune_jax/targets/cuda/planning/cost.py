@@ -22,9 +22,9 @@ from kitsune_jax.planning.cost import GATHER, SCATTER, Access, DotWork, RegionCo
 from kitsune_jax.planning.plan import KIB
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.ir import RowOperand, RowProduct
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
+from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, TILE_ROWS, padded, table_bytes
 
 # --- Costs of single ops ----------------------------------------------------------------------------------------------------------

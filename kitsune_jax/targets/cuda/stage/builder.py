@@ -16,7 +16,8 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
-from kitsune_jax.targets.cuda.ir import Action, Address, Expr, Keep, KeepAddress, Node, Operand, Ref, Rows, ScratchFold, ScratchList
+from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda.ir import Action, Address, Expr, Keep, Node, Ref, Rows, ScratchFold, ScratchList
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage.facts import Facts
 
@@ -52,7 +53,7 @@ class Multiply(Home):
     shape: tiles.WeightShape
     pieces: tuple[int, ...]
     bias: tuple[Address, int] | None = None
-    operands: tuple[Operand, ...] = ()
+    operands: tuple[st.Operand, ...] = ()
     start: int | None = None
 
 
@@ -277,7 +278,7 @@ class StageCodeBuilder:
     def set_row(self, v: int, expr: Expr) -> None:
         """Evaluate a row value into its two registers."""
         ref = Ref("r", v)
-        self.add(ir.SetRow(ref, self.values[v].dtype, expr))
+        self.add(st.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, InRegisters(ref, "row", ref))
 
     def row(self, v: int) -> Expr:
@@ -301,7 +302,7 @@ class StageCodeBuilder:
         assert isinstance(home, InVector)
         if v not in self.scalars:
             self.scalars[v] = Ref("s", v)
-            load = ir.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
+            load = st.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
             (self.setup if load.once else self.nodes).append(load)
         self.settle(v, dataclasses.replace(home, scalar=self.scalars[v]))
         return self.scalars[v]
@@ -311,7 +312,7 @@ class StageCodeBuilder:
         v = self.root(v)
         if v not in self.row_tiles:
             self.row_tiles[v] = Ref("k", v)
-            self.add(ir.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
+            self.add(st.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
         return self.row_tiles[v]
 
     def rows(self, role: str, k: int) -> ir.Rows:
@@ -325,7 +326,7 @@ class StageCodeBuilder:
         """The number of the addresses of ``ref`` among those that the lane keeps in shared memory."""
         if ref not in self.addresses:
             self.addresses[ref] = len(self.addresses)
-            self.add(KeepAddress(ref, self.addresses[ref], stored))
+            self.add(st.KeepAddress(ref, self.addresses[ref], stored))
         return self.addresses[ref]
 
     def name_axes(self) -> None:
@@ -458,7 +459,7 @@ class StageCodeBuilder:
         self.add(ir.SingleColumn(v, ((v, self.values[v]),)))
         self.set_row(v, ir.Read("first column", Ref("d", v, "_0"), "float32"))
 
-    def _operand(self, v: int, shape: tiles.WeightShape) -> Operand:
+    def _operand(self, v: int, shape: tiles.WeightShape) -> st.Operand:
         value, dtype = self.value(v), shape.dtype
         home, width = value.home, value.width
         if self.shape.copies and isinstance(home, InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
@@ -466,23 +467,23 @@ class StageCodeBuilder:
             ref = self._name_of_copy(v)
             self.add(ir.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
-            return Operand("copy", ref, width, dtype, ref)
+            return st.Operand("copy", ref, width, dtype, ref)
         if isinstance(home, InArray) and not value.row:
             if tiles.blocks(width) <= _NARROW:
                 ref = self._name_of_copy(v)
                 self.evaluate(width, [Keep(v, ref, value.form, push=True)])
-                return Operand("array", ref, width, dtype, ref)
+                return st.Operand("array", ref, width, dtype, ref)
             if not home.rows.strides:
-                return Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
+                return st.Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
         if value.row:
-            return Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
+            return st.Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
         if not isinstance(home, (InImage, InRegisters)):
             self.materialize(v)
         home = self.value(v).home
         if isinstance(home, InImage):
-            return Operand("image", home.ref, width, dtype, home.owner)
+            return st.Operand("image", home.ref, width, dtype, home.owner)
         assert isinstance(home, InRegisters)
-        return Operand("registers", home.ref, width, dtype, home.owner)
+        return st.Operand("registers", home.ref, width, dtype, home.owner)
 
     def _name_of_copy(self, v: int) -> Ref:
         self.counter += 1

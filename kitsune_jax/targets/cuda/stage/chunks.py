@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
@@ -78,18 +79,18 @@ class _Chunks:
                     self._evaluate(node)
                 case ir.SingleColumn(v, homes):
                     self._advance([_product(dict(homes), v)], 0)
-                case ir.LayerLoop(_, first, count, body):
+                case st.LayerLoop(_, first, count, body):
                     self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.layer_bytes = 0
-                case ir.CountedLoop(body=body):
+                case st.CountedLoop(body=body):
                     around, self.loop = self.loop, node.number.of
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.loop = around
                 case _:
-                    if isinstance(node, ir.Entry) and node.queue.kind == "exchange":
+                    if isinstance(node, st.Entry) and node.queue.kind == "exchange":
                         self.exchanges[node.queue] = self.loop
-                    if isinstance(node, ir.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
+                    if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
                         self.awaited.add(node.queue)
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
@@ -130,7 +131,7 @@ class _Chunks:
                 pending = 1 if next_too else 0 if rolling else len(products) - 1 - k
                 owners = tuple(o.owner for o in p.operands)
                 ref = _accumulators(p, state.completed)
-                self.nodes.append(ir.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
+                self.nodes.append(st.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
                 state.completed += 1
 
     def _state(self, p: Multiply) -> _ProductState:
@@ -155,7 +156,7 @@ class _Chunks:
         self._check_weights(self.weights[p.weight])
         if self.resident:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
-            weights = ir.Resident(p.weight, offset, self.layer_bytes)
+            weights = st.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
         for o in map(self._with_wait, p.operands):
             feeds.append((o, first, done))
@@ -172,10 +173,10 @@ class _Chunks:
         ref = _accumulators(p, chunk)
         registers = columns // 2 + fragments
         product = p.weight, chunk, shape.k_chunks, registers, p.start is not None
-        self.nodes.append(ir.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
+        self.nodes.append(st.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
         state.issued += 1
 
-    def _with_wait(self, o: ir.Operand) -> ir.Operand:
+    def _with_wait(self, o: st.Operand) -> st.Operand:
         """``o``, which waits for the columns of other CTAs if it is the first to multiply with them."""
         if o.owner.kind != "exchange" or o.owner in self.awaited:
             return o
@@ -382,20 +383,26 @@ def with_ping_pong(nodes: Sequence[ir.Node]) -> tuple[tuple[ir.Node, ...], bool]
     """
     found: list[ir.Node] = []
     for node in nodes:
-        body = _body_with_turns(node.body) if isinstance(node, ir.CountedLoop) else None
+        body = _body_with_turns(node.body) if isinstance(node, st.CountedLoop) else None
         if body is None:
             found.append(node)
         else:
-            assert isinstance(node, ir.CountedLoop)
-            found += [ir.Turn("take"), dataclasses.replace(node, body=body), ir.Turn("give")]
+            assert isinstance(node, st.CountedLoop)
+            found += [st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")]
     return tuple(found), len(found) > len(nodes)
 
 
 def _body_with_turns(body: Sequence[ir.Node]) -> tuple[ir.Node, ...] | None:
     """The body of a loop that the lane enters and leaves with the turn; None if it has less than two products."""
-    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, ir.Issue)]
+    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, st.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]
     if not later or later[0] < first[-1]:
         return None
-    return (*body[: first[-1] + 1], ir.Turn("give"), *body[first[-1] + 1 : later[0]], ir.Turn("take"), *body[later[0] :])
+    return (
+        *body[: first[-1] + 1],
+        st.Turn("give"),
+        *body[first[-1] + 1 : later[0]],
+        st.Turn("take"),
+        *body[later[0] :],
+    )

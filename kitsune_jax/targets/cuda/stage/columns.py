@@ -17,6 +17,7 @@ from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
 from kitsune_jax.targets.cuda.stage.builder import (
     Expression,
@@ -148,7 +149,7 @@ def place(at: StageCodeBuilder, instr: Instr, index: np.ndarray, sources: list[i
         at.settle(v, Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
         ref = ir.Ref("r", v)
-        at.add(ir.LoadRow(ref, rows, int(index[0, 1])))
+        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         _settle_blocks(at, v, parts)
@@ -265,13 +266,13 @@ def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
         starts.append(words)
         words += at.value(x).width
     at.scratch_words = max(at.scratch_words, words | 1)
-    at.add(ir.SyncWarp())  # earlier readers of the rows are done
+    at.add(st.SyncWarp())  # earlier readers of the rows are done
     for x, start in zip(sources, starts, strict=True):
         if at.value(x).row:
-            at.add(ir.RowToScratch(start, at.row(x)))
+            at.add(st.RowToScratch(start, at.row(x)))
         else:
             at.evaluate(at.value(x).width, [ir.ToScratch(x, start)])
-    at.add(ir.SyncWarp())
+    at.add(st.SyncWarp())
     return starts
 
 
@@ -336,7 +337,7 @@ def _settle(at: StageCodeBuilder, v: int, home: InScratch) -> None:
         at.set_row(v, ir.SumOfList(dtype, home.table, home.fold.columns, 0))
     else:
         which = ir.Ref("pick", v)
-        at.setup.append(ir.LoadScalar(which, "int32", home.table, True))
+        at.setup.append(st.LoadScalar(which, "int32", home.table, True))
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
 

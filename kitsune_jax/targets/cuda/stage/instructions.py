@@ -17,6 +17,7 @@ from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr
 from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import columns, outputs, products
@@ -74,7 +75,7 @@ def _indices(at: StageCodeBuilder, index: int) -> list[Expr]:
     for column in range(value.n):
         at.counter += 1
         ref = Ref("index", at.counter, f"_{column}")
-        at.add(ir.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
+        at.add(st.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
         found.append(ir.Read("row", ref, value.dtype))
     return found
 
@@ -93,7 +94,7 @@ def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Exp
             at.address_number(ref)  # now, so that no address stays in registers until the product
         return
     kept = Ref("r", ref.of, ref.part)
-    at.add(ir.LoadRow(kept, rows))
+    at.add(st.LoadRow(kept, rows))
     at.settle(v, InRegisters(kept, "row", kept))
 
 
@@ -120,7 +121,7 @@ def _read_rows(at: StageCodeBuilder, instr: Instr, value: StageValue, rows: ir.R
     (v,) = instr.outputs
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.LoadRow(ref, rows))
+        at.add(st.LoadRow(ref, rows))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InArray(rows, instr["array"]))
@@ -131,7 +132,7 @@ def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
     (x, *numbers) = instr.inputs
     value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
     if value.row:
-        at.add(ir.StoreRow(rows, at.row(x), at.split > 1))
+        at.add(st.StoreRow(rows, at.row(x), at.split > 1))
     elif at.split > 1 and not value.slab:
         raise CannotLower("a loop that is split by columns cannot store a value that is not")
     else:
@@ -203,10 +204,10 @@ def _pop(at: StageCodeBuilder, instr: Instr) -> None:
     form = queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
     slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    at.add(ir.QueueCall(queue, "rd_acquire"), ir.Entry(pop, queue, slab))
+    at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, slab))
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.PopRow(ref, Ref("e", v), pop, value.dtype))
+        at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InImage(pop, form, Ref("v", v)))
@@ -270,7 +271,7 @@ def _row_index(at: StageCodeBuilder, instr: Instr) -> None:
         at.set_row(v, index)
         return
     row, ref = -1 - v, Ref("index", v)
-    at.add(ir.SetRow(ref, value.dtype, index))
+    at.add(st.SetRow(ref, value.dtype, index))
     at.values[row] = StageValue(1, value.dtype, True, InRegisters(ref, "row", ref))
     at.settle(v, Splat(row))
 
@@ -286,9 +287,9 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
         columns.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(ir.StartFold(ref, how, value.dtype))
+    at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(ir.FoldQuad(ref, how))
+    at.add(st.FoldQuad(ref, how))
     at.settle(v, InRegisters(ref, "row", ref))
     if how not in _ORDERED:
         _rounded(at, v)
@@ -332,7 +333,7 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
     template = pointwise.rounded("dot_general", "{0}", value.dtype)
     if value.row:
         ref = Ref("r", v, "_rounded")
-        at.add(ir.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
+        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, Expression(template, (at.unnamed(value),)))

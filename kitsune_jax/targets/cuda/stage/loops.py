@@ -14,6 +14,7 @@ from typing import Any
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions, products
 from kitsune_jax.targets.cuda.stage.builder import (
@@ -64,7 +65,7 @@ def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> 
         products.release_entries(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
-    at.add(ir.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
+    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
     for v, carry in zip(instr.outputs, carries, strict=True):
         at.values[at.root(v)] = at.values[carry]
 
@@ -82,9 +83,9 @@ def _seen_blocks(at: StageCodeBuilder, instr: Instr) -> tuple[Ref | None, str]:
     axis, step, low, high, which = within
     inner = math.prod(at.program.axes[axis + 1 :])
     bounds = (inner, at.program.axes[axis], step, low, high, instr["count"], *_shift(at, instr))
-    found = [node for node in at.prologue if isinstance(node, ir.SeenBlocks)]
-    ref = next((node.ref for node in found if node == ir.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
-    at.once_per_tile(ir.SeenBlocks(ref, *bounds))
+    found = [node for node in at.prologue if isinstance(node, st.SeenBlocks)]
+    ref = next((node.ref for node in found if node == st.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
+    at.once_per_tile(st.SeenBlocks(ref, *bounds))
     return ref, which
 
 
@@ -258,7 +259,7 @@ def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
         return home.ref
     at.counter += 1
     ref = Ref("r", v, f"_{at.counter}")
-    at.add(ir.SetRow(ref, at.value(v).dtype, at.row(v)))
+    at.add(st.SetRow(ref, at.value(v).dtype, at.row(v)))
     return ref
 
 
@@ -420,7 +421,7 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
         for instr in run.segments[0]:
             instructions.lower_instruction(at, instr)
         handover.pass_on(out)
-    at.add(ir.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
+    at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
     at.values[entry] = value

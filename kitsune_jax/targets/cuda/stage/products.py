@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns
 from kitsune_jax.targets.cuda.stage.builder import Expression, InArray, InImage, InRegisters, Multiply, StageCodeBuilder, StageValue
@@ -40,7 +41,7 @@ def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
         _inner_product(at, instr, x, y)
         return
     copied = _copied(at, dtype, k, dict.fromkeys(((x, of_x), (y, of_y))))
-    operands = [ir.RowOperand(of[0], of[1], copied[v, of]) for v, of in ((x, of_x), (y, of_y))]
+    operands = [st.RowOperand(of[0], of[1], copied[v, of]) for v, of in ((x, of_x), (y, of_y))]
     taken = at.facts.taken.get(instr.outputs[0])
     list_ = fill = None
     if taken is not None:
@@ -52,12 +53,12 @@ def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
     if store is not None and not at.rows("out", store["array"]).strides:
         at.done.add(store)
         found = at.rows("out", store["array"])
-        rows = ir.ToRows(at.address_number(found.ref, stored=True), int(found.access) >= 4)
+        rows = st.ToRows(at.address_number(found.ref, stored=True), int(found.access) >= 4)
     same = operands[0] == operands[1]
-    node = ir.RowProduct(rows or image, dtype, k, operands[0], None if same else operands[1], value.dtype, value.n, list_, fill)
+    node = st.RowProduct(rows or image, dtype, k, operands[0], None if same else operands[1], value.dtype, value.n, list_, fill)
     at.product_bytes = max(at.product_bytes, node.bytes)
     work = Ref("work", v)
-    at.add(ir.SyncWarp(), ir.Alive(work, _WORKING), node, ir.Alive(work))
+    at.add(st.SyncWarp(), ir.Alive(work, _WORKING), node, ir.Alive(work))
     if rows is None:
         at.once_per_tile(ir.Image(image))
         at.must_be_images.add(v)
@@ -90,15 +91,15 @@ def _inner_product(at: StageCodeBuilder, instr: Instr, x: int, y: int) -> None:
     (v,) = instr.outputs
     ref = Ref("r", v)
     product = at.unnamed(StageValue(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
-    at.add(ir.StartFold(ref, "Sum", "float32"))
+    at.add(st.StartFold(ref, "Sum", "float32"))
     at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
-    at.add(ir.FoldQuad(ref, "Sum"))
+    at.add(st.FoldQuad(ref, "Sum"))
     at.settle(v, InRegisters(ref, "row", ref))
 
 
 def _copied(
     at: StageCodeBuilder, dtype: str, k: int, operands: dict[tuple[int, _Operand], None]
-) -> dict[tuple[int, _Operand], tuple[ir.Copied, ...]]:
+) -> dict[tuple[int, _Operand], tuple[st.Copied, ...]]:
     """The copies that bring the elements of each operand to its slot."""
     pieces = {v: at.facts.pieces_of(v) for v, _ in operands}
     computed: dict[int, None] = {}
@@ -108,7 +109,7 @@ def _copied(
     starts = dict(zip(computed, columns.to_scratch(at, list(computed)) if computed else [], strict=True))
     found = {}
     for v, (free, across) in operands:
-        run, first, parts = free if across else k, 0, list[ir.Copied]()
+        run, first, parts = free if across else k, 0, list[st.Copied]()
         for p in map(at.root, pieces[v]):
             part = _copy_of_piece(at, p, starts.get(p), first, run)
             parts[-1:] = _joined(parts[-1], part) if parts else [part]
@@ -122,22 +123,22 @@ def _is_in_rows(at: StageCodeBuilder, v: int, dtype: str) -> bool:
     return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
 
 
-def _copy_of_piece(at: StageCodeBuilder, v: int, start: int | None, first: int, run: int) -> ir.Copied:
+def _copy_of_piece(at: StageCodeBuilder, v: int, start: int | None, first: int, run: int) -> st.Copied:
     value = at.value(v)
     if start is not None:
-        return ir.Copied("scratch", start, 1, first, value.n)
+        return st.Copied("scratch", start, 1, first, value.n)
     assert isinstance(value.home, InArray)
     rows, unit = value.home.rows, 16 // pointwise.ITEM_SIZE[value.dtype]
     how = "staged" if rows.access == "kStaged" else "elements"
     if rows.access == "16" and not (first % unit or value.n % unit or run % unit):
         how = "async"
-    return ir.Copied(how, at.address_number(rows.ref), 1, first, value.n)
+    return st.Copied(how, at.address_number(rows.ref), 1, first, value.n)
 
 
-def _joined(a: ir.Copied, b: ir.Copied) -> list[ir.Copied]:
+def _joined(a: st.Copied, b: st.Copied) -> list[st.Copied]:
     """``a`` and ``b`` as one copy if they are of the same kind and their addresses are consecutive."""
     if a.how == b.how != "scratch" and a.count == b.count and a.source + a.pieces == b.source:
-        return [ir.Copied(a.how, a.source, a.pieces + 1, a.first, a.count)]
+        return [st.Copied(a.how, a.source, a.pieces + 1, a.first, a.count)]
     return [a, b]
 
 
@@ -183,10 +184,10 @@ def exchanged_pieces(at: StageCodeBuilder, x: int) -> list[int]:
 def _exchanged(at: StageCodeBuilder, v: int, value: StageValue, depth: int) -> InImage:
     ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
     vectors = tiles.image_vectors(value.width, value.form)
-    at.setup.append(ir.Exchange(ring, vectors * at.split, depth))
-    at.add(ir.QueueCall(ring, "wr_acquire"), ir.Entry(push, ring, vectors, write=True))
+    at.setup.append(st.Exchange(ring, vectors * at.split, depth))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
     at.evaluate(value.width, [Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
-    at.add(ir.QueueCall(ring, "wr_release"), ir.Entry(entry, ring, 0))
+    at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
     return InImage(entry, value.form, ring)
 
 
@@ -199,14 +200,14 @@ def reduce_scatter(at: StageCodeBuilder, products: Sequence[tuple[int, Multiply]
     for v, ring in [(v, _send_partial_sums(at, v, product)) for v, product in products]:
         value, parts = at.value(v), list[int]()
         part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
-        at.add(ir.QueueCall(ring, "rd_acquire"))
+        at.add(st.QueueCall(ring, "rd_acquire"))
         for rank in range(at.split):
             entry = _name(at, "entry")
-            at.add(ir.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
+            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
             parts.append(at.unnamed(dataclasses.replace(part, home=InImage(entry, part.form, ring))))
         at.settle(v, Expression(" + ".join(f"{{{k}}}" for k in range(at.split)), tuple(parts)))
         at.materialize(v)
-        at.add(ir.QueueCall(ring, "rd_release"))
+        at.add(st.QueueCall(ring, "rd_release"))
 
 
 def _send_partial_sums(at: StageCodeBuilder, v: int, product: Multiply) -> Ref:
@@ -214,10 +215,10 @@ def _send_partial_sums(at: StageCodeBuilder, v: int, product: Multiply) -> Ref:
     ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split
     mine = at.unnamed(StageValue(n, "float32", False, product))
     vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split
-    at.setup.append(ir.Exchange(ring, vectors * at.split, 1))
-    at.add(ir.QueueCall(ring, "wr_acquire"), ir.Entry(push, ring, vectors, write=True, each=True))
+    at.setup.append(st.Exchange(ring, vectors * at.split, 1))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
     at.evaluate(at.value(mine).width, [Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
-    at.add(ir.QueueCall(ring, "wr_release"))
+    at.add(st.QueueCall(ring, "wr_release"))
     return ring
 
 
@@ -231,4 +232,4 @@ def release_entries(at: StageCodeBuilder, known: dict[int, int]) -> None:
     for v, made in at.gathered.items():
         home = at.value(made).home
         if v not in known and isinstance(home, InImage):
-            at.add(ir.QueueCall(home.owner, "rd_release"))
+            at.add(st.QueueCall(home.owner, "rd_release"))

@@ -1,0 +1,894 @@
+"""The statements of a stage: rows, queues, products, loops, sums by indices, weight gradients, and the setup of all these.
+
+Like ``ir.py``, which has expressions and the loops over blocks, this is data with the C++ that each node prints: calls of the
+functions in ``cuda/include/kitsune/stage``.
+"""
+
+from __future__ import annotations
+
+from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda.ir import (
+    Address,
+    Constant,
+    Events,
+    Expr,
+    Identity,
+    Node,
+    Ref,
+    Rows,
+    Spelling,
+    each_row,
+    flag,
+    segment_word,
+)
+from kitsune_jax.targets.cuda.tiles import GradientShape
+
+
+def _once(once: bool) -> str:
+    return "if (slab == 0) " if once else ""
+
+
+# --- Values with one number per row, in two registers -----------------------------------------------------------------------------
+
+
+class SetRow(Node):
+    ref: Ref
+    dtype: str
+    expr: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        row = self.ref.name
+        return [f"{pointwise.COMPUTE[self.dtype]} {row}[2];", *each_row(f"{row}[h] = {self.expr.text(at)};")]
+
+    def events(self) -> Events:
+        yield from _row_events(self.ref)
+
+
+def _row_events(ref: Ref) -> Events:
+    if ref.kind == "r":
+        yield ref, 2
+
+
+class LoadRow(Node):
+    """Load the number in ``column`` of each row."""
+
+    ref: Ref
+    rows: Rows
+    column: int = 0
+
+    def lines(self, at: Spelling) -> list[str]:
+        dtype, behind = self.rows.dtype, self.column * pointwise.ITEM_SIZE[self.rows.dtype]
+        starts = [f"{self.rows.name}[{h}]" for h in range(2)]
+        if behind:
+            starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
+        loads = [f"load_one<{pointwise.ELEMENT[dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
+        return [f"const {pointwise.COMPUTE[dtype]} {self.ref.name}[2] = {{{', '.join(loads)}}};"]
+
+    def events(self) -> Events:
+        yield from _row_events(self.ref)
+
+
+class PopRow(Node):
+    ref: Ref
+    entry: Ref
+    pop: Ref
+    dtype: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_, entry = pointwise.COMPUTE[self.dtype], self.entry.name
+        words = f"from_word<{type_}>({entry}.x), from_word<{type_}>({entry}.y)"
+        return [f"const U4 {entry} = {self.pop.name}(0);", f"const {type_} {self.ref.name}[2] = {{{words}}};"]
+
+
+class StartFold(Node):
+    ref: Ref
+    how: str
+    dtype: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        identity = Identity(self.how, self.dtype).text(at)
+        return [f"{pointwise.COMPUTE[self.dtype]} {self.ref.name}[2] = {{{identity}, {identity}}};"]
+
+
+class FoldQuad(Node):
+    ref: Ref
+    how: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"fold_quad<{self.how}>({self.ref.name});"]
+
+    def events(self) -> Events:
+        yield from _row_events(self.ref)
+
+
+class FoldRow(Node):
+    sink: Ref
+    how: str
+    dtype: str
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        sink, x = self.sink.name, f"{pointwise.COMPUTE[self.dtype]}({self.row.text(at)})"
+        return each_row(f"if (valid[h]) {sink} = {self.how}::fold({sink}, {x});")
+
+
+class StoreRow(Node):
+    rows: Rows
+    row: Expr
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        where = f"{self.rows.name}[h], valid[h] && lane.q == 0, {self.row.text(at)}"
+        return each_row(f"{_once(self.once)}store_one<{pointwise.ELEMENT[self.rows.dtype]}>({where});")
+
+
+class RowToScratch(Node):
+    column: int
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        return each_row(f"if (lane.q == 0) rows.put(lane, h, {self.column}, to_word({self.row.text(at)}));")
+
+
+class RowTile(Node):
+    """A row value as the first column of a tile of 8: the operand of a product with K = 1."""
+
+    ref: Ref
+    row: Expr
+    dtype: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        element, numbers = pointwise.ELEMENT[self.dtype], [self.row.of_row(at, h) for h in range(2)]
+        if tiles.is_half(self.dtype):
+            type_, items = "u32", [f"lane.q == 0 ? pack<{element}>({x}, 0.0f) : 0" for x in numbers]
+        else:
+            type_, items = "float", [f"lane.q == 0 ? {x} : 0.0f, 0.0f" for x in numbers]
+        return [f"{type_} {self.ref.name}[{2 if tiles.is_half(self.dtype) else 4}] = {{{', '.join(items)}}};"]
+
+
+class SyncWarp(Node):
+    """Order the accesses of a warp to its scratch rows: earlier reads before later writes, and earlier writes before reads."""
+
+    def lines(self, at: Spelling) -> list[str]:
+        return ["syncwarp();"]
+
+
+# --- Products for each row, whose operands pass through shared memory row by row --------------------------------------------------
+
+_WARPS = tiles.GROUP_THREADS // 32
+_MOST_OF_TWO_SLOTS = 1 << 14  # most bytes of two slots of a warp; wider operands get one slot
+
+
+class KeepAddress(Node):
+    """Store the addresses of the rows ``ref`` as number ``number`` of those that the lane has in shared memory. ``stored``: the
+    rows are written, so addresses beyond the stream are null."""
+
+    ref: Ref
+    number: int
+    stored: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        rows = [f"{f'!valid[{h}] ? nullptr : ' if self.stored else ''}{self.ref.name}_row[{h}]" for h in range(2)]
+        return [f"row_addresses.keep(lane, {self.number}, {', '.join(rows)});"]
+
+
+class Copied(Node):
+    """Elements of an operand from ``first`` on, ``count`` of each of ``pieces`` sources. ``how``: "async" (16 bytes at a time),
+    "elements" or "staged", from kept addresses number ``source`` on; or "scratch", from column ``source`` of the scratch rows."""
+
+    how: str
+    source: int
+    pieces: int
+    first: int
+    count: int
+
+    def line(self, operand: str) -> str:
+        if self.how == "scratch":
+            return f"{operand}.copy_scratch<{self.first}, {self.count}>(rows.base + row * rows.pitch + {self.source});"
+        where = f"[&](int piece) {{ return row_addresses.get(row, {self.source} + piece); }}"
+        if self.how == "async":
+            return f"{operand}.copy_async<{self.first}, {self.count}, {self.pieces}>({where});"
+        return f"{operand}.copy<{self.first}, {self.count}, {self.pieces}, {flag(self.how == 'staged')}>({where});"
+
+
+class RowOperand(Node):
+    """``free`` times K elements of a row. ``across``: K is the outer dimension. ``copied``: their sources."""
+
+    free: int
+    across: bool
+    copied: tuple[Copied, ...]
+
+    def slot_bytes(self, k: int, size: int) -> int:
+        """``RowOperand::kBytes`` of stage/row_product.h."""
+        run, runs = (self.free, k) if self.across else (k, self.free)
+        return runs * (-(-run * size // 16) | 1) * 16
+
+
+class ToRows(Node):
+    """Write to the rows at kept addresses number ``number``. ``pairs``: the rows start at multiples of four bytes."""
+
+    number: int
+    pairs: bool
+
+
+class RowProduct(Node):
+    """x y^T of each row, of operands of ``dtype``, written to the image ``to`` of a value of dtype ``out`` with ``columns``
+    columns, or to the rows of an array. ``y`` is None where it is x. ``picks``: a vector with the element of the product for each
+    column, or -1 for ``fill``."""
+
+    to: Ref | ToRows
+    dtype: str
+    k: int
+    x: RowOperand
+    y: RowOperand | None
+    out: str
+    columns: int
+    picks: Address | None
+    fill: Expr | None
+
+    @property
+    def others(self) -> RowOperand:
+        return self.y or self.x
+
+    @property
+    def slots(self) -> int:
+        return 2 if 2 * self._slot <= _MOST_OF_TWO_SLOTS else 1
+
+    @property
+    def _slot(self) -> int:
+        size = 2 if tiles.is_half(self.dtype) else 4
+        return self.x.slot_bytes(self.k, size) + (self.y.slot_bytes(self.k, size) if self.y else 0)
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a lane (``RowProduct::kBytes``)."""
+        return _WARPS * (self.slots * self._slot + -(-self.x.free * self.others.free // 4) * 16)
+
+    def lines(self, at: Spelling) -> list[str]:
+        x, y, element = self.x, self.others, pointwise.ELEMENT[self.out]
+        flags = ", ".join(map(flag, (x.across, y.across, self.y is None)))
+        columns = "const AllColumns columns;"
+        if self.picks is not None:
+            assert self.fill is not None
+            columns = f"const PickedColumns columns{{{at.address(self.picks)}, {self.fill.text(at)}}};"
+        if isinstance(self.to, ToRows):
+            template = f"{element}, {self.columns}, {flag(self.to.pairs)}"
+            put = f"store_product<{template}>(row_addresses.get(row, {self.to.number}), "
+        else:
+            put = f"put_row<{element}, {tiles.padded(self.columns)}, {self.columns}>({self.to.name}, row, "
+        return [
+            "{",
+            f"  using Rows = RowProduct<{pointwise.OPERAND[self.dtype]}, {x.free}, {y.free}, {self.k}, {flags}, {self.slots}>;",
+            f"  static_assert(Rows::kBytes == {self.bytes});",
+            f"  {columns}",
+            "  Rows{row_work}.rows(",
+            "      [&](int row, const Rows::X& x, const Rows::Y& y) {",
+            "        (void)row, (void)y;",
+            *(f"        {copied.line('x')}" for copied in x.copied),
+            *(f"        {copied.line('y')}" for copied in (self.y.copied if self.y else ())),
+            "      },",
+            f"      [&](int row, const u32* sums) {{ {put}[&](int c) {{ return columns.get(sums, c); }}); }});",
+            "}",
+        ]
+
+
+class RowMemory(Node):
+    """The lane's memory for products: ``addresses`` for each row at byte ``at``, and ``bytes`` of work space from ``work`` on. A
+    warp uses its own part for all products, because only the warp itself knows when one is done."""
+
+    addresses: int
+    at: int
+    work: int
+    bytes: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        found = [f"u8* const row_work = scratch + {self.work} + thread_id() % kGroupThreads / 32 * {self.bytes // 4};"]
+        if self.addresses:
+            type_ = f"RowAddresses<{self.addresses}>"
+            found.append(f"const {type_} row_addresses = {type_}::at(scratch + {self.at});")
+            found.append(f"static_assert({type_}::kBytes == {address_bytes(self.addresses)});")
+        return found
+
+
+def address_bytes(count: int) -> int:
+    """Shared memory of a lane for ``count`` addresses of each of its rows (``RowAddresses::kBytes``)."""
+    return tiles.TILE_ROWS * 8 * count
+
+
+# --- Sinks by indices: by runs of sorted ones, atomically, and those of a segment softmax -----------------------------------------
+
+_RUNS = 16  # registers of the runs of a tile, and of the walk down (``stage/segment.h``)
+_SEGMENTS = 10  # registers of a sink by sorted indices: addresses and the open segment
+
+
+class SegmentRuns(Node):
+    """Before the blocks of a tile: the runs of equal ``index`` among its rows, or, if not ``sorted``, the indices themselves.
+    ``rows``: of the result."""
+
+    ref: Ref
+    index: Expr
+    rows: int
+    sorted: bool = True
+
+    def lines(self, at: Spelling) -> list[str]:
+        of, kind = self.ref.of, "Runs" if self.sorted else "Members"
+        return [
+            f"const i64 ids{of}[2] = {{{self.index.of_rows(at)}}};",
+            f"const {kind} runs{of} = {kind}::of(ids{of}, valid, {self.rows}ll);",
+            f"{self.ref.name}.begin(runs{of});",
+        ]
+
+    def events(self) -> Events:
+        yield Ref("runs", self.ref.of), _RUNS
+
+
+class RowToSegments(Node):
+    """Fold a tile that has one number per row."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    row: Expr
+    runs: Ref | None = None
+
+    def lines(self, at: Spelling) -> list[str]:
+        runs = self.runs or Ref("runs", self.ref.of)
+        word = segment_word(runs, self.how, self.dtype, self.row.text(at))
+        return [
+            # The block has 8 columns, all with the same number.
+            *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {word});"),
+            f"{self.ref.name}.block(rows, {runs.name}, 0);",
+        ]
+
+
+class JoinSegments(Node):
+    ref: Ref
+    runs: Ref | None = None
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.ref.name}.join();"]
+
+    def events(self) -> Events:
+        yield self.runs or Ref("runs", self.ref.of), None
+
+
+class SummedRows(Node):
+    """The addresses that the thread's two rows are added to: rows ``index`` of ``out``, which has ``rows`` rows of ``columns``
+    floats; null for an index out of range."""
+
+    ref: Ref
+    out: Constant
+    index: Expr
+    rows: int
+    columns: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        out, sizes = at.constant(self.out), f"{self.rows}ll, {self.columns}ll"
+        found = [f"summed_row({out}, {self.index.of_row(at, h)}, valid[{h}], {sizes})" for h in range(2)]
+        return [f"float* const {self.ref.name}[2] = {{{', '.join(found)}}};"]
+
+    def events(self) -> Events:
+        yield self.ref, 4  # two addresses
+
+
+class AddRow(Node):
+    """Add one number of each row at ``ref``."""
+
+    ref: Ref
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        to = f"{self.ref.name}[h]"
+        return each_row(f"if ({to} != nullptr && lane.q == 0) red_add({to}, {self.row.text(at)});")
+
+
+class FoldedRows(Node):
+    """The rows of ``out`` that ``index`` names, into which a tile of ``width`` columns is folded by ``how``. ``rows``, ``columns``,
+    ``dtype``: of ``out``."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    out: Constant
+    index: Expr
+    rows: int
+    columns: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        ids, type_ = f"ids_{self.ref.name}", f"FoldedRows<{self.how}, {pointwise.COMPUTE[self.dtype]}, {self.width}>"
+        made = f"{type_}::of({at.constant(self.out)}, {self.columns}, {ids}, valid, {self.rows}ll)"
+        return [f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};", f"const {type_} {self.ref.name} = {made};"]
+
+    def events(self) -> Events:
+        yield self.ref, 3  # three indices
+
+
+class FoldRowAt(Node):
+    """Fold a tile that has one number per row."""
+
+    ref: Ref
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        return each_row(f"{self.ref.name}.row(lane, h, {self.row.text(at)});")
+
+
+class RowRuns(Node):
+    """The runs of equal ``index`` among the rows of a warp, for all sums of a softmax. ``rows``: of the results."""
+
+    ref: Ref
+    index: Expr
+    rows: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        runs, ids = self.ref.name, f"ids_{self.ref.name}"
+        return [
+            f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};",
+            f"const Runs {runs} = Runs::of({ids}, valid, {self.rows}ll);",
+        ]
+
+    def events(self) -> Events:
+        yield self.ref, _RUNS
+
+
+class TopsStart(Node):
+    """``columns``: scores of a row. ``at``: offset in the lane's memory for segments."""
+
+    ref: Ref
+    columns: int
+    at: int
+
+    @property
+    def bytes(self) -> int:
+        return tiles.tops_bytes(self.columns)
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = f"RunTops<{self.columns}>"
+        return [
+            f"{type_} {self.ref.name}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
+            f"static_assert({type_}::kBytes == {self.bytes});",
+        ]
+
+
+class FindTops(Node):
+    """Replace the scores in the warp's scratch rows by the largest ones of their runs."""
+
+    ref: Ref
+    runs: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.ref.name}.find(rows, {self.runs.name});"]
+
+
+class BeginSegments(Node):
+    """Before the blocks of a tile: start a sum whose ``runs`` are known."""
+
+    ref: Ref
+    runs: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.ref.name}.begin({self.runs.name});"]
+
+
+class Tops(Node):
+    """The scaling of a softmax sum by the ``columns`` scores of a row in ``ref``. ``finite``: use 0 for a largest score that is not
+    finite."""
+
+    ref: Ref
+    columns: int
+    finite: bool
+
+
+# --- Queues -----------------------------------------------------------------------------------------------------------------------
+
+
+class Exchange(Node):
+    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another."""
+
+    ring: Ref
+    vectors: int
+    depth: int
+
+    @property
+    def bytes(self) -> int:
+        return self.depth * self.vectors * tiles.GROUP_THREADS * 16
+
+
+def _count(queue: Ref) -> str:
+    """The counter of a queue's entries: a tile has one entry of each queue, but a ring of an exchange counts its own."""
+    return f"n_{queue.name}" if queue.kind == "exchange" else "n"
+
+
+class QueueCall(Node):
+    """``call``: rd_acquire, rd_release, wr_acquire or wr_release."""
+
+    queue: Ref
+    call: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        n = _count(self.queue)
+        return [f"{self.queue.name}.{self.call}({n});", *([f"++{n};"] if n != "n" and self.call == "rd_release" else [])]
+
+
+class Entry(Node):
+    """Declare access to a queue's entry: ``ref(i)`` reads vector i, with ``write`` ``ref(i, v)`` writes it. ``slab``: vectors of a
+    slab, if the value is one; ``once``: only the first of the CTAs that have the value writes; ``of``: read the slab of CTA ``of``;
+    ``each``: every reader has its own entry."""
+
+    ref: Ref
+    queue: Ref
+    slab: int
+    write: bool = False
+    once: bool = False
+    of: int | None = None
+    each: bool = False
+
+    def lines(self, at: Spelling) -> list[str]:
+        queue, n, slab, given = self.queue.name, _count(self.queue), self.slab, "int i"
+        first = f"{self.of * slab} + " if self.of is not None else f"slab * {slab} + " if slab else ""
+        body = f"return {queue}.pop({n}, {first}i);"
+        if self.write:
+            given, body = "int i, U4 v", f"{_once(self.once)}{queue}.push({n}, {first}i, v);"
+        if self.each:
+            body = f"{queue}.push_to({n}, slab * {slab} + i % {slab}, v, i / {slab});"
+        return [f"const auto {self.ref.name} = [&]({given}) {{ {body} }};"]
+
+
+class PushRow(Node):
+    queue: Ref
+    row: Expr
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        words = ", ".join(f"to_word({self.row.of_row(at, h)})" for h in range(2))
+        return [f"{_once(self.once)}{self.queue.name}.push(n, 0, U4{{{words}, 0, 0}});"]
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------------------
+
+
+class Operand(Node):
+    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the product)
+    or "image". ``dtype``: of the product. ``owner``: the object that must stay alive until the product is complete. ``awaited``:
+    the image is an entry of ring ``owner``, and this is the first wait for it."""
+
+    kind: str
+    ref: Ref
+    width: int
+    dtype: str
+    owner: Ref
+    rows: Rows | None = None
+    awaited: bool = False
+
+    @property
+    def fetched(self) -> bool:
+        return self.kind in ("rows", "image")
+
+    def source(self) -> str:
+        """The C++ object from which the product reads the operand."""
+        type_ = pointwise.OPERAND[self.dtype]
+        if self.kind == "image":
+            return f"image_source<{type_}, {self.width}>([&](int i) {{ return {self.ref.getter}(i); }})"
+        if self.rows is None:
+            return f"RegisterSource<{type_}, {self.width}>{{{self.ref.name}}}"
+        row, template = f"{self.ref.name}_row", f"{type_}, {pointwise.ELEMENT[self.rows.dtype]}, {self.width}, {self.rows.access}"
+        return f"RowSource<{template}>{{{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {self.rows.columns}, lane}}"
+
+
+class Resident(Node):
+    """Weights in shared memory. ``weight``: number in the stage; ``offset``: in bytes; ``at``: set by the layout."""
+
+    weight: int
+    offset: int
+    layer: int
+    at: Constant | None = None
+
+
+class Issue(Node):
+    """Start the products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for
+    ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to."""
+
+    ref: Ref
+    columns: int
+    dtype: str
+    rolling: bool
+    weights: Resident | None  # None: streamed
+    bias: tuple[Address, int, int] | None  # (vector, its width, first block)
+    feeds: tuple[tuple[Operand, int, int], ...]  # with the first block of K, and the blocks that are complete before it
+    weight: int
+    chunk: int
+    k_chunks: int
+    registers: int
+    started: bool = False
+
+    def lines(self, at: Spelling) -> list[str]:
+        d, weights, found = self.ref.name, "weights", list[str]()
+        if self.weights is not None:
+            assert self.weights.at is not None
+            layer = f" + layer * {self.weights.layer}" if self.weights.layer else ""
+            weights = f"{d}_weights"
+            found.append(f"ResidentWeights<{self.columns}> {weights}{{shared + {at.constant(self.weights.at)}{layer}}};")
+        if not self.started:
+            found.append(f"float {d}[{self.columns // 2}];")
+        if self.bias is not None:
+            address, width, first = self.bias
+            found.append(f"start_from<{self.columns}, {width}>({d}, {at.address(address)}, lane, {first});")
+        flags = f"{flag(self.rolling)}, {flag(self.started or self.bias is not None)}"
+        template = f"{pointwise.OPERAND[self.dtype]}, {self.columns}, {flags}, decltype({weights})"
+        found.append(f"Product<{template}> {d}_product({d}, {weights});")
+        for operand, first, done in self.feeds:
+            if operand.awaited:
+                found.append(f"{operand.owner.name}.rd_acquire({_count(operand.owner)});")
+            found.append(f"{d}_product.feed<{first}, {done}>({operand.source()});")
+        return [*found, f"{d}_product.commit();"]
+
+    def events(self) -> Events:
+        yield self.ref, self.registers
+
+
+class Complete(Node):
+    """Wait until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K are complete already."""
+
+    ref: Ref
+    pending: int
+    done: int
+    blocks: int
+    owners: tuple[Ref, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.ref.name}_product.complete<{self.pending}, {self.done}, {self.blocks}>();"]
+
+    def events(self) -> Events:
+        yield from ((owner, None) for owner in self.owners)
+
+
+# --- Loops ------------------------------------------------------------------------------------------------------------------------
+
+
+class LayerLoop(Node):
+    """``weights``: of one layer, numbered consecutively from ``first_weight``."""
+
+    layers: int
+    first_weight: int
+    weights: int
+    body: tuple[Node, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {self.layers}; ++layer) {{", *at.lines(self.body), "}"]
+
+    def events(self) -> Events:
+        for node in self.body:
+            yield from node.events()
+
+
+class SeenBlocks(Node):
+    """Once per tile: those of ``count`` blocks of ``step`` elements that the rows of all lanes see. A row sees the elements whose
+    index is ``low`` to ``high`` more than the row's index on a stream axis (None: unbounded), which is the row over ``inner``,
+    modulo ``extent``. ``shift``: address of a number that, times ``sign``, is added to both bounds; ``guard``: "rows" or "elements"
+    (of ``size`` elements in all), as of a loop of the tile program (``program.ir``). Consumers and the loader find the blocks of
+    the first to the last row of the batch that the lanes of the CTA have."""
+
+    ref: Ref
+    inner: int
+    extent: int
+    step: int
+    low: int | None
+    high: int | None
+    count: int
+    shift: Address | None = None
+    sign: int = 1
+    guard: str = ""
+    size: int = 0
+
+    def lines(self, at: Spelling) -> list[str]:
+        low, high = ("false, 0" if bound is None else f"true, {bound}" for bound in (self.low, self.high))
+        template, rows = f"{self.inner}, {self.extent}, {self.step}, {low}, {high}", f"rows_at.first, rows_at.last, {self.count}"
+        made = f"of<{template}>({rows})"
+        if self.shift is not None:
+            guard = f"SeenBlocks::k{self.guard.capitalize()}, {self.size}"
+            number = f"from_word<i32>(bits(ld_global(p.{at.address(self.shift)})))"
+            made = f"shifted<{template}, {guard}>({rows}, {self.sign}, {number})"
+        return [f"const SeenBlocks {self.ref.name} = SeenBlocks::{made};"]
+
+
+class CountedLoop(Node):
+    """``count`` iterations of ``body``, numbered by ``number``, from the last one down if ``reverse``. With ``seen``, only
+    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all"."""
+
+    number: Ref
+    count: int
+    reverse: bool
+    body: tuple[Node, ...]
+    seen: Ref | None = None
+    which: str = "all"
+
+    def lines(self, at: Spelling) -> list[str]:
+        n, index, count = self.number.name, f"i_{self.number.name}", str(self.count)
+        of = f"{self.count - 1} - {index}" if self.reverse else index
+        if self.seen is not None:
+            blocks = f"{self.seen.name}.{self.which}"
+            count = f"{blocks}_count()"
+            of = of if self.reverse else f"{blocks}_block({index})"
+        return [
+            "KITSUNE_NO_UNROLL",
+            f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{",
+            f"  const i32 {n} = {of};",
+            f"  (void){n};",
+            *(f"  {line}" for line in at.lines(self.body)),
+            "}",
+        ]
+
+    def events(self) -> Events:
+        inside = [event for node in self.body for event in node.events()]
+        made = {owner for owner, registers in inside if registers is not None}
+        yield from inside
+        # The next iteration reads again what this one reads of the code around the loop.
+        yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)
+
+
+class Turn(Node):
+    """The lanes of a CTA take turns at the tensor cores. ``what``: "take" (wait for this lane's turn), "give" (pass it to the next
+    lane); "first" and "last" start and end the turns at the beginning and end of the kernel."""
+
+    what: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        first, last = ("if (group == kLanes - 1) ", "give"), ("if (group == 0) ", "take")
+        when, call = {"first": first, "last": last}.get(self.what, ("", self.what))
+        return [f"{when}{call}_turn<kLanes>(group);"]
+
+
+# --- Weight gradients -------------------------------------------------------------------------------------------------------------
+
+
+class Panel(Node):
+    """A panel of ``width`` columns at byte ``at`` of the lane's panels."""
+
+    ref: Ref
+    dtype: str
+    width: int
+    at: int
+
+    @property
+    def type(self) -> str:
+        return f"Panel<{pointwise.OPERAND[self.dtype]}, {self.width}>"
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"const {self.type} {self.ref.name}{{panels.mine() + {self.at}}};"]
+
+
+class RowToPanel(Node):
+    panel: Ref
+    tile: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.panel.name}.put(lane, 0, {self.tile.name}, valid);"]
+
+
+class AddGradient(Node):
+    gradient: Ref
+    sums: tuple[Ref, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        adds = " ".join(f"{s.name}.add(sink{s.of});" for s in self.sums)
+        meanwhile = f"[&] {{ {adds} }}" if self.sums else "[] {}"
+        return [f"{self.gradient.name}.add(sum{self.gradient.of}, {meanwhile});"]
+
+
+class ClearPanel(Node):
+    panel: Panel
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.panel.type}{{panels.mine() + {self.panel.at}}}.clear(lane, 1 + group);"]
+
+
+class GradientStart(Node):
+    gradient: Ref
+    dtype: str
+    x: Panel
+    y: Panel
+    shape: GradientShape
+
+    def lines(self, at: Spelling) -> list[str]:
+        blocks, width, total = self.shape.blocks, self.shape.width, f"sum{self.gradient.of}"
+        sizes = f"{self.x.width}, {self.y.width}, {blocks}, {self.shape.all_blocks}, {width}"
+        type_ = f"Gradient<{pointwise.OPERAND[self.dtype]}, {sizes}, kLanes>"
+        where = f"panels.base, panels.base + {self.y.at}, panels.stride, group * {blocks}"
+        return [
+            f"const {type_} {self.gradient.name}{{{where}}};",
+            f"float {total}[{blocks}][{width // 2}];",
+            f"for (int m = 0; m < {blocks}; ++m) for (int i = 0; i < {width // 2}; ++i) {total}[m][i] = 0.0f;",
+        ]
+
+    @property
+    def held(self) -> int:
+        return self.shape.registers
+
+
+class PanelSumStart(Node):
+    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
+
+    sums: Ref
+    panel: Panel
+    columns: int
+    slabs: bool
+    gradient: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = f"PanelSums<{pointwise.OPERAND[self.panel.dtype]}, {self.panel.width}, kLanes>"
+        return [
+            f"const {type_} {self.sums.name}{{panels.base + {self.panel.at}, panels.stride, group}};",
+            f"float sink{self.sums.of}[2 * {self.sums.name}.kRounds] = {{}};",
+        ]
+
+    @property
+    def held(self) -> int:
+        return 2
+
+
+# --- Once per kernel, and once per tile before all others -------------------------------------------------------------------------
+
+
+class LoadScalar(Node):
+    """``once``: load before the tiles, otherwise for every layer."""
+
+    ref: Ref
+    dtype: str
+    address: Address
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_, where = pointwise.COMPUTE[self.dtype], f"{'p.' if self.once else ''}{at.address(self.address)}"
+        return [f"const {type_} {self.ref.name} = from_word<{type_}>(bits(ld_global({where})));"]
+
+
+class SinkStart(Node):
+    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    quad: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        sink, type_, identity = self.ref.name, pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
+        if not self.width:
+            return [f"{type_} {sink} = {identity};"]
+        count = self.width // 4
+        return [f"{type_} {sink}[{count}];", f"for (int i = 0; i < {count}; ++i) {sink}[i] = {identity};"]
+
+    @property
+    def held(self) -> int:
+        return self.width // 4 or 1
+
+
+class SegmentStart(Node):
+    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
+    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum. The layout puts it into a
+    ``frame_ir.SegmentMemory``, which has its C++."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    columns: int
+    at: int
+    rows: int = 0
+    tops: Tops | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the lane's memory."""
+        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
+
+    @property
+    def partial_words(self) -> int:
+        """Words of the partial result that a lane writes to global memory."""
+        tops = self.tops.columns if self.tops else 0
+        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
+
+    @property
+    def held(self) -> int:
+        return -(-self.width // 128) * (1 if self.tops is None else 2) + _SEGMENTS
