@@ -12,7 +12,7 @@ from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, Spelling, flag
+from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, Spelling, flag, indented
 
 # --- Memory and results of a stage ------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class SegmentMemory(Node):
     at: int
 
     def lines(self, at: Spelling) -> list[str]:
-        start, element, name = self.start, self.result.element, self.start.ref.name
+        start, element, name = self.start, self.result.element, at.name(self.start.ref)
         template = f"{start.how}, {pointwise.COMPUTE[start.dtype]}, {element}, {start.width}"
         where = f"reinterpret_cast<u32*>(scratch + {self.at}), {at.constant(self.result.out)}, {start.columns}"
         where += f", {self.result.partials(at)}, workers, worker, 1 + group"
@@ -80,7 +80,7 @@ class SegmentMemory(Node):
         elif (tops := start.tops) is not None:
             each = start.columns // tops.columns
             type_ = f"OnlineSegments<{element}, {start.width}, {tops.columns}, {each}, {flag(tops.finite)}>"
-            made, after = f"{type_} {name}{{{{{where}, {{}}}}, {tops.ref.name}, {{}}}};", []
+            made, after = f"{type_} {name}{{{{{where}, {{}}}}, {at.name(tops.ref)}, {{}}}};", []
         else:
             type_ = f"Segments<{template}>"
             made, after = f"{type_} {name}{{{where}, {{}}}};", []
@@ -103,7 +103,7 @@ class ClusterRing(Node):
         where = f"reinterpret_cast<U4*>(shared + {at.constant(self.slots)} + group * {entry})"
         ends = f"{at.constant(self.writers)}, {at.constant(self.readers)}, 1 + group"
         type_ = f"ClusterQueue<{self.vectors}, {self.depth}>"
-        return [f"const {type_} {self.ref.name}{{&{at.constant(self.ring)}[group], {where}, {ends}}};"]
+        return [f"const {type_} {at.name(self.ref)}{{&{at.constant(self.ring)}[group], {where}, {ends}}};"]
 
 
 class L2Ring(Node):
@@ -121,7 +121,7 @@ class L2Ring(Node):
         where = f"p.zeroed() + {at.constant(self.counters)}, p.workspace + {at.constant(self.slots)}"
         ends = ", ".join(map(at.constant, (self.depth, self.writers, self.readers)))
         made = f"l2_queue<{self.vectors}>({where}, {ends}, instance * kLanes + group, 1 + group)"
-        return [f"const auto {self.ref.name} = {made};"]
+        return [f"const auto {at.name(self.ref)} = {made};"]
 
 
 class StagedArray(Node):
@@ -141,7 +141,7 @@ class StagedArray(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         where = f"static_cast<const u8*>({at.constant(self.source)}), {self.lanes.mine(at)} + {self.at}"
-        return [f"const {self.type} {self.ref.name}{{{where}, header.staged[{self.number}][group]}};"]
+        return [f"const {self.type} {at.name(self.ref)}{{{where}, header.staged[{self.number}][group]}};"]
 
 
 class WeightRing(Node):
@@ -173,7 +173,7 @@ class ExchangeRing(Node):
     ctas: int
 
     def lines(self, at: Spelling) -> list[str]:
-        all_ctas, ring = f"{(1 << self.ctas) - 1}u", self.ring.name
+        all_ctas, ring = f"{(1 << self.ctas) - 1}u", at.name(self.ring)
         ends = f"reinterpret_cast<U4*>(scratch + {self.offset}), {all_ctas}, {all_ctas}, 1 + group"
         type_ = f"ClusterQueue<{self.vectors}, {self.depth}>"
         return [f"const {type_} {ring}{{&header.{ring}[group], {ends}}};", f"u32 n_{ring} = 0;"]
@@ -228,7 +228,7 @@ class TileLoop(Node):
             first, following = "static_cast<i64>(worker) * rounds", "(n + 1 < rounds ? tile + 1 : kTiles)"
         if self.uniform:
             more = "n < rounds"
-        staged = [s.ref.name for s in self.staged]
+        staged = [at.name(s.ref) for s in self.staged]
         lines += [f"{s}.fetch(lane, 0, {first}, kRows);" for s in staged]
         if self.batches:
             lines += ["(void)workers, (void)worker;", *_ROUNDS]
@@ -250,7 +250,7 @@ class TileLoop(Node):
             body += ["if (lane.thread == 0) {", next_row, *fetches, "}"]
         if self.vectors:
             body.append("const float* const vectors = opaque(p.vectors);")
-        return [*lines, *(f"  {line}" for line in (*body, *at.lines(self.body))), "}"]
+        return [*lines, *indented((*body, *at.lines(self.body))), "}"]
 
 
 class FinishSinks(Node):
@@ -267,12 +267,12 @@ class FinishSinks(Node):
         lines = [f"const Finish finish{{{counter}, &header.flags[group], workers, worker, 1 + group}};"]
         for sink, result, _ in self.sinks:
             what, lane = (str(sink.width), "lane, ") if sink.width else (flag(sink.quad), "")
-            lines.append(f"store_partial<{sink.how}, {what}>({result.partials(at)}, finish, {lane}{sink.ref.name});")
-        lines += [f"{ref.name}.store_partial();" for ref in self.segments]
+            lines.append(f"store_partial<{sink.how}, {what}>({result.partials(at)}, finish, {lane}{at.name(sink.ref)});")
+        lines += [f"{at.name(ref)}.store_partial();" for ref in self.segments]
         for ref, groups in self.tables:
-            lines.append(f"{ref.name}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
+            lines.append(f"{at.name(ref)}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
         lines.append("if (finish.last()) {")
-        lines += [f"  {ref.name}.combine();" for ref in (*self.segments, *(ref for ref, _ in self.tables))]
+        lines += [f"  {at.name(ref)}.combine();" for ref in (*self.segments, *(ref for ref, _ in self.tables))]
         for sink, result, columns in self.sinks:
             template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {result.element}"
             what = f"{at.constant(result.out)}, {result.partials(at, 'const ')}, finish, {columns}, {sink.width or 1}"
@@ -298,18 +298,18 @@ class FinishGradients(Node):
         for g, result, sums in self.gradients:
             k, words = g.gradient.of, g.shape.words
             lines.append(f"  u32* const partial{k} = {result.partials(at)} + slab * {self.parts * words};")
-            lines.append(f"  {g.gradient.name}.store(partial{k} + static_cast<i64>(finish.worker) * {words}, lane, sum{k});")
+            lines.append(f"  {at.name(g.gradient)}.store(partial{k} + static_cast<i64>(finish.worker) * {words}, lane, sum{k});")
             for total, into in sums:
                 n, words = total.sums.of, total.panel.width
                 lines.append(f"  u32* const partial{n} = {into.partials(at)} + slab * {self.parts * words};")
-                lines.append(f"  {total.sums.name}.store(partial{n} + finish.worker * {words}, sink{n});")
+                lines.append(f"  {at.name(total.sums)}.store(partial{n} + finish.worker * {words}, sink{n});")
         lines.append("  if (finish.last()) {")
         for g, result, sums in self.gradients:
             shape = g.shape
             pitch = shape.rows if shape.swapped else shape.columns * self.split
             template = f"{result.element}, {flag(shape.swapped)}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
             where = f"{shape.rows}, {shape.columns}, static_cast<int>(slab) * {shape.columns}, {pitch}"
-            what = f"{at.constant(result.out)}, partial{g.gradient.of}, finish.workers, {g.gradient.name}.first, {where}"
+            what = f"{at.constant(result.out)}, partial{g.gradient.of}, finish.workers, {at.name(g.gradient)}.first, {where}"
             lines.append(f"    combine_gradient<{template}>({what});")
             lines += [f"    {self._combine_columns(at, total, into)}" for total, into in sums]
         return [*lines, "  }", "}"]
@@ -318,7 +318,8 @@ class FinishGradients(Node):
         out, slabs = at.constant(result.out), total.slabs and self.split > 1
         if slabs:
             out = f"static_cast<u8*>({out}) + slab * {total.columns * pointwise.ITEM_SIZE[result.dtype]}"
-        combine = f"{total.sums.name}.combine<{result.element}>({out}, partial{total.sums.of}, finish.workers, {total.columns});"
+        what = f"{out}, partial{total.sums.of}, finish.workers, {total.columns}"
+        combine = f"{at.name(total.sums)}.combine<{result.element}>({what});"
         # If the stage is split by the other operand, all of its CTAs have the same sums.
         return combine if slabs or self.split == 1 else f"if (slab == 0) {combine}"
 
@@ -408,13 +409,13 @@ class WeightBlocks(Node):
         if self.seen is None:
             before, inside = [f"{start};" for start in starts], calls
         else:
-            seen = f"{self.seen.name}.{self.which}"
+            seen = f"{at.name(self.seen)}.{self.which}"
             steps = [f" + {seen}_block(i) * {size}ll;" for _, _, size in self.places]
             before, inside, count = [], [*map("".join, zip(starts, steps, strict=True)), *calls], f"{seen}_count()"
         if count != "1":
             head = ["KITSUNE_NO_UNROLL", f"for (i32 i = 0; i < {count}; ++i) {{"]
-            inside = [*head, *(f"  {line}" for line in inside), "}"]
-        return ["{", *(f"  {line}" for line in (*before, *inside)), "}"]
+            inside = [*head, *indented(inside), "}"]
+        return ["{", *indented((*before, *inside)), "}"]
 
 
 class LoadBlocks(Node):
@@ -433,7 +434,7 @@ class LoadBlocks(Node):
             batch = f"({batch} * {extent} + rows_at.batch / {inner} % {extent})"
         of = [f"const u8* const of{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in self.groups]
         body = [_BATCH, *at.lines(self.seen), *of, *at.lines(self.parts)]
-        return [*self.ring.of_loader(), *_ROUNDS, *(f"  {line}" for line in body), "}"]
+        return [*self.ring.of_loader(), *_ROUNDS, *indented(body), "}"]
 
 
 class StageCode(Node):

@@ -10,7 +10,8 @@ nothing when it is printed; its only C++ text from elsewhere is the templates of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, dataclass_transform
 
 from kitsune_jax.targets.cuda import pointwise, tiles
@@ -69,15 +70,6 @@ class Ref(Node):
     def name(self) -> str:
         return f"{self.kind}{self.of}{self.part}"
 
-    @property
-    def getter(self) -> str:
-        """The C++ function that returns vector i of an image or of a queue's entry."""
-        return f"{self.name}.get" if self.kind == "image" else self.name
-
-    @property
-    def putter(self) -> str:
-        return f"{self.name}.put" if self.kind == "image" else self.name
-
 
 class Constant(Node):
     """A number, or a member of struct ``of``, that may differ between equal stages. Constants with the same ``name`` and ``key``
@@ -125,11 +117,29 @@ class Address(Node):
     layer: int = 0
 
 
-class Spelling:
-    """How nodes spell constants. ``fields``: constants, by name and key, that are read from a table; others are literals."""
+# Kinds of names that a stage's code has most of, as words.
+_WORDS = dict(v="tile", r="row", d="acc", c="copy", h="carry", k="column", s="scalar", x="block", m="mask", number="step")
 
-    def __init__(self, fields: frozenset[tuple[str, object]] = frozenset()):
-        self.fields = fields
+
+class Spelling:
+    """How nodes spell names and constants. ``fields``: constants, by name and key, that are read from a table; others are literals.
+    ``operators``: of values, which are named after the operator that makes them."""
+
+    def __init__(self, fields: frozenset[tuple[str, object]] = frozenset(), operators: Mapping[int, str] | None = None):
+        self.fields, self.operators = fields, operators or {}
+
+    def name(self, ref: Ref) -> str:
+        if ref.kind not in _WORDS:
+            return ref.name
+        word = self.operators.get(ref.of, _WORDS[ref.kind]) if ref.kind in "vr" else _WORDS[ref.kind]
+        return f"{word}_{ref.of}{ref.part}"
+
+    def getter(self, image: Ref) -> str:
+        """The C++ function that returns vector i of an image or of a queue's entry."""
+        return f"{image.name}.get" if image.kind == "image" else image.name
+
+    def putter(self, image: Ref) -> str:
+        return f"{image.name}.put" if image.kind == "image" else image.name
 
     def constant(self, c: Constant) -> str:
         text = f"at.{c.name}{c.key}" if (c.name, c.key) in self.fields else c.value
@@ -145,11 +155,40 @@ class Spelling:
         return f"vectors + {self.constant(a.at)}{slab}{layer}"
 
     def lines(self, nodes: Iterable[Node]) -> list[str]:
-        return [line for node in nodes for line in node.lines(self)]
+        found: list[str] = []
+        for loops, group in itertools.groupby(nodes, key=lambda node: isinstance(node, AddressPair) and node.loops):
+            some = list(group)
+            found += _address_pairs(self, some) if loops else [line for node in some for line in node.lines(self)]
+        return found
 
 
-def each_row(statement: str) -> list[str]:
-    return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {statement}"]
+class AddressPair(Node):
+    """A statement that declares the addresses of the thread's two rows. Those that follow one another share a loop."""
+
+    @property
+    def loops(self) -> bool:
+        return True
+
+    def pair(self, at: Spelling) -> tuple[str, str, str]:
+        """(type, name of the addresses, expression for row h)."""
+        raise NotImplementedError
+
+
+def _address_pairs(at: Spelling, nodes: Sequence[Node]) -> list[str]:
+    pairs = [node.pair(at) for node in nodes if isinstance(node, AddressPair)]
+    return [*(f"{type_} {name}[2];" for type_, name, _ in pairs), *each_row(*(f"{name}[h] = {x};" for _, name, x in pairs))]
+
+
+def each_row(*statements: str) -> list[str]:
+    """The statements for each row h of the thread's two rows."""
+    head = "for (int h = 0; h < 2; ++h) {"
+    if len(statements) == 1:
+        return ["KITSUNE_UNROLL", f"{head[:-1]}{statements[0]}"]
+    return ["KITSUNE_UNROLL", head, *indented(statements), "}"]
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
 
 
 def flag(x: bool) -> str:
@@ -217,7 +256,7 @@ class Read(Expr):
     def text(self, at: Spelling, pairs: int = 0) -> str:
         block, types = _block(self.shift), {"element": pointwise.ELEMENT[self.dtype], "type": pointwise.COMPUTE[self.dtype]}
         bit = f"2 * ({block} * {pairs} + ii) + e"
-        return READS[self.form].format(name=self.ref.name, block=block, pairs=pairs, bit=bit, **types)
+        return READS[self.form].format(name=at.name(self.ref), block=block, pairs=pairs, bit=bit, **types)
 
 
 class ScratchFold(Node):
@@ -261,7 +300,7 @@ class FromScratch(Expr):
     fold: ScratchFold | None = None
 
     def text(self, at: Spelling, pairs: int = 0) -> str:
-        where, type_ = self.column if self.index is None else self.index.name, pointwise.COMPUTE[self.dtype]
+        where, type_ = self.column if self.index is None else at.name(self.index), pointwise.COMPUTE[self.dtype]
         if self.fold is not None:
             return f"fold_scratch<{self.fold.how}, {type_}, {self.fold.count}, {self.fold.step}>(rows, lane, h, {where})"
         element = f"from_word<{type_}>(rows.get(lane, h, {where}))"
@@ -274,10 +313,10 @@ class RowIndex(Expr):
     axes: tuple[tuple[int, int], ...]
 
     def text(self, at: Spelling, pairs: int = 0) -> str:
-        index = "0"
+        index = ""
         for axis, extent in self.axes:
-            index = f"({index} * {extent}ll + axis{axis}[h])"
-        return f"static_cast<i32>({index})"
+            index = f"({index} * {extent}ll + axis{axis}[h])" if index else f"axis{axis}[h]"
+        return f"static_cast<i32>({index or 0})"
 
 
 class Identity(Expr):
@@ -301,10 +340,10 @@ class Apply(Expr):
         return template
 
 
-def segment_word(runs: Ref, how: str, dtype: str, x: str) -> str:
+def segment_word(at: Spelling, runs: Ref, how: str, dtype: str, x: str) -> str:
     """The word that a row adds to its segment: the fold's identity if it belongs to none."""
-    identity, type_ = Identity(how, dtype).text(Spelling()), pointwise.COMPUTE[dtype]
-    return f"to_word({runs.name}.inside[h] ? {type_}({x}) : {identity})"
+    identity, type_ = Identity(how, dtype).text(at), pointwise.COMPUTE[dtype]
+    return f"to_word({at.name(runs)}.inside[h] ? {type_}({x}) : {identity})"
 
 
 # --- Rows of arrays ---------------------------------------------------------------------------------------------------------------
@@ -322,21 +361,20 @@ class Rows(Node):
     strides: tuple[tuple[int, int], ...]
     pairs: bool
 
-    @property
-    def name(self) -> str:
+    def name(self, at: Spelling) -> str:
         """The C++ array of the addresses of the thread's two rows."""
-        return f"{self.ref.name}_row"
+        return f"{at.name(self.ref)}_row"
 
-    def load(self, to: Ref, owned: int, column: str) -> str:
-        where = f"{to.name}[h], {self.name}[h], {column}, {self.columns}, valid[h]"
+    def load(self, at: Spelling, to: Ref, owned: int, column: str) -> str:
+        where = f"{at.name(to)}[h], {self.name(at)}[h], {column}, {self.columns}, valid[h]"
         if self.pairs:
             return f"load_halves<{owned}, {self.access}>({where});"
         if self.strides:
             return f"load_strided<{pointwise.ELEMENT[self.dtype]}, {owned}>({where}, {self._offset()});"
         return f"load_row<{pointwise.ELEMENT[self.dtype]}, {owned}, {self.access}>({where});"
 
-    def store(self, owned: int, column: str, out: str) -> str:
-        where = f"{self.name}[h], {column}, {self.columns}, valid[h], {out}[h]"
+    def store(self, at: Spelling, owned: int, column: str, out: str) -> str:
+        where = f"{self.name(at)}[h], {column}, {self.columns}, valid[h], {out}[h]"
         if self.strides:
             return f"store_strided<{pointwise.ELEMENT[self.dtype]}, {owned}>({where}, {self._offset()});"
         return f"store_row<{pointwise.ELEMENT[self.dtype]}, {owned}, {self.access}>({where});"
@@ -375,7 +413,7 @@ class AxisIndices(Node):
         return found
 
 
-class RowAddresses(Node):
+class RowAddresses(AddressPair):
     """The addresses of the thread's rows. ``strides``: (axis, bytes). ``staged``: the rows are in shared memory."""
 
     ref: Ref
@@ -383,14 +421,19 @@ class RowAddresses(Node):
     strides: tuple[tuple[int, int], ...]
     staged: bool
 
+    @property
+    def loops(self) -> bool:
+        return not self.staged
+
     def lines(self, at: Spelling) -> list[str]:
-        row, staged = f"{self.ref.name}_row", f"staged{self.ref.of}"
-        if self.staged:
-            return [f"const u8* const {row}[2] = {{{staged}.row(n, lane.row), {staged}.row(n, lane.row + 8)}};"]
+        row, staged = f"{at.name(self.ref)}_row", f"staged{self.ref.of}"
+        return [f"const u8* const {row}[2] = {{{staged}.row(n, lane.row), {staged}.row(n, lane.row + 8)}};"]
+
+    def pair(self, at: Spelling) -> tuple[str, str, str]:
         const = "const " if self.ref.kind == "in" else ""
         offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in self.strides) or "0"
         where = f"static_cast<{const}u8*>({at.constant(self.array)}) + (valid[h] ? {offset} : 0)"
-        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
+        return f"{const}void*", f"{at.name(self.ref)}_row", where
 
 
 class TableRows(Node):
@@ -409,13 +452,13 @@ class TableRows(Node):
         table, sizes = at.constant(self.table), f"{self.rows}ll, {self.bytes}ll"
         otherwise = "" if self.otherwise is None else f", {at.address(self.otherwise)}"
         rows = [f"table_row({table}, {self.index.of_row(at, h)}, {sizes}{otherwise})" for h in range(2)]
-        return [f"const void* const {self.ref.name}_row[2] = {{{', '.join(rows)}}};"]
+        return [f"const void* const {at.name(self.ref)}_row[2] = {{{', '.join(rows)}}};"]
 
     def events(self) -> Events:
         yield self.ref, 4  # two addresses
 
 
-class SliceRows(Node):
+class SliceRows(AddressPair):
     """The addresses of the rows of a slice: those of ``whole``, plus for each number of a loop a multiple of so many bytes."""
 
     ref: Ref
@@ -423,11 +466,10 @@ class SliceRows(Node):
     terms: tuple[tuple[Expr, int], ...]
     loads: bool
 
-    def lines(self, at: Spelling) -> list[str]:
-        row, const = f"{self.ref.name}_row", "const " if self.loads else ""
-        behind = [f"static_cast<i64>({n.text(at)}) * {size}ll" for n, size in self.terms]
-        where = " + ".join([f"static_cast<{const}u8*>({self.whole.name}_row[h])", *behind])
-        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
+    def pair(self, at: Spelling) -> tuple[str, str, str]:
+        const, behind = "const " if self.loads else "", [f"static_cast<i64>({n.text(at)}) * {size}ll" for n, size in self.terms]
+        where = " + ".join([f"static_cast<{const}u8*>({at.name(self.whole)}_row[h])", *behind])
+        return f"{const}void*", f"{at.name(self.ref)}_row", where
 
 
 # --- Registers and images of tiles ------------------------------------------------------------------------------------------------
@@ -445,7 +487,7 @@ class Registers(Node):
     def lines(self, at: Spelling) -> list[str]:
         type_ = pointwise.COMPUTE[self.dtype] if self.form == "word" else "u32"
         start = " = {}" if self.form == "bit" else ""
-        return [f"{type_} {'w_' if self.words else ''}{self.ref.name}[{self.count}]{start};"]
+        return [f"{type_} {'w_' if self.words else ''}{at.name(self.ref)}[{self.count}]{start};"]
 
 
 class PutMask(Node):
@@ -456,7 +498,7 @@ class PutMask(Node):
     width: int
 
     def lines(self, at: Spelling) -> list[str]:
-        put = f"{self.to.putter}(i, image_vector(w_{self.ref.name}, i));"
+        put = f"{at.putter(self.to)}(i, image_vector(w_{at.name(self.ref)}, i));"
         return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(self.width, 'bit')}; ++i) {put}"]
 
 
@@ -467,7 +509,7 @@ class Image(Node):
     at: int = -1
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"const Image {self.ref.name} = Image::at(scratch + {self.at});"]
+        return [f"const Image {at.name(self.ref)} = Image::at(scratch + {self.at});"]
 
 
 class TurnImages(Node):
@@ -477,7 +519,7 @@ class TurnImages(Node):
     second: Ref
 
     def lines(self, at: Spelling) -> list[str]:
-        a, b = self.first.name, self.second.name
+        a, b = at.name(self.first), at.name(self.second)
         return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
 
 
@@ -487,7 +529,7 @@ class CopyRegisters(Node):
     count: int
 
     def lines(self, at: Spelling) -> list[str]:
-        return ["KITSUNE_UNROLL", f"for (int i = 0; i < {self.count}; ++i) {self.to.name}[i] = {self.source.name}[i];"]
+        return ["KITSUNE_UNROLL", f"for (int i = 0; i < {self.count}; ++i) {at.name(self.to)}[i] = {at.name(self.source)}[i];"]
 
 
 class Alive(Node):
@@ -532,10 +574,10 @@ class Keep(Action):
     over: bool = False
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
-        ref, pairs, to, block = self.ref.name, loop.pairs, self.to, _block(self.first)
+        ref, pairs, to, block = loop.at.name(self.ref), loop.pairs, self.to, _block(self.first)
         own = f"{ref}_{-self.first}" if self.first < 0 else ref  # one loop makes several parts of ``ref``
         if inside := put.inside(loop):
-            x = f"{inside} ? {x} : {put.type}(0)"
+            x = f"{inside} ? {x} : {pointwise.literal(0, put.type)}"
         if self.form == "bit":
             k = f"2 * (b * {pairs} + ii) + e"
             loop.element.append(f"{'w_' if to else ''}{ref}[({k}) / 32] |= static_cast<u32>({x}) << (({k}) % 32);")
@@ -550,7 +592,7 @@ class Keep(Action):
             words = pairs if self.form == "pair" else 2 * pairs
             vectors = -(-words // 4)
             loop.before.append(f"u32 w_{own}[{words}];")
-            put_vector = f"{to.putter}({block} * {vectors} + i, image_vector(w_{own}, i));"
+            put_vector = f"{loop.at.putter(to)}({block} * {vectors} + i, image_vector(w_{own}, i));"
             loop.after += ["KITSUNE_UNROLL", f"for (int i = 0; i < {vectors}; ++i) {put_vector}"]
 
 
@@ -563,7 +605,7 @@ class Store(Action):
         out, first = f"o{self.rows.ref.of}", self.rows.first_of_slab(self.slab, self.groups, loop.width, "b")
         loop.before.append(f"{put.type} {out}[2][{loop.pairs}];")
         loop.element.append(f"{out}[h][c] = {x};")
-        loop.after += each_row(self.rows.store(loop.pairs, f"{first}{loop.first_column()}", out))
+        loop.after += each_row(self.rows.store(loop.at, loop.pairs, f"{first}{loop.first_column()}", out))
 
 
 class Fold(Action):
@@ -575,7 +617,7 @@ class Fold(Action):
     scalar: bool = True
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
-        to = self.ref.name
+        to = loop.at.name(self.ref)
         if not (self.scalar and self.stream):
             to += f"[{f'b * {loop.pairs} + c' if self.stream else 'h'}]"
         guards = " && ".join(filter(None, [put.inside(loop), "valid[h]" if self.stream else ""]))
@@ -603,8 +645,8 @@ class ToSegments(Action):
     def put(self, loop: LoopText, put: Put, x: str) -> None:
         runs = self.runs or Ref("runs", self.ref.of)
         # Columns beyond the value's are folded too, but not stored.
-        loop.put_block(segment_word(runs, self.how, self.dtype, x))
-        loop.after.append(f"{self.ref.name}.block(rows, {runs.name}, b);")
+        loop.put_block(segment_word(loop.at, runs, self.how, self.dtype, x))
+        loop.after.append(f"{loop.at.name(self.ref)}.block(rows, {loop.at.name(runs)}, b);")
 
 
 class AddToRows(Action):
@@ -615,10 +657,10 @@ class AddToRows(Action):
     access: int
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
-        part = f"{self.ref.name}_part"
+        part = f"{loop.at.name(self.ref)}_part"
         loop.before.append(f"float {part}[2][{loop.pairs}];")
         loop.element.append(f"{part}[h][c] = {x};")
-        where = f"{self.ref.name}[h], {loop.first_column()}, {self.columns}, {part}[h]"
+        where = f"{loop.at.name(self.ref)}[h], {loop.first_column()}, {self.columns}, {part}[h]"
         loop.after += each_row(f"add_to_row<{loop.pairs}, {self.access}>({where});")
 
 
@@ -629,7 +671,7 @@ class FoldToRows(Action):
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
         loop.put_block(f"to_word({x})")
-        loop.after.append(f"{self.ref.name}.block(rows, b);")
+        loop.after.append(f"{loop.at.name(self.ref)}.block(rows, b);")
 
 
 class ToPanel(Action):
@@ -638,7 +680,7 @@ class ToPanel(Action):
     panel: Ref
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
-        panel, half = self.panel.name, tiles.is_half(put.dtype)
+        panel, half = loop.at.name(self.panel), tiles.is_half(put.dtype)
         if inside := put.inside(loop):
             x = f"{inside} ? {x} : 0.0f"
         loop.before.append(f"{'u32' if half else 'float'} w_{panel}[{loop.pairs if half else 2 * loop.pairs}];")
@@ -683,14 +725,14 @@ class LoopText:
 
     def lines(self, first: int, last: int) -> list[str]:
         lines = [*self.preamble, "KITSUNE_UNROLL", f"for (int b = {first}; b < {last}; ++b) {{"]
-        lines += [f"  {line}" for line in self.before]
+        lines += indented(self.before)
         lines += ["  KITSUNE_UNROLL", f"  for (int ii = 0; ii < {self.pairs}; ++ii) {{"]
         if self.element:
             lines += ["    const int h = ii & 1;", *(f"    float {t}[2];" for t in self.temporaries)]
             lines += ["    KITSUNE_UNROLL", "    for (int e = 0; e < 2; ++e) {", "      const int c = 2 * (ii >> 1) + e;"]
             lines += [*(f"      {line}" for line in self.element), "    }"]
         lines += [*(f"    {line}" for line in self.pair), "  }"]
-        return [*lines, *(f"  {line}" for line in self.after), "}"]
+        return [*lines, *indented(self.after), "}"]
 
     def first_column(self, shift: int = 0) -> str:
         return f"first_column<{self.width}>(lane, {f'b - {shift}' if shift else 'b'})"
@@ -724,9 +766,9 @@ class MaskWords(BlockStep):
     width: int
 
     def add_to(self, loop: LoopText) -> None:
-        ref, vectors = self.ref.name, tiles.image_vectors(self.width, "bit")
+        ref, vectors = loop.at.name(self.ref), tiles.image_vectors(self.width, "bit")
         loop.preamble += [f"u32 {ref}[{tiles.registers(self.width, 'bit')}];", "KITSUNE_UNROLL"]
-        loop.preamble.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({ref}, i, {self.image.getter}(i));")
+        loop.preamble.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({ref}, i, {loop.at.getter(self.image)}(i));")
 
 
 class ArrayBlock(BlockStep):
@@ -742,8 +784,8 @@ class ArrayBlock(BlockStep):
         rows, owned = self.rows, loop.pairs
         type_, count = ("u32", owned // 2) if rows.pairs else (pointwise.COMPUTE[rows.dtype], owned)
         first = rows.first_of_slab(self.slab, self.groups, self.slab or loop.width, _block(self.shift))
-        loop.before.append(f"{type_} {self.ref.name}[2][{count}];")
-        loop.before += each_row(rows.load(self.ref, owned, f"{first}{loop.first_column(self.shift)}"))
+        loop.before.append(f"{type_} {loop.at.name(self.ref)}[2][{count}];")
+        loop.before += each_row(rows.load(loop.at, self.ref, owned, f"{first}{loop.first_column(self.shift)}"))
 
 
 class VectorBlock(BlockStep):
@@ -753,7 +795,7 @@ class VectorBlock(BlockStep):
     shift: int
 
     def add_to(self, loop: LoopText) -> None:
-        x, owned, type_ = self.ref.name, loop.pairs, pointwise.COMPUTE[self.dtype]
+        x, owned, type_ = loop.at.name(self.ref), loop.pairs, pointwise.COMPUTE[self.dtype]
         raw, where = x if type_ == "float" else f"{x}_bits", loop.at.address(self.address)
         loop.before += [f"float {raw}[{owned}];", f"load_vector<{owned}>({raw}, {where}, {loop.first_column(self.shift)});"]
         if type_ != "float":
@@ -770,9 +812,9 @@ class ImageBlock(BlockStep):
     def add_to(self, loop: LoopText) -> None:
         words = loop.pairs if self.form == "pair" else 2 * loop.pairs
         vectors = -(-words // 4)
-        loop.before += [f"u32 {self.ref.name}[{words}];", "KITSUNE_UNROLL"]
-        vector = f"{self.image.getter}({_block(self.shift)} * {vectors} + i)"
-        loop.before.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({self.ref.name}, i, {vector});")
+        loop.before += [f"u32 {loop.at.name(self.ref)}[{words}];", "KITSUNE_UNROLL"]
+        vector = f"{loop.at.getter(self.image)}({_block(self.shift)} * {vectors} + i)"
+        loop.before.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({loop.at.name(self.ref)}, i, {vector});")
 
 
 class Let(BlockStep):
@@ -784,7 +826,7 @@ class Let(BlockStep):
 
     def add_to(self, loop: LoopText) -> None:
         text = self.expr.text(loop.at, loop.pairs)
-        loop.element.append(f"const {pointwise.COMPUTE[self.dtype]} {self.ref.name} = {text};")
+        loop.element.append(f"const {pointwise.COMPUTE[self.dtype]} {loop.at.name(self.ref)} = {text};")
 
 
 class Put(BlockStep):
@@ -803,7 +845,7 @@ class Put(BlockStep):
 
     def inside(self, loop: LoopText) -> str:
         """The condition that the element is within the columns; "" where all are."""
-        return f"({loop.first_column()} + c < {self.columns})" if self.columns != loop.width and not self.pair else ""
+        return f"{loop.first_column()} + c < {self.columns}" if self.columns != loop.width and not self.pair else ""
 
     def add_to(self, loop: LoopText) -> None:
         self.action.put(loop, self, self.x.text(loop.at, loop.pairs))

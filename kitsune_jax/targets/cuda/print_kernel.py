@@ -7,34 +7,75 @@ Nothing is decided here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.program.ir import TileProgram, walk
+from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.call_layout import CallLayout, PartLayout, Source
-from kitsune_jax.targets.cuda.ir import Spelling
+from kitsune_jax.targets.cuda.ir import Spelling, indented
 from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
+from kitsune_jax.targets.cuda.stage import facts
 
 # --- The functions of a kind of stages: consumer and loader -----------------------------------------------------------------------
 
 
 def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
     """(the consumers' function, the loader's function)."""
-    spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields))
-    many = "Stages" if len(kind.stages) > 1 else "Stage"
-    title = ", ".join(program.stages[s].name for s in kind.stages)
-    comment = f"// {many} {', '.join(map(str, kind.stages))}: {title}\n"
+    spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields), _operators(program, kind))
     common = "const Params& p, Header& header, u8* shared, "
     arguments = f"{common}Share share, u32 group, u32 instance, u32 slab"
     consume = _role_function(f"consume{kind.number}", arguments, kind, kind.code.consumer.lines(spelling))
     loader = ["(void)slab, (void)p, (void)header, (void)shared, (void)share;", *kind.code.loader.lines(spelling)]
     load = _role_function(f"load{kind.number}", f"{common}Share share, u32 slab", kind, loader)
-    return comment + consume, load
+    return "\n".join([*_comment(program, kind), consume]), load
+
+
+# Operators in words, where the name of the operator says too little or too much. Others go by their own names.
+_WORDS = {
+    "broadcast_in_dim": "broadcast",
+    "convert_element_type": "convert",
+    "matmul_sink": "weight gradient",
+    "select_n": "select",
+    "sink": "fold over the rows",
+    "sink_at": "fold by index",
+}
+_MOVES = {"broadcast_in_dim", "convert_element_type", "load", "load_slice", "pop", "push", "reshape", "store", "store_slice"}
+
+
+def _operators(program: TileProgram, kind: Kind) -> dict[int, str]:
+    """The operator that makes each value, by which the code of a stage names it. Names that stages share have no operator."""
+    if len(kind.stages) > 1:
+        return {}
+    body = list(walk(program.stages[kind.number].body))
+    carries = {v: "carry" for i in body if i.block is not None for v in i.block.carries}
+    return {v: _WORDS.get(i.kind, i.kind) for i in body for v in i.outputs} | carries
+
+
+def _comment(program: TileProgram, kind: Kind) -> list[str]:
+    """The comment of a kind of stages: their operators, the rows of a tile, and their queues."""
+    counts = Counter(_WORDS.get(i.kind, i.kind) for i in walk(program.stages[kind.number].body) if i.kind not in _MOVES)
+    computed = ", ".join(word if n == 1 else f"{n} {word}" for word, n in counts.items()) or "copies"
+    rows = facts.SCALAR_TILE_ROWS if kind.code.consumer.loop.scalar_rows else tiles.TILE_ROWS
+    text = f"{_listed('Stage', kind.stages)}: {computed}; a tile has {rows} rows."
+    queues = [(word, [k for k, q in enumerate(program.queues) if set(ends(q)) & {*kind.stages}]) for word, ends in _ENDS]
+    text += "".join(f" {word} {_listed('queue', found)}." for word, found in queues if found)
+    return [f"// {line}" for line in textwrap.wrap(text, _WIDTH)]
+
+
+_WIDTH = 120  # of a line of comments
+_ENDS = (("Reads", lambda q: q.consumers), ("Writes", lambda q: (q.producer,)))
+
+
+def _listed(word: str, numbers: Sequence[int]) -> str:
+    return f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _role_function(title: str, arguments: str, kind: Kind, lines: list[str]) -> str:
     at = f", const Place{kind.number}& at" if kind.fields else ""
     body = ["(void)at;", *lines] if at and not any("at." in line for line in lines) else lines
-    return "\n".join([f"KITSUNE_DEVICE void {title}({arguments}{at}) {{", *(f"  {line}" for line in body), "}\n"])
+    return "\n".join([f"KITSUNE_DEVICE void {title}({arguments}{at}) {{", *indented(body), "}\n"])
 
 
 # --- A kernel of one phase --------------------------------------------------------------------------------------------------------
@@ -94,12 +135,15 @@ def roles(at: Layout, kinds: list[Kind]) -> list[str]:
 
 
 def _function(title: str, lines: list[str]) -> str:
-    return "\n".join([f"KITSUNE_DEVICE void {title} {{", *(f"  {line}" for line in lines), "}\n"])
+    return "\n".join([f"KITSUNE_DEVICE void {title} {{", *indented(lines), "}\n"])
 
 
 def _ranks(at: Layout, kinds: list[Kind]) -> list[str]:
     """Declares this CTA's place in its pipeline instance, and its role."""
-    place = f"const u32 instance = share.block / {at.a.ctas}, rank = share.block % {at.a.ctas};"
+    ctas = at.a.ctas
+    place = f"const u32 instance = share.block / {ctas}, rank = share.block % {ctas};"
+    if ctas == 1:
+        place = "const u32 instance = share.block, rank = 0;"
     return [place, "(void)instance, (void)rank;", *(["const Role role = kRoles[rank];"] if len(kinds) < len(at.stages) else [])]
 
 
@@ -386,4 +430,4 @@ def _run(call: CallLayout, group: _Group, members: list[int], run: str) -> list[
     head = (
         ["KITSUNE_NO_UNROLL", loop] if len(members) > 1 else ["{", *([f"  const u32 m = {members[0]};"] if member == "m" else [])]
     )
-    return [*head, *(f"  {line}" for line in body), "}"]
+    return [*head, *indented(body), "}"]

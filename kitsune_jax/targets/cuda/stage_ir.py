@@ -19,6 +19,7 @@ from kitsune_jax.targets.cuda.ir import (
     Spelling,
     each_row,
     flag,
+    indented,
     segment_word,
 )
 from kitsune_jax.targets.cuda.tiles import GradientShape
@@ -37,7 +38,7 @@ class SetRow(Node):
     expr: Expr
 
     def lines(self, at: Spelling) -> list[str]:
-        row = self.ref.name
+        row = at.name(self.ref)
         return [f"{pointwise.COMPUTE[self.dtype]} {row}[2];", *each_row(f"{row}[h] = {self.expr.text(at)};")]
 
     def events(self) -> Events:
@@ -58,11 +59,11 @@ class LoadRow(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         dtype, behind = self.rows.dtype, self.column * pointwise.ITEM_SIZE[self.rows.dtype]
-        starts = [f"{self.rows.name}[{h}]" for h in range(2)]
+        starts = [f"{self.rows.name(at)}[{h}]" for h in range(2)]
         if behind:
             starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
         loads = [f"load_one<{pointwise.ELEMENT[dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
-        return [f"const {pointwise.COMPUTE[dtype]} {self.ref.name}[2] = {{{', '.join(loads)}}};"]
+        return [f"const {pointwise.COMPUTE[dtype]} {at.name(self.ref)}[2] = {{{', '.join(loads)}}};"]
 
     def events(self) -> Events:
         yield from _row_events(self.ref)
@@ -75,9 +76,9 @@ class PopRow(Node):
     dtype: str
 
     def lines(self, at: Spelling) -> list[str]:
-        type_, entry = pointwise.COMPUTE[self.dtype], self.entry.name
+        type_, entry = pointwise.COMPUTE[self.dtype], at.name(self.entry)
         words = f"from_word<{type_}>({entry}.x), from_word<{type_}>({entry}.y)"
-        return [f"const U4 {entry} = {self.pop.name}(0);", f"const {type_} {self.ref.name}[2] = {{{words}}};"]
+        return [f"const U4 {entry} = {at.name(self.pop)}(0);", f"const {type_} {at.name(self.ref)}[2] = {{{words}}};"]
 
 
 class StartFold(Node):
@@ -87,7 +88,7 @@ class StartFold(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         identity = Identity(self.how, self.dtype).text(at)
-        return [f"{pointwise.COMPUTE[self.dtype]} {self.ref.name}[2] = {{{identity}, {identity}}};"]
+        return [f"{pointwise.COMPUTE[self.dtype]} {at.name(self.ref)}[2] = {{{identity}, {identity}}};"]
 
 
 class FoldQuad(Node):
@@ -95,7 +96,7 @@ class FoldQuad(Node):
     how: str
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"fold_quad<{self.how}>({self.ref.name});"]
+        return [f"fold_quad<{self.how}>({at.name(self.ref)});"]
 
     def events(self) -> Events:
         yield from _row_events(self.ref)
@@ -108,7 +109,7 @@ class FoldRow(Node):
     row: Expr
 
     def lines(self, at: Spelling) -> list[str]:
-        sink, x = self.sink.name, f"{pointwise.COMPUTE[self.dtype]}({self.row.text(at)})"
+        sink, x = at.name(self.sink), f"{pointwise.COMPUTE[self.dtype]}({self.row.text(at)})"
         return each_row(f"if (valid[h]) {sink} = {self.how}::fold({sink}, {x});")
 
 
@@ -118,7 +119,7 @@ class StoreRow(Node):
     once: bool
 
     def lines(self, at: Spelling) -> list[str]:
-        where = f"{self.rows.name}[h], valid[h] && lane.q == 0, {self.row.text(at)}"
+        where = f"{self.rows.name(at)}[h], valid[h] && lane.q == 0, {self.row.text(at)}"
         return each_row(f"{_once(self.once)}store_one<{pointwise.ELEMENT[self.rows.dtype]}>({where});")
 
 
@@ -143,7 +144,7 @@ class RowTile(Node):
             type_, items = "u32", [f"lane.q == 0 ? pack<{element}>({x}, 0.0f) : 0" for x in numbers]
         else:
             type_, items = "float", [f"lane.q == 0 ? {x} : 0.0f, 0.0f" for x in numbers]
-        return [f"{type_} {self.ref.name}[{2 if tiles.is_half(self.dtype) else 4}] = {{{', '.join(items)}}};"]
+        return [f"{type_} {at.name(self.ref)}[{2 if tiles.is_half(self.dtype) else 4}] = {{{', '.join(items)}}};"]
 
 
 class SyncWarp(Node):
@@ -168,7 +169,7 @@ class KeepAddress(Node):
     stored: bool
 
     def lines(self, at: Spelling) -> list[str]:
-        rows = [f"{f'!valid[{h}] ? nullptr : ' if self.stored else ''}{self.ref.name}_row[{h}]" for h in range(2)]
+        rows = [f"{f'!valid[{h}] ? nullptr : ' if self.stored else ''}{at.name(self.ref)}_row[{h}]" for h in range(2)]
         return [f"row_addresses.keep(lane, {self.number}, {', '.join(rows)});"]
 
 
@@ -255,7 +256,7 @@ class RowProduct(Node):
             template = f"{element}, {self.columns}, {flag(self.to.pairs)}"
             put = f"store_product<{template}>(row_addresses.get(row, {self.to.number}), "
         else:
-            put = f"put_row<{element}, {tiles.padded(self.columns)}, {self.columns}>({self.to.name}, row, "
+            put = f"put_row<{element}, {tiles.padded(self.columns)}, {self.columns}>({at.name(self.to)}, row, "
         return [
             "{",
             f"  using Rows = RowProduct<{pointwise.OPERAND[self.dtype]}, {x.free}, {y.free}, {self.k}, {flags}, {self.slots}>;",
@@ -315,7 +316,7 @@ class SegmentRuns(Node):
         return [
             f"const i64 ids{of}[2] = {{{self.index.of_rows(at)}}};",
             f"const {kind} runs{of} = {kind}::of(ids{of}, valid, {self.rows}ll);",
-            f"{self.ref.name}.begin(runs{of});",
+            f"{at.name(self.ref)}.begin(runs{of});",
         ]
 
     def events(self) -> Events:
@@ -333,11 +334,11 @@ class RowToSegments(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         runs = self.runs or Ref("runs", self.ref.of)
-        word = segment_word(runs, self.how, self.dtype, self.row.text(at))
+        word = segment_word(at, runs, self.how, self.dtype, self.row.text(at))
         return [
             # The block has 8 columns, all with the same number.
             *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {word});"),
-            f"{self.ref.name}.block(rows, {runs.name}, 0);",
+            f"{at.name(self.ref)}.block(rows, {at.name(runs)}, 0);",
         ]
 
 
@@ -346,7 +347,7 @@ class JoinSegments(Node):
     runs: Ref | None = None
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.ref.name}.join();"]
+        return [f"{at.name(self.ref)}.join();"]
 
     def events(self) -> Events:
         yield self.runs or Ref("runs", self.ref.of), None
@@ -365,7 +366,7 @@ class SummedRows(Node):
     def lines(self, at: Spelling) -> list[str]:
         out, sizes = at.constant(self.out), f"{self.rows}ll, {self.columns}ll"
         found = [f"summed_row({out}, {self.index.of_row(at, h)}, valid[{h}], {sizes})" for h in range(2)]
-        return [f"float* const {self.ref.name}[2] = {{{', '.join(found)}}};"]
+        return [f"float* const {at.name(self.ref)}[2] = {{{', '.join(found)}}};"]
 
     def events(self) -> Events:
         yield self.ref, 4  # two addresses
@@ -378,7 +379,7 @@ class AddRow(Node):
     row: Expr
 
     def lines(self, at: Spelling) -> list[str]:
-        to = f"{self.ref.name}[h]"
+        to = f"{at.name(self.ref)}[h]"
         return each_row(f"if ({to} != nullptr && lane.q == 0) red_add({to}, {self.row.text(at)});")
 
 
@@ -396,9 +397,9 @@ class FoldedRows(Node):
     columns: int
 
     def lines(self, at: Spelling) -> list[str]:
-        ids, type_ = f"ids_{self.ref.name}", f"FoldedRows<{self.how}, {pointwise.COMPUTE[self.dtype]}, {self.width}>"
+        ids, type_ = f"ids_{at.name(self.ref)}", f"FoldedRows<{self.how}, {pointwise.COMPUTE[self.dtype]}, {self.width}>"
         made = f"{type_}::of({at.constant(self.out)}, {self.columns}, {ids}, valid, {self.rows}ll)"
-        return [f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};", f"const {type_} {self.ref.name} = {made};"]
+        return [f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};", f"const {type_} {at.name(self.ref)} = {made};"]
 
     def events(self) -> Events:
         yield self.ref, 3  # three indices
@@ -411,7 +412,7 @@ class FoldRowAt(Node):
     row: Expr
 
     def lines(self, at: Spelling) -> list[str]:
-        return each_row(f"{self.ref.name}.row(lane, h, {self.row.text(at)});")
+        return each_row(f"{at.name(self.ref)}.row(lane, h, {self.row.text(at)});")
 
 
 class RowRuns(Node):
@@ -422,7 +423,7 @@ class RowRuns(Node):
     rows: int
 
     def lines(self, at: Spelling) -> list[str]:
-        runs, ids = self.ref.name, f"ids_{self.ref.name}"
+        runs, ids = at.name(self.ref), f"ids_{at.name(self.ref)}"
         return [
             f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};",
             f"const Runs {runs} = Runs::of({ids}, valid, {self.rows}ll);",
@@ -446,7 +447,7 @@ class TopsStart(Node):
     def lines(self, at: Spelling) -> list[str]:
         type_ = f"RunTops<{self.columns}>"
         return [
-            f"{type_} {self.ref.name}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
+            f"{type_} {at.name(self.ref)}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
             f"static_assert({type_}::kBytes == {self.bytes});",
         ]
 
@@ -458,7 +459,7 @@ class FindTops(Node):
     runs: Ref
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.ref.name}.find(rows, {self.runs.name});"]
+        return [f"{at.name(self.ref)}.find(rows, {at.name(self.runs)});"]
 
 
 class BeginSegments(Node):
@@ -468,7 +469,7 @@ class BeginSegments(Node):
     runs: Ref
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.ref.name}.begin({self.runs.name});"]
+        return [f"{at.name(self.ref)}.begin({at.name(self.runs)});"]
 
 
 class Tops(Node):
@@ -508,7 +509,7 @@ class QueueCall(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         n = _count(self.queue)
-        return [f"{self.queue.name}.{self.call}({n});", *([f"++{n};"] if n != "n" and self.call == "rd_release" else [])]
+        return [f"{at.name(self.queue)}.{self.call}({n});", *([f"++{n};"] if n != "n" and self.call == "rd_release" else [])]
 
 
 class Entry(Node):
@@ -525,14 +526,14 @@ class Entry(Node):
     each: bool = False
 
     def lines(self, at: Spelling) -> list[str]:
-        queue, n, slab, given = self.queue.name, _count(self.queue), self.slab, "int i"
+        queue, n, slab, given = at.name(self.queue), _count(self.queue), self.slab, "int i"
         first = f"{self.of * slab} + " if self.of is not None else f"slab * {slab} + " if slab else ""
         body = f"return {queue}.pop({n}, {first}i);"
         if self.write:
             given, body = "int i, U4 v", f"{_once(self.once)}{queue}.push({n}, {first}i, v);"
         if self.each:
             body = f"{queue}.push_to({n}, slab * {slab} + i % {slab}, v, i / {slab});"
-        return [f"const auto {self.ref.name} = [&]({given}) {{ {body} }};"]
+        return [f"const auto {at.name(self.ref)} = [&]({given}) {{ {body} }};"]
 
 
 class PushRow(Node):
@@ -542,7 +543,7 @@ class PushRow(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         words = ", ".join(f"to_word({self.row.of_row(at, h)})" for h in range(2))
-        return [f"{_once(self.once)}{self.queue.name}.push(n, 0, U4{{{words}, 0, 0}});"]
+        return [f"{_once(self.once)}{at.name(self.queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------------------
@@ -565,15 +566,16 @@ class Operand(Node):
     def fetched(self) -> bool:
         return self.kind in ("rows", "image")
 
-    def source(self) -> str:
+    def source(self, at: Spelling) -> str:
         """The C++ object from which the product reads the operand."""
         type_ = pointwise.OPERAND[self.dtype]
         if self.kind == "image":
-            return f"image_source<{type_}, {self.width}>([&](int i) {{ return {self.ref.getter}(i); }})"
+            return f"image_source<{type_}, {self.width}>([&](int i) {{ return {at.getter(self.ref)}(i); }})"
         if self.rows is None:
-            return f"RegisterSource<{type_}, {self.width}>{{{self.ref.name}}}"
-        row, template = f"{self.ref.name}_row", f"{type_}, {pointwise.ELEMENT[self.rows.dtype]}, {self.width}, {self.rows.access}"
-        return f"RowSource<{template}>{{{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {self.rows.columns}, lane}}"
+            return f"RegisterSource<{type_}, {self.width}>{{{at.name(self.ref)}}}"
+        row, element = self.rows.name(at), pointwise.ELEMENT[self.rows.dtype]
+        where = f"{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {self.rows.columns}, lane"
+        return f"RowSource<{type_}, {element}, {self.width}, {self.rows.access}>{{{where}}}"
 
 
 class Resident(Node):
@@ -603,7 +605,7 @@ class Issue(Node):
     started: bool = False
 
     def lines(self, at: Spelling) -> list[str]:
-        d, weights, found = self.ref.name, "weights", list[str]()
+        d, weights, found = at.name(self.ref), "weights", list[str]()
         if self.weights is not None:
             assert self.weights.at is not None
             layer = f" + layer * {self.weights.layer}" if self.weights.layer else ""
@@ -619,8 +621,8 @@ class Issue(Node):
         found.append(f"Product<{template}> {d}_product({d}, {weights});")
         for operand, first, done in self.feeds:
             if operand.awaited:
-                found.append(f"{operand.owner.name}.rd_acquire({_count(operand.owner)});")
-            found.append(f"{d}_product.feed<{first}, {done}>({operand.source()});")
+                found.append(f"{at.name(operand.owner)}.rd_acquire({_count(operand.owner)});")
+            found.append(f"{d}_product.feed<{first}, {done}>({operand.source(at)});")
         return [*found, f"{d}_product.commit();"]
 
     def events(self) -> Events:
@@ -637,7 +639,7 @@ class Complete(Node):
     owners: tuple[Ref, ...]
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.ref.name}_product.complete<{self.pending}, {self.done}, {self.blocks}>();"]
+        return [f"{at.name(self.ref)}_product.complete<{self.pending}, {self.done}, {self.blocks}>();"]
 
     def events(self) -> Events:
         yield from ((owner, None) for owner in self.owners)
@@ -655,7 +657,7 @@ class LayerLoop(Node):
     body: tuple[Node, ...]
 
     def lines(self, at: Spelling) -> list[str]:
-        return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {self.layers}; ++layer) {{", *at.lines(self.body), "}"]
+        return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {self.layers}; ++layer) {{", *indented(at.lines(self.body)), "}"]
 
     def events(self) -> Events:
         for node in self.body:
@@ -689,7 +691,7 @@ class SeenBlocks(Node):
             guard = f"SeenBlocks::k{self.guard.capitalize()}, {self.size}"
             number = f"from_word<i32>(bits(ld_global(p.{at.address(self.shift)})))"
             made = f"shifted<{template}, {guard}>({rows}, {self.sign}, {number})"
-        return [f"const SeenBlocks {self.ref.name} = SeenBlocks::{made};"]
+        return [f"const SeenBlocks {at.name(self.ref)} = SeenBlocks::{made};"]
 
 
 class CountedLoop(Node):
@@ -704,20 +706,15 @@ class CountedLoop(Node):
     which: str = "all"
 
     def lines(self, at: Spelling) -> list[str]:
-        n, index, count = self.number.name, f"i_{self.number.name}", str(self.count)
-        of = f"{self.count - 1} - {index}" if self.reverse else index
+        n, index, count, of = at.name(self.number), at.name(self.number), str(self.count), ""
+        if self.reverse:
+            index, of = f"i_{n}", f"{self.count - 1} - i_{n}"
         if self.seen is not None:
-            blocks = f"{self.seen.name}.{self.which}"
-            count = f"{blocks}_count()"
-            of = of if self.reverse else f"{blocks}_block({index})"
-        return [
-            "KITSUNE_NO_UNROLL",
-            f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{",
-            f"  const i32 {n} = {of};",
-            f"  (void){n};",
-            *(f"  {line}" for line in at.lines(self.body)),
-            "}",
-        ]
+            blocks, index = f"{at.name(self.seen)}.{self.which}", f"i_{n}"
+            count, of = f"{blocks}_count()", of or f"{blocks}_block({index})"
+        head = [f"const i32 {n} = {of};", f"(void){n};"] if of else []
+        loop = f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{"
+        return ["KITSUNE_NO_UNROLL", loop, *indented((*head, *at.lines(self.body))), "}"]
 
     def events(self) -> Events:
         inside = [event for node in self.body for event in node.events()]
@@ -755,7 +752,7 @@ class Panel(Node):
         return f"Panel<{pointwise.OPERAND[self.dtype]}, {self.width}>"
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"const {self.type} {self.ref.name}{{panels.mine() + {self.at}}};"]
+        return [f"const {self.type} {at.name(self.ref)}{{panels.mine() + {self.at}}};"]
 
 
 class RowToPanel(Node):
@@ -763,7 +760,7 @@ class RowToPanel(Node):
     tile: Ref
 
     def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.panel.name}.put(lane, 0, {self.tile.name}, valid);"]
+        return [f"{at.name(self.panel)}.put(lane, 0, {at.name(self.tile)}, valid);"]
 
 
 class AddGradient(Node):
@@ -771,9 +768,9 @@ class AddGradient(Node):
     sums: tuple[Ref, ...]
 
     def lines(self, at: Spelling) -> list[str]:
-        adds = " ".join(f"{s.name}.add(sink{s.of});" for s in self.sums)
+        adds = " ".join(f"{at.name(s)}.add(sink{s.of});" for s in self.sums)
         meanwhile = f"[&] {{ {adds} }}" if self.sums else "[] {}"
-        return [f"{self.gradient.name}.add(sum{self.gradient.of}, {meanwhile});"]
+        return [f"{at.name(self.gradient)}.add(sum{self.gradient.of}, {meanwhile});"]
 
 
 class ClearPanel(Node):
@@ -796,7 +793,7 @@ class GradientStart(Node):
         type_ = f"Gradient<{pointwise.OPERAND[self.dtype]}, {sizes}, kLanes>"
         where = f"panels.base, panels.base + {self.y.at}, panels.stride, group * {blocks}"
         return [
-            f"const {type_} {self.gradient.name}{{{where}}};",
+            f"const {type_} {at.name(self.gradient)}{{{where}}};",
             f"float {total}[{blocks}][{width // 2}];",
             f"for (int m = 0; m < {blocks}; ++m) for (int i = 0; i < {width // 2}; ++i) {total}[m][i] = 0.0f;",
         ]
@@ -818,8 +815,8 @@ class PanelSumStart(Node):
     def lines(self, at: Spelling) -> list[str]:
         type_ = f"PanelSums<{pointwise.OPERAND[self.panel.dtype]}, {self.panel.width}, kLanes>"
         return [
-            f"const {type_} {self.sums.name}{{panels.base + {self.panel.at}, panels.stride, group}};",
-            f"float sink{self.sums.of}[2 * {self.sums.name}.kRounds] = {{}};",
+            f"const {type_} {at.name(self.sums)}{{panels.base + {self.panel.at}, panels.stride, group}};",
+            f"float sink{self.sums.of}[2 * {at.name(self.sums)}.kRounds] = {{}};",
         ]
 
     @property
@@ -840,7 +837,7 @@ class LoadScalar(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         type_, where = pointwise.COMPUTE[self.dtype], f"{'p.' if self.once else ''}{at.address(self.address)}"
-        return [f"const {type_} {self.ref.name} = from_word<{type_}>(bits(ld_global({where})));"]
+        return [f"const {type_} {at.name(self.ref)} = from_word<{type_}>(bits(ld_global({where})));"]
 
 
 class SinkStart(Node):
@@ -853,7 +850,7 @@ class SinkStart(Node):
     quad: bool
 
     def lines(self, at: Spelling) -> list[str]:
-        sink, type_, identity = self.ref.name, pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
+        sink, type_, identity = at.name(self.ref), pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
         if not self.width:
             return [f"{type_} {sink} = {identity};"]
         count = self.width // 4

@@ -334,6 +334,8 @@ class _BlockRange:
                     if at <= self.first - shift < at + blocks:
                         return self._read(part, shift + at - first)
                     at += blocks
+            case Expression("{0}", (operand,)):  # a conversion between types that are computed in the same one
+                return self._read(operand, shift)
             case Expression(template, operands):
                 expr = ir.Apply(template, tuple(self._read(x, shift) for x in operands))
                 name = self._name("t")
