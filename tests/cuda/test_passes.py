@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Node, Ref
@@ -28,7 +29,7 @@ def test_a_value_is_alive_from_its_definition_to_its_last_use() -> None:
 
 
 def test_accumulators_of_sinks_are_alive_all_the_time() -> None:
-    sink = st.SinkStart(Ref("sink", 0), "Sum", "float32", 64, True)
+    sink = frame.SinkStart(Ref("sink", 0), "Sum", "float32", 64, True)
     found = fitting.liveness_of((sink,), (ir.Alive(V[0], 10),))
     assert (found.held, found.peak) == (16, 26)
 

@@ -12,7 +12,172 @@ from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, Spelling, flag, indented
+from kitsune_jax.targets.cuda.ir import Address, Constant, Identity, Node, Ref, Spelling, flag, indented
+from kitsune_jax.targets.cuda.tiles import GradientShape
+
+# --- The setup of a stage ---------------------------------------------------------------------------------------------------------
+
+_SEGMENTS = 10  # registers of a sink by sorted indices: addresses and the open segment
+
+
+class Panel(Node):
+    """A panel of ``width`` columns at byte ``at`` of the lane's panels."""
+
+    ref: Ref
+    dtype: str
+    width: int
+    at: int
+
+    @property
+    def type(self) -> str:
+        return f"Panel<{pointwise.OPERAND[self.dtype]}, {self.width}>"
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"const {self.type} {at.name(self.ref)}{{panels.mine() + {self.at}}};"]
+
+
+class ClearPanel(Node):
+    panel: Panel
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.panel.type}{{panels.mine() + {self.panel.at}}}.clear(lane, 1 + group);"]
+
+
+class GradientStart(Node):
+    gradient: Ref
+    dtype: str
+    x: Panel
+    y: Panel
+    shape: GradientShape
+
+    def lines(self, at: Spelling) -> list[str]:
+        blocks, width, total = self.shape.blocks, self.shape.width, f"sum{self.gradient.of}"
+        sizes = f"{self.x.width}, {self.y.width}, {blocks}, {self.shape.all_blocks}, {width}"
+        type_ = f"Gradient<{pointwise.OPERAND[self.dtype]}, {sizes}, kLanes>"
+        where = f"panels.base, panels.base + {self.y.at}, panels.stride, group * {blocks}"
+        return [
+            f"const {type_} {at.name(self.gradient)}{{{where}}};",
+            f"float {total}[{blocks}][{width // 2}];",
+            f"for (int m = 0; m < {blocks}; ++m) for (int i = 0; i < {width // 2}; ++i) {total}[m][i] = 0.0f;",
+        ]
+
+    @property
+    def held(self) -> int:
+        return self.shape.registers
+
+
+class PanelSumStart(Node):
+    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
+
+    sums: Ref
+    panel: Panel
+    columns: int
+    slabs: bool
+    gradient: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = f"PanelSums<{pointwise.OPERAND[self.panel.dtype]}, {self.panel.width}, kLanes>"
+        return [
+            f"const {type_} {at.name(self.sums)}{{panels.base + {self.panel.at}, panels.stride, group}};",
+            f"float sink{self.sums.of}[2 * {at.name(self.sums)}.kRounds] = {{}};",
+        ]
+
+    @property
+    def held(self) -> int:
+        return 2
+
+
+class LoadScalar(Node):
+    """``once``: load before the tiles, otherwise for every layer."""
+
+    ref: Ref
+    dtype: str
+    address: Address
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_, where = pointwise.COMPUTE[self.dtype], f"{'p.' if self.once else ''}{at.address(self.address)}"
+        return [f"const {type_} {at.name(self.ref)} = from_word<{type_}>(bits(ld_global({where})));"]
+
+
+class SinkStart(Node):
+    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    quad: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        sink, type_, identity = at.name(self.ref), pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
+        if not self.width:
+            return [f"{type_} {sink} = {identity};"]
+        count = self.width // 4
+        return [f"{type_} {sink}[{count}];", f"for (int i = 0; i < {count}; ++i) {sink}[i] = {identity};"]
+
+    @property
+    def held(self) -> int:
+        return self.width // 4 or 1
+
+
+class Tops(Node):
+    """The scaling of a softmax sum by the ``columns`` scores of a row in ``ref``. ``finite``: use 0 for a largest score that is not
+    finite."""
+
+    ref: Ref
+    columns: int
+    finite: bool
+
+
+class TopsStart(Node):
+    """``columns``: scores of a row. ``at``: offset in the lane's memory for segments."""
+
+    ref: Ref
+    columns: int
+    at: int
+
+    @property
+    def bytes(self) -> int:
+        return tiles.tops_bytes(self.columns)
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = f"RunTops<{self.columns}>"
+        return [
+            f"{type_} {at.name(self.ref)}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
+            f"static_assert({type_}::kBytes == {self.bytes});",
+        ]
+
+
+class SegmentStart(Node):
+    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
+    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum. The layout puts it into a
+    ``SegmentMemory``, which has its C++."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    columns: int
+    at: int
+    rows: int = 0
+    tops: Tops | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the lane's memory."""
+        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
+
+    @property
+    def partial_words(self) -> int:
+        """Words of the partial result that a lane writes to global memory."""
+        tops = self.tops.columns if self.tops else 0
+        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
+
+    @property
+    def held(self) -> int:
+        return -(-self.width // 128) * (1 if self.tops is None else 2) + _SEGMENTS
+
 
 # --- Memory and results of a stage ------------------------------------------------------------------------------------------------
 
@@ -65,7 +230,7 @@ class Result(Node):
 class SegmentMemory(Node):
     """``start`` with its memory in the lane at ``at``, and with its result."""
 
-    start: st.SegmentStart
+    start: SegmentStart
     result: Result
     at: int
 
@@ -258,7 +423,7 @@ class FinishSinks(Node):
     the counters of groups of lanes."""
 
     arrived: Constant
-    sinks: tuple[tuple[st.SinkStart, Result, int], ...]
+    sinks: tuple[tuple[SinkStart, Result, int], ...]
     segments: tuple[Ref, ...]
     tables: tuple[tuple[Ref, Constant], ...]
 
@@ -289,7 +454,7 @@ class FinishGradients(Node):
     parts: int
     spatial: bool
     split: int
-    gradients: tuple[tuple[st.GradientStart, Result, tuple[tuple[st.PanelSumStart, Result], ...]], ...]
+    gradients: tuple[tuple[GradientStart, Result, tuple[tuple[PanelSumStart, Result], ...]], ...]
 
     def lines(self, at: Spelling) -> list[str]:
         arrived = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(self.arrived)} + (slab * kLanes + group) * 128)"
@@ -314,7 +479,7 @@ class FinishGradients(Node):
             lines += [f"    {self._combine_columns(at, total, into)}" for total, into in sums]
         return [*lines, "  }", "}"]
 
-    def _combine_columns(self, at: Spelling, total: st.PanelSumStart, result: Result) -> str:
+    def _combine_columns(self, at: Spelling, total: PanelSumStart, result: Result) -> str:
         out, slabs = at.constant(result.out), total.slabs and self.split > 1
         if slabs:
             out = f"static_cast<u8*>({out}) + slab * {total.columns * pointwise.ITEM_SIZE[result.dtype]}"

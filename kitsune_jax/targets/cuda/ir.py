@@ -1,7 +1,7 @@
 """The device IR: the work of the stages of a kernel as data, which passes transform, and the C++ that each node prints.
 
 A stage is a tuple of nodes in the order in which the device runs them. This file has names, expressions and the loops over the
-blocks of a tile; ``stage_ir.py`` has the other statements of a stage, ``frame_ir.py`` the nodes around the tiles. Names are
+blocks of a tile; ``stage_ir.py`` has the other statements of a stage, ``frame_ir.py`` its setup and the nodes around the tiles. Names are
 ``Ref``s, and numbers that may differ between equal stages are ``Constant``s, so that stages can be compared as data
 (``layout.py``). ``Evaluate`` and ``SingleColumn`` exist only between passes: ``stage/chunks.py`` expands them. A node decides
 nothing when it is printed; its only C++ text from elsewhere is the templates of operators, from the op table.
@@ -689,22 +689,6 @@ class ToPanel(Action):
         else:
             loop.element.append(f"w_{panel}[2 * ii + e] = {x};")
         loop.after.append(f"{panel}.put(lane, b, w_{panel}, valid);")
-
-
-class Evaluate(Node):
-    """A loop over all blocks of tiles of ``width`` columns. ``homes``: the current place of every value that it reads."""
-
-    width: int
-    actions: tuple[Action, ...]
-    products: tuple[int, ...]
-    homes: tuple[tuple[int, Any], ...]
-
-
-class SingleColumn(Node):
-    """A whole product that has one column of results."""
-
-    value: int
-    homes: tuple[tuple[int, Any], ...]
 
 
 # --- Loops over the blocks of a tile: steps on elements, after ``stage/chunks.py`` ------------------------------------------------

@@ -25,8 +25,8 @@ from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, 
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.stage import facts, fitting, simplify
-from kitsune_jax.targets.cuda.stage.builder import queue_form
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
+from kitsune_jax.targets.cuda.stage_ir import queue_form
 
 # --- Layout -----------------------------------------------------------------------------------------------------------------------
 
@@ -180,20 +180,20 @@ def is_added(instr: Instr) -> bool:
     return instr.kind == "sink_at" and bool(instr.get("unordered"))
 
 
-def gradients_of(stage: Fitted) -> list[st.GradientStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, st.GradientStart)]
+def gradients_of(stage: Fitted) -> list[frame.GradientStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, frame.GradientStart)]
 
 
-def sinks_of(stage: Fitted) -> list[st.SinkStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, st.SinkStart)]
+def sinks_of(stage: Fitted) -> list[frame.SinkStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, frame.SinkStart)]
 
 
-def segments_of(stage: Fitted) -> list[st.SegmentStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, st.SegmentStart)]
+def segments_of(stage: Fitted) -> list[frame.SegmentStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, frame.SegmentStart)]
 
 
-def sums_of(stage: Fitted, gradient: st.GradientStart) -> list[st.PanelSumStart]:
-    return [n for n in stage.lowered.setup if isinstance(n, st.PanelSumStart) and n.gradient == gradient.gradient]
+def sums_of(stage: Fitted, gradient: frame.GradientStart) -> list[frame.PanelSumStart]:
+    return [n for n in stage.lowered.setup if isinstance(n, frame.PanelSumStart) and n.gradient == gradient.gradient]
 
 
 def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
@@ -354,12 +354,12 @@ def place_stage(at: Layout, s: int) -> StageCode:
     staged = tuple(_staged(at, s))
     setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
     for node in _with_places(at, s, stage.lowered.setup):
-        if isinstance(node, st.SegmentStart):
+        if isinstance(node, frame.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
         elif isinstance(node, st.Exchange):
             offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
             node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
-        elif isinstance(node, st.TopsStart):
+        elif isinstance(node, frame.TopsStart):
             node = dataclasses.replace(node, at=stage.memory.segments + node.at)
         setup.append(node)
     if not stage.resident:

@@ -1,4 +1,4 @@
-"""The statements of a stage: rows, queues, products, loops, sums by indices, weight gradients, and the setup of all these.
+"""The statements of a stage: rows, queues, products, loops, sums by indices; and the homes of the values that they compute.
 
 Like ``ir.py``, which has expressions and the loops over blocks, this is data with the C++ that each node prints: calls of the
 functions in ``cuda/include/kitsune/stage``.
@@ -6,8 +6,10 @@ functions in ``cuda/include/kitsune/stage``.
 
 from __future__ import annotations
 
+from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.targets.cuda import pointwise, tiles
 from kitsune_jax.targets.cuda.ir import (
+    Action,
     Address,
     Constant,
     Events,
@@ -16,13 +18,14 @@ from kitsune_jax.targets.cuda.ir import (
     Node,
     Ref,
     Rows,
+    ScratchFold,
+    ScratchList,
     Spelling,
     each_row,
     flag,
     indented,
     segment_word,
 )
-from kitsune_jax.targets.cuda.tiles import GradientShape
 
 
 def _once(once: bool) -> str:
@@ -299,7 +302,6 @@ def address_bytes(count: int) -> int:
 # --- Sinks by indices: by runs of sorted ones, atomically, and those of a segment softmax -----------------------------------------
 
 _RUNS = 16  # registers of the runs of a tile, and of the walk down (``stage/segment.h``)
-_SEGMENTS = 10  # registers of a sink by sorted indices: addresses and the open segment
 
 
 class SegmentRuns(Node):
@@ -433,25 +435,6 @@ class RowRuns(Node):
         yield self.ref, _RUNS
 
 
-class TopsStart(Node):
-    """``columns``: scores of a row. ``at``: offset in the lane's memory for segments."""
-
-    ref: Ref
-    columns: int
-    at: int
-
-    @property
-    def bytes(self) -> int:
-        return tiles.tops_bytes(self.columns)
-
-    def lines(self, at: Spelling) -> list[str]:
-        type_ = f"RunTops<{self.columns}>"
-        return [
-            f"{type_} {at.name(self.ref)}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
-            f"static_assert({type_}::kBytes == {self.bytes});",
-        ]
-
-
 class FindTops(Node):
     """Replace the scores in the warp's scratch rows by the largest ones of their runs."""
 
@@ -470,15 +453,6 @@ class BeginSegments(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         return [f"{at.name(self.ref)}.begin({at.name(self.runs)});"]
-
-
-class Tops(Node):
-    """The scaling of a softmax sum by the ``columns`` scores of a row in ``ref``. ``finite``: use 0 for a largest score that is not
-    finite."""
-
-    ref: Ref
-    columns: int
-    finite: bool
 
 
 # --- Queues -----------------------------------------------------------------------------------------------------------------------
@@ -739,22 +713,6 @@ class Turn(Node):
 # --- Weight gradients -------------------------------------------------------------------------------------------------------------
 
 
-class Panel(Node):
-    """A panel of ``width`` columns at byte ``at`` of the lane's panels."""
-
-    ref: Ref
-    dtype: str
-    width: int
-    at: int
-
-    @property
-    def type(self) -> str:
-        return f"Panel<{pointwise.OPERAND[self.dtype]}, {self.width}>"
-
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"const {self.type} {at.name(self.ref)}{{panels.mine() + {self.at}}};"]
-
-
 class RowToPanel(Node):
     panel: Ref
     tile: Ref
@@ -773,119 +731,144 @@ class AddGradient(Node):
         return [f"{at.name(self.gradient)}.add(sum{self.gradient.of}, {meanwhile});"]
 
 
-class ClearPanel(Node):
-    panel: Panel
-
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.panel.type}{{panels.mine() + {self.panel.at}}}.clear(lane, 1 + group);"]
+# --- Homes of values --------------------------------------------------------------------------------------------------------------
 
 
-class GradientStart(Node):
-    gradient: Ref
-    dtype: str
-    x: Panel
-    y: Panel
-    shape: GradientShape
-
-    def lines(self, at: Spelling) -> list[str]:
-        blocks, width, total = self.shape.blocks, self.shape.width, f"sum{self.gradient.of}"
-        sizes = f"{self.x.width}, {self.y.width}, {blocks}, {self.shape.all_blocks}, {width}"
-        type_ = f"Gradient<{pointwise.OPERAND[self.dtype]}, {sizes}, kLanes>"
-        where = f"panels.base, panels.base + {self.y.at}, panels.stride, group * {blocks}"
-        return [
-            f"const {type_} {at.name(self.gradient)}{{{where}}};",
-            f"float {total}[{blocks}][{width // 2}];",
-            f"for (int m = 0; m < {blocks}; ++m) for (int i = 0; i < {width // 2}; ++i) {total}[m][i] = 0.0f;",
-        ]
-
-    @property
-    def held(self) -> int:
-        return self.shape.registers
+class Home(Node):
+    """The place of a value. A pending value (``Expression``, ``Multiply``) is evaluated by the first loop that reads it; it is then
+    kept in registers or in an image in shared memory if it is read again."""
 
 
-class PanelSumStart(Node):
-    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
-
-    sums: Ref
-    panel: Panel
-    columns: int
-    slabs: bool
-    gradient: Ref
-
-    def lines(self, at: Spelling) -> list[str]:
-        type_ = f"PanelSums<{pointwise.OPERAND[self.panel.dtype]}, {self.panel.width}, kLanes>"
-        return [
-            f"const {type_} {at.name(self.sums)}{{panels.base + {self.panel.at}, panels.stride, group}};",
-            f"float sink{self.sums.of}[2 * {at.name(self.sums)}.kRounds] = {{}};",
-        ]
-
-    @property
-    def held(self) -> int:
-        return 2
+class Number(Home):
+    value: Scalar
 
 
-# --- Once per kernel, and once per tile before all others -------------------------------------------------------------------------
+class Expression(Home):
+    """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated wherever it is read."""
+
+    template: str
+    operands: tuple[int, ...]
 
 
-class LoadScalar(Node):
-    """``once``: load before the tiles, otherwise for every layer."""
+class Multiply(Home):
+    """A matmul, whose products the first loop that reads it issues.
+
+    ``product``: the value that names its accumulators. ``weight``: index of its recipe. ``pieces``: the values that make up its K.
+    ``bias``: (vector that the accumulators start from, its width); ``start``: the value that they start from, for a product of one
+    chunk of columns. ``operands``: the pieces, once they have homes.
+    """
+
+    product: int
+    weight: int
+    shape: tiles.WeightShape
+    pieces: tuple[int, ...]
+    bias: tuple[Address, int] | None = None
+    operands: tuple[Operand, ...] = ()
+    start: int | None = None
+
+
+class InRegisters(Home):
+    """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
+    row). ``owner``: the object whose registers they are (``stage/fitting.py``)."""
 
     ref: Ref
-    dtype: str
+    form: str
+    owner: Ref
+
+
+class InImage(Home):
+    """A register image, or the entry of a queue (whose ref is a "pop")."""
+
+    ref: Ref
+    form: str
+    owner: Ref
+
+
+class InArray(Home):
+    """Rows of a streamed input array."""
+
+    rows: Rows
+    array: int
+
+
+class InVector(Home):
+    """A stationary vector, or the scalar ``scalar`` that was loaded from it."""
+
     address: Address
-    once: bool
-
-    def lines(self, at: Spelling) -> list[str]:
-        type_, where = pointwise.COMPUTE[self.dtype], f"{'p.' if self.once else ''}{at.address(self.address)}"
-        return [f"const {type_} {at.name(self.ref)} = from_word<{type_}>(bits(ld_global({where})));"]
+    scalar: Ref | None = None
 
 
-class SinkStart(Node):
-    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
+class InScratch(Home):
+    """Columns of the warp's scratch rows, listed by the vector at ``table``; -1 means ``fill``. ``fold``: each is the fold of
+    several columns, of which the vector lists the first, or the sum of a list of columns, of which the vector lists the start."""
 
-    ref: Ref
-    how: str
-    dtype: str
-    width: int
-    quad: bool
-
-    def lines(self, at: Spelling) -> list[str]:
-        sink, type_, identity = at.name(self.ref), pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
-        if not self.width:
-            return [f"{type_} {sink} = {identity};"]
-        count = self.width // 4
-        return [f"{type_} {sink}[{count}];", f"for (int i = 0; i < {count}; ++i) {sink}[i] = {identity};"]
-
-    @property
-    def held(self) -> int:
-        return self.width // 4 or 1
+    table: Address
+    fill: Expr | None
+    fold: ScratchFold | ScratchList | None = None
 
 
-class SegmentStart(Node):
-    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
-    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum. The layout puts it into a
-    ``frame_ir.SegmentMemory``, which has its C++."""
+class LoopNumber(Home):
+    """The number of a loop's iteration, which is the same for all rows."""
 
     ref: Ref
-    how: str
+
+
+class Splat(Home):
+    """One number per row (or a constant), read as a tile."""
+
+    of: int
+
+
+class Parts(Home):
+    """Whole blocks of other values: (value, first block there, blocks)."""
+
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class StageValue(Node):
+    """``n``: columns of a row; ``row``: there is one number per row; ``slab``: if the value is a slab of a wider one, the number of
+    groups of columns of that, else 0."""
+
+    n: int
     dtype: str
+    row: bool
+    home: Home | None = None
+    slab: int = 0
+
+    @property
+    def width(self) -> int:
+        return tiles.padded(self.n)
+
+    @property
+    def form(self) -> str:
+        """The form of its elements in registers. Masks are bits, but not slabs: other stages read several slabs as one value."""
+        return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers of a thread."""
+        return 2 if self.row else tiles.registers(self.width, self.form)
+
+
+def queue_form(dtype: str, slabs: bool) -> str:
+    """The form of the elements of a queue's entries. ``slabs``: a split stage writes or reads the queue."""
+    return StageValue(2, dtype, False, slab=slabs).form
+
+
+# --- Loops over columns, which ``stage/chunks.py`` expands ------------------------------------------------------------------------
+
+
+class Evaluate(Node):
+    """A loop over all blocks of tiles of ``width`` columns. ``homes``: the current place of every value that it reads."""
+
     width: int
-    columns: int
-    at: int
-    rows: int = 0
-    tops: Tops | None = None
+    actions: tuple[Action, ...]
+    products: tuple[int, ...]
+    homes: tuple[tuple[int, StageValue], ...]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes in the lane's memory."""
-        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
 
-    @property
-    def partial_words(self) -> int:
-        """Words of the partial result that a lane writes to global memory."""
-        tops = self.tops.columns if self.tops else 0
-        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
+class SingleColumn(Node):
+    """A whole product that has one column of results."""
 
-    @property
-    def held(self) -> int:
-        return -(-self.width // 128) * (1 if self.tops is None else 2) + _SEGMENTS
+    value: int
+    homes: tuple[tuple[int, StageValue], ...]

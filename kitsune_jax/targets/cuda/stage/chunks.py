@@ -16,7 +16,7 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -75,9 +75,9 @@ class _Chunks:
         outer, self.nodes = self.nodes, []
         for node in nodes:
             match node:
-                case ir.Evaluate():
+                case st.Evaluate():
                     self._evaluate(node)
-                case ir.SingleColumn(v, homes):
+                case st.SingleColumn(v, homes):
                     self._advance([_product(dict(homes), v)], 0)
                 case st.LayerLoop(_, first, count, body):
                     self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
@@ -96,7 +96,7 @@ class _Chunks:
         found, self.nodes = self.nodes, outer
         return found
 
-    def _evaluate(self, loop: ir.Evaluate) -> None:
+    def _evaluate(self, loop: st.Evaluate) -> None:
         homes = dict(loop.homes)
         products = [_product(homes, v) for v in loop.products]
         self.homes = homes
@@ -190,7 +190,7 @@ class _Chunks:
         assert p.start is not None
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
-        loop = ir.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
+        loop = st.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
         self.nodes.append(_BlockRange(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
@@ -220,7 +220,7 @@ def _accumulators(p: Multiply, chunk: int) -> ir.Ref:
     return ir.Ref("d", p.product, f"_{chunk}")
 
 
-def _declarations(loop: ir.Evaluate, homes: Homes) -> list[ir.Node]:
+def _declarations(loop: st.Evaluate, homes: Homes) -> list[ir.Node]:
     """Registers of the values that the loop keeps, and of masks that it writes to images."""
     found: list[ir.Node] = []
     for a in loop.actions:
@@ -230,7 +230,7 @@ def _declarations(loop: ir.Evaluate, homes: Homes) -> list[ir.Node]:
     return found
 
 
-def _borders(loop: ir.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
+def _borders(loop: st.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
     """The blocks at which a loop is split, so that between two of them every source is in one place."""
     borders = {0, tiles.blocks(loop.width)}
     for p in products:
@@ -252,7 +252,7 @@ class _BlockRange:
     operator is listed once."""
 
     def __init__(
-        self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
+        self, loop: st.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
     ):
         self.source, self.homes, self.first, self.last, self.masks, self.counter = loop, homes, first, last, masks, counter
         self.steps: list[ir.BlockStep] = []

@@ -16,10 +16,12 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -30,7 +32,6 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Number,
     Parts,
     Splat,
-    StageCodeBuilder,
     StageValue,
 )
 
@@ -337,7 +338,7 @@ def _settle(at: StageCodeBuilder, v: int, home: InScratch) -> None:
         at.set_row(v, ir.SumOfList(dtype, home.table, home.fold.columns, 0))
     else:
         which = ir.Ref("pick", v)
-        at.setup.append(st.LoadScalar(which, "int32", home.table, True))
+        at.setup.append(frame.LoadScalar(which, "int32", home.table, True))
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
 

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.targets.cuda import frame_ir, tiles
+from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import chunks, facts
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage import products as exchanges
-from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder, StageValue
+from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import StageValue
 
 # --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: i
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
     """The arrays whose tiles stage ``s`` should copy to shared memory."""
     loads = {i["array"] for i in program.stages[s].body if i.kind == "load"}
-    return frozenset(k for k in loads if frame_ir.is_staged(program, program.inputs[k]))
+    return frozenset(k for k in loads if frame.is_staged(program, program.inputs[k]))
 
 
 class _Fitter:
@@ -420,10 +422,10 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
     images = place_images(shape.images, lowered)
     rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
     segments = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
-    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, st.SegmentStart | st.TopsStart)))
-    found = [p for p in lowered.prologue if isinstance(p, st.Panel)]
+    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, frame.SegmentStart | frame.TopsStart)))
+    found = [p for p in lowered.prologue if isinstance(p, frame.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
-    products = staged + tiles.aligned(sum(frame_ir.staged_bytes(program.inputs[k]) for k in shape.staged))
+    products = staged + tiles.aligned(sum(frame.staged_bytes(program.inputs[k]) for k in shape.staged))
     exchanges = products + tiles.aligned(st.address_bytes(lowered.addresses) + lowered.product_bytes)
     end = exchanges + sum(n.bytes for n in exchanges_of(lowered))
     return LaneMemory(images, rows, segments, panels, staged, products, exchanges, end)

@@ -16,12 +16,14 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr
-from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import columns, outputs, products
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -29,7 +31,6 @@ from kitsune_jax.targets.cuda.stage.builder import (
     InVector,
     Multiply,
     Splat,
-    StageCodeBuilder,
     StageValue,
     queue_form,
 )
@@ -87,7 +88,7 @@ def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Exp
     size = n * pointwise.ITEM_SIZE[t.dtype]
     table = Ref("table", instr.inputs[0])
     at.add(ir.TableRows(ref, table, index, t.shape[0], size, _fill_row(at, instr, n, t.dtype)))
-    rows = ir.Rows(ref, t.dtype, n, str(frame_ir.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
+    rows = ir.Rows(ref, t.dtype, n, str(frame.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
     if n > 1:
         at.settle(v, InArray(rows, -1))
         if v in at.facts.row_pieces:
@@ -167,7 +168,7 @@ def _rows_of_slice(array: ArrayType, role: str, ref: Ref, columns: list[tuple[in
     size = pointwise.ITEM_SIZE[array.dtype]
     if not contiguous:
         return ir.Rows(ref, array.dtype, n, str(size), tuple(reversed(columns)), False)
-    access = frame_ir.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
+    access = frame.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
 
 

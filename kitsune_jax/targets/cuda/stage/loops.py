@@ -17,7 +17,9 @@ from kitsune_jax.targets.cuda import ir, pack
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions, products
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage.facts import is_rounding
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -27,10 +29,8 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Multiply,
     Parts,
     Splat,
-    StageCodeBuilder,
     StageValue,
 )
-from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
 # --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 

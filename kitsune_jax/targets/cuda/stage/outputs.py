@@ -13,10 +13,12 @@ import numpy as np
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.stage import columns, facts
-from kitsune_jax.targets.cuda.stage.builder import InScratch, StageCodeBuilder, queue_form
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import InScratch, queue_form
 
 # --- Weight gradients -------------------------------------------------------------------------------------------------------------
 
@@ -43,13 +45,13 @@ def lower_gradient(at: StageCodeBuilder, instr: Instr) -> None:
         else:
             at.evaluate(panel.width, [ir.ToPanel(v, panel.ref)])
     gradient, shape = ir.Ref("gradient", instr["sink"]), _shape(at, instr)
-    at.setup.append(st.GradientStart(gradient, dtype, x, y, shape))
+    at.setup.append(frame.GradientStart(gradient, dtype, x, y, shape))
     sums = []
     for v, panel in ((x_value, x), (y_value, y)):
         for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
             sums.append(ir.Ref("columns", i["sink"]))
             n = math.prod(at.program.sinks[i["sink"]].shape)
-            at.setup.append(st.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
+            at.setup.append(frame.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
     at.add(st.AddGradient(gradient, tuple(sums)))
     at.done.add(instr)
 
@@ -71,12 +73,15 @@ def early_panel(at: StageCodeBuilder, effect: Instr) -> list[ir.ToPanel]:
     return [ir.ToPanel(root, panel.ref)]
 
 
-def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, st.Panel], tuple[int, st.Panel]]:
+def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, frame.Panel], tuple[int, frame.Panel]]:
     """The operand whose columns are the rows of the accumulators, and the other operand, each with its panel."""
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
     behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
-    return (x, st.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (y, st.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind))
+    return (x, frame.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (
+        y,
+        frame.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind),
+    )
 
 
 def _width(at: StageCodeBuilder, v: int) -> int:
@@ -85,19 +90,19 @@ def _width(at: StageCodeBuilder, v: int) -> int:
     return tiles.padded(columns // at.split if at.is_slab(v) else columns)
 
 
-def _holds(at: StageCodeBuilder, v: int, panel: st.Panel) -> bool:
+def _holds(at: StageCodeBuilder, v: int, panel: frame.Panel) -> bool:
     """Does ``panel`` still hold ``v``? In a step of a loop, the gradients of two weights may share a cotangent."""
     return at.repeated and at.panels.get(panel.at, ())[:2] == (at.root(v), panel.width)
 
 
-def _declare(at: StageCodeBuilder, v: int, panel: st.Panel) -> None:
+def _declare(at: StageCodeBuilder, v: int, panel: frame.Panel) -> None:
     """Note that ``panel`` holds ``v``, and that panels that it overlaps are overwritten."""
     at.once_per_tile(panel)
     end = panel.at + tiles.panel_bytes(panel.width, tiles.is_half(panel.dtype))
     at.panels = {place: of for place, of in at.panels.items() if place >= end or of[2] <= panel.at}
     at.panels[panel.at] = at.root(v), panel.width, end
     if panel.width % 64:
-        at.setup.append(st.ClearPanel(panel))
+        at.setup.append(frame.ClearPanel(panel))
 
 
 def _shape(at: StageCodeBuilder, instr: Instr) -> tiles.GradientShape:
@@ -128,7 +133,7 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     value, source = at.new(instr), at.root(x)
     runs, tops = _runs(at, index, instr["n"]), ir.Ref("tops", v)
     columns.to_scratch(at, [source])
-    start = st.TopsStart(tops, value.n, at.segment_bytes)
+    start = frame.TopsStart(tops, value.n, at.segment_bytes)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.tops[v] = tops, runs
@@ -149,14 +154,14 @@ def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:
     return at.runs[key]
 
 
-def online_scaling(at: StageCodeBuilder, instr: Instr) -> tuple[st.Tops, ir.Ref]:
+def online_scaling(at: StageCodeBuilder, instr: Instr) -> tuple[frame.Tops, ir.Ref]:
     """(the scaling of the rows of a sink by the largest scores, their runs)."""
     v, _, scores = instr.inputs
     if at.root(scores) not in at.tops:
         raise CannotLower("a sum that is scaled by other numbers than the largest scores of its runs has no code on the GPU")
     tops, runs = at.tops[at.root(scores)]
     shape = at.program.values[scores].shape
-    return st.Tops(tops, math.prod(shape), bool(instr["finite"])), runs
+    return frame.Tops(tops, math.prod(shape), bool(instr["finite"])), runs
 
 
 # --- Effects ----------------------------------------------------------------------------------------------------------------------
@@ -239,7 +244,7 @@ def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
     if at.split > 1:
         raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
     apart = not value.row or facts.has_scalar_rows(at.program)
-    at.setup.append(st.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
+    at.setup.append(frame.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
     if value.row:
         return _Effect((st.FoldRow(ref, how, sink.dtype, at.row(v)),))
     return _Effect((), ir.Fold(v, how, ref, stream=True, scalar=scalar))
@@ -264,7 +269,7 @@ def _sink_at(at: StageCodeBuilder, instr: Instr) -> _Effect:
             "at most; sort the indices, or use fewer rows"
         )
     tops, found = online_scaling(at, instr) if len(instr.inputs) > 2 else (None, None)
-    start = st.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
+    start = frame.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
@@ -296,7 +301,7 @@ def _atomic_fold(at: StageCodeBuilder, v: int, index: int, k: int) -> _Effect:
     rows = st.SummedRows(ref, ir.parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
     if value.row:
         return _Effect((rows, st.AddRow(ref, at.row(v))))
-    return _Effect((rows,), ir.AddToRows(v, ref, value.n, frame_ir.contiguous_access(value.n, "float32", 4 * value.n)))
+    return _Effect((rows,), ir.AddToRows(v, ref, value.n, frame.contiguous_access(value.n, "float32", 4 * value.n)))
 
 
 _MAKERS = {"push": _push, "store": _store, "sink": _sink, "sink_at": _sink_at}

@@ -15,7 +15,8 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns
-from kitsune_jax.targets.cuda.stage.builder import Expression, InArray, InImage, InRegisters, Multiply, StageCodeBuilder, StageValue
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import Expression, InArray, InImage, InRegisters, Multiply, StageValue
 
 # --- Products for each row: both operands stream ----------------------------------------------------------------------------------
 
