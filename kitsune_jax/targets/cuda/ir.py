@@ -1,10 +1,10 @@
 """The device IR: the work of the stages of a kernel as data, which passes transform, and the C++ that each node prints.
 
 A stage is a tuple of nodes in the order in which the device runs them. This file has names, expressions and the loops over the
-blocks of a tile; ``stage_ir.py`` has the other statements of a stage, ``frame_ir.py`` its setup and the nodes around the tiles. Names are
-``Ref``s, and numbers that may differ between equal stages are ``Constant``s, so that stages can be compared as data
-(``layout.py``). ``Evaluate`` and ``SingleColumn`` exist only between passes: ``stage/chunks.py`` expands them. A node decides
-nothing when it is printed; its only C++ text from elsewhere is the templates of operators, from the op table.
+blocks of a tile; ``stage_ir.py`` has the other statements of a stage, ``frame_ir.py`` its setup and the nodes around the tiles.
+Names are ``Ref``s, and numbers that may differ between equal stages are ``Constant``s, so that stages can be compared as data
+(``layout.py``). A node decides nothing when it is printed; its only C++ text from elsewhere is the templates of operators, from
+the op table.
 """
 
 from __future__ import annotations
@@ -387,13 +387,18 @@ class Rows(Node):
             inner *= extent
         return f"[](int column) {{ return {' + '.join(terms)}; }}"
 
-    def first_of_slab(self, slab: int, groups: int, width: int, block: str) -> str:
-        """The offset of block ``block`` of a slab in the columns. A slab has a part of each of ``groups`` groups of columns, and
-        each CTA's part follows that of the CTA before."""
-        if not slab:
-            return ""
-        each, blocks = slab // groups, tiles.blocks(width) // groups
-        apart = "" if groups == 1 else f"{block} / {blocks} * {self.columns // groups - each} + "
+
+class Slab(Node):
+    """The ``columns`` of a value that one CTA has: a part of each of ``groups`` groups of columns (``stage/split.py``)."""
+
+    columns: int
+    groups: int
+
+    def before(self, rows: Rows, block: str) -> str:
+        """The offset of block ``block`` of the slab in the columns of ``rows``, to be added to that in the slab. Each CTA's part
+        follows that of the CTA before."""
+        each, blocks = self.columns // self.groups, tiles.blocks(self.columns) // self.groups
+        apart = "" if self.groups == 1 else f"{block} / {blocks} * {rows.columns // self.groups - each} + "
         return f"static_cast<int>(slab) * {each} + {apart}"
 
 
@@ -598,11 +603,10 @@ class Keep(Action):
 
 class Store(Action):
     rows: Rows
-    slab: int  # columns of a slab, if the value is one
-    groups: int = 1  # groups of columns; a slab has equally many of each
+    slab: Slab | None = None
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
-        out, first = f"o{self.rows.ref.of}", self.rows.first_of_slab(self.slab, self.groups, loop.width, "b")
+        out, first = f"o{self.rows.ref.of}", self.slab.before(self.rows, "b") if self.slab else ""
         loop.before.append(f"{put.type} {out}[2][{loop.pairs}];")
         loop.element.append(f"{out}[h][c] = {x};")
         loop.after += each_row(self.rows.store(loop.at, loop.pairs, f"{first}{loop.first_column()}", out))
@@ -756,18 +760,17 @@ class MaskWords(BlockStep):
 
 
 class ArrayBlock(BlockStep):
-    """Once per block: load a thread's columns of both rows. ``slab``: columns of a slab, if the value is one, of ``groups``."""
+    """Once per block: load a thread's columns of both rows."""
 
     ref: Ref
     rows: Rows
     shift: int
-    slab: int
-    groups: int = 1
+    slab: Slab | None = None
 
     def add_to(self, loop: LoopText) -> None:
         rows, owned = self.rows, loop.pairs
         type_, count = ("u32", owned // 2) if rows.pairs else (pointwise.COMPUTE[rows.dtype], owned)
-        first = rows.first_of_slab(self.slab, self.groups, self.slab or loop.width, _block(self.shift))
+        first = self.slab.before(rows, _block(self.shift)) if self.slab else ""
         loop.before.append(f"{type_} {loop.at.name(self.ref)}[2][{count}];")
         loop.before += each_row(rows.load(loop.at, self.ref, owned, f"{first}{loop.first_column(self.shift)}"))
 

@@ -24,7 +24,7 @@ from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
-from kitsune_jax.targets.cuda.stage import facts, fitting, simplify
+from kitsune_jax.targets.cuda.stage import facts, fitting, simplify, split
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
 from kitsune_jax.targets.cuda.stage_ir import queue_form
 
@@ -227,14 +227,7 @@ def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) ->
     """Upper bound of the bytes of a part's barriers."""
     most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
     rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
-    rings += sum(
-        16 * tiles.EXCHANGE_DEPTH * a.lanes
-        for split, s in zip(a.split, program.stages, strict=True)
-        if split > 1
-        for i in walk(s.body)
-        for block in (i.block.body if i.block else ())
-        if block.kind == "matmul"
-    )
+    rings += split.ring_bytes(zip(a.split, (s.body for s in program.stages), strict=True), a.lanes)
     return rings + 128
 
 

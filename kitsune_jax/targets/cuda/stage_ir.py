@@ -20,6 +20,7 @@ from kitsune_jax.targets.cuda.ir import (
     Rows,
     ScratchFold,
     ScratchList,
+    Slab,
     Spelling,
     each_row,
     flag,
@@ -843,6 +844,14 @@ class StageValue(Node):
     def form(self) -> str:
         """The form of its elements in registers. Masks are bits, but not slabs: other stages read several slabs as one value."""
         return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
+
+    @property
+    def part(self) -> Slab | None:
+        return Slab(self.n, self.slab) if self.slab else None
+
+    def slab_vectors(self, form: str) -> int:
+        """Vectors of the slab in a queue's entry, which has those of all CTAs; 0 if the value is no slab."""
+        return tiles.image_vectors(self.width, form) if self.slab else 0
 
     @property
     def registers(self) -> int:

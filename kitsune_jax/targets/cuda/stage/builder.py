@@ -63,9 +63,9 @@ class StageCodeBuilder:
     chunk of the accumulators of a wide matmul is alive at a time.
     """
 
-    def __init__(self, facts: Facts, shape: Shape, split: int, lanes: int, slab_queues: frozenset[int]):
+    def __init__(self, facts: Facts, shape: Shape, lanes: int, slab_queues: frozenset[int]):
         self.facts, self.program, self.shape = facts, facts.program, shape
-        self.split, self.lanes, self.slab_queues = split, lanes, slab_queues
+        self.split, self.lanes, self.slab_queues = facts.split, lanes, slab_queues
         self.instrs = facts.instrs  # of the stage, or of the loop body being lowered
         self.nodes: list[Node] = []
         self.prologue: list[Node] = []  # once per tile, before all else
@@ -90,7 +90,7 @@ class StageCodeBuilder:
         self.repeated = False  # a loop body is being lowered
         self.panels: dict[int, tuple[int, int, int]] = {}  # offset of a panel -> (the value in it, its width, its end)
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
-        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/products.py``)
+        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/split.py``)
         self.counter = 0
 
     def add(self, *nodes: Node) -> None:
@@ -120,17 +120,14 @@ class StageCodeBuilder:
         self.uses[self.root(x)] += self.uses[v] - 1
         self.names[v] = x
 
-    def is_slab(self, v: int) -> bool:
-        return v in self.facts.slabs
-
     def new(self, instr: Instr, home: Home | None = None) -> StageValue:
         """The new value that ``instr`` makes."""
         (v,) = instr.outputs
         t = self.program.values[v]
         if t.dtype not in pointwise.COMPUTE:
             raise CannotLower(f"{t.dtype} has no code on the GPU")
-        n, slab = math.prod(t.shape), self.facts.slabs.get(v, 0)
-        self.values[v] = StageValue(n // self.split if slab else n, t.dtype, n == 1, home, slab)
+        n = math.prod(t.shape)
+        self.values[v] = StageValue(n // self.split.parts(v), t.dtype, n == 1, home, self.split.slabs.get(v, 0))
         return self.values[v]
 
     def settle(self, v: int, home: Home) -> None:

@@ -16,6 +16,7 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
+from kitsune_jax.targets.cuda.stage.split import ExchangeWaits
 from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
@@ -44,8 +45,7 @@ def expand_chunks(
     be in flight."""
     expansion = _Chunks(weights, resident, depth, overlap)
     found = tuple(expansion.of(nodes))
-    if expansion.exchanges.keys() != expansion.awaited:
-        raise CannotLower("columns of other CTAs that no product waits for have no code on the GPU")
+    expansion.waits.check()
     return found
 
 
@@ -67,8 +67,7 @@ class _Chunks:
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
         self.loop = NO_LOOP  # the number of the loop around the current nodes
         self.counter = itertools.count()
-        self.exchanges: dict[ir.Ref, int] = {}  # ring between the CTAs of a cluster -> the loop whose steps have an entry in it
-        self.awaited: set[ir.Ref] = set()  # the rings that have been waited for
+        self.waits = ExchangeWaits()
         self.crowded = False  # do the products in flight have more chunks than the ring holds?
 
     def of(self, nodes: Iterable[ir.Node]) -> list[ir.Node]:
@@ -88,10 +87,7 @@ class _Chunks:
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.loop = around
                 case _:
-                    if isinstance(node, st.Entry) and node.queue.kind == "exchange":
-                        self.exchanges[node.queue] = self.loop
-                    if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
-                        self.awaited.add(node.queue)
+                    self.waits.see(node, self.loop)
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
         return found
@@ -158,7 +154,7 @@ class _Chunks:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
             weights = st.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
-        for o in map(self._with_wait, p.operands):
+        for o in (self.waits.before(o, self.loop) for o in p.operands):
             feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
             if rolling:  # the numbers of blocks that ``Product`` waits for
@@ -175,15 +171,6 @@ class _Chunks:
         product = p.weight, chunk, shape.k_chunks, registers, p.start is not None
         self.nodes.append(st.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
         state.issued += 1
-
-    def _with_wait(self, o: st.Operand) -> st.Operand:
-        """``o``, which waits for the columns of other CTAs if it is the first to multiply with them."""
-        if o.owner.kind != "exchange" or o.owner in self.awaited:
-            return o
-        if self.exchanges[o.owner] != self.loop:
-            raise CannotLower("columns of other CTAs that only an inner loop multiplies with have no code on the GPU")
-        self.awaited.add(o.owner)
-        return dataclasses.replace(o, awaited=True)
 
     def _start(self, p: Multiply, chunk: int) -> None:
         """Copy the value that the product is added to into the accumulators of ``chunk``."""
@@ -356,7 +343,7 @@ class _BlockRange:
     def _array_block(self, v: int, rows: ir.Rows, shift: int) -> ir.Ref:
         value = self.homes[v]
         self.reads[rows.ref] = None
-        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0, value.slab or 1))
+        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.part))
 
     def _image_block(self, v: int, image: ir.Ref, form: str, shift: int) -> ir.Ref:
         return self._fetch(v, shift, lambda ref: ir.ImageBlock(ref, image, form, shift))

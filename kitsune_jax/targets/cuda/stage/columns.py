@@ -91,7 +91,7 @@ def _broadcast_stationary(at: StageCodeBuilder, instr: Instr) -> None:
         at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
         return
     address = at.layer_vectors.get(v) or at.vector(broadcast_recipe(at, instr))
-    at.settle(v, InVector(ir.Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
+    at.settle(v, InVector(ir.Address(address.at, value.width if value.slab else 0, address.layer)))
 
 
 def is_vector(at: StageCodeBuilder, instr: Instr) -> bool:
@@ -106,10 +106,10 @@ def broadcast_recipe(at: StageCodeBuilder, instr: Instr) -> VectorRecipe:
     shape, dims = at.program.values[x].shape, tuple(instr["dims"])
     kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension has extent 1
     row_shape = tuple(instr["shape"])[1:]
-    split, groups = at.split if at.is_slab(instr.outputs[0]) else 1, at.facts.slabs.get(instr.outputs[0], 1)
-    width = tiles.padded(math.prod(t.shape) // split)
+    ctas, groups = at.split.parts(instr.outputs[0]), at.split.groups(instr.outputs[0])
+    width = tiles.padded(math.prod(t.shape) // ctas)
     kept_shape, kept_dims = tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept)
-    return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, split, groups=groups)
+    return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, ctas, groups=groups)
 
 
 def _move(at: StageCodeBuilder, instr: Instr) -> None:
@@ -117,7 +117,7 @@ def _move(at: StageCodeBuilder, instr: Instr) -> None:
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
     value = at.new(instr)
-    if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
+    if instr.kind == "slice" and value.slab and at.split.groups(instr.inputs[0]) > 1:
         _slab_of_group(at, instr, value, int(index[0, 1]) // len(index))
         return
     if instr.kind == "concatenate" and value.slab == len(sources) > 1 and all(at.value(x).slab == 1 for x in sources):
@@ -126,8 +126,7 @@ def _move(at: StageCodeBuilder, instr: Instr) -> None:
     if value.slab and len(sources) == 1 and at.value(sources[0]).row:
         at.settle(instr.outputs[0], Splat(sources[0]))
         return
-    if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
-        raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
+    at.split.refuse(instr.kind, instr.outputs[0], *sources)
     place(at, instr, index, sources)
 
 
@@ -344,8 +343,7 @@ def _settle(at: StageCodeBuilder, v: int, home: InScratch) -> None:
 
 def _check(at: StageCodeBuilder, instr: Instr) -> None:
     x, index = instr.inputs
-    if at.is_slab(x) or at.is_slab(instr.outputs[0]):
-        raise CannotLower(f"a {instr.kind} of columns that are split over CTAs has no code on the GPU")
+    at.split.refuse(f"a {instr.kind}", x, instr.outputs[0])
     if at.program.values[index].dtype not in ("int32", "uint32"):
         raise CannotLower(f"a {instr.kind} by {at.program.values[index].dtype} indices has no code on the GPU")
 

@@ -17,9 +17,8 @@ from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import chunks, facts
+from kitsune_jax.targets.cuda.stage import chunks, facts, split
 from kitsune_jax.targets.cuda.stage import loops as bodies
-from kitsune_jax.targets.cuda.stage import products as exchanges
 from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
 from kitsune_jax.targets.cuda.stage_ir import StageValue
 
@@ -283,7 +282,7 @@ class _Fitter:
     def __init__(self, program: TileProgram, s: int, a: Arrangement):
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
         self.facts = facts.facts_of_stage(program, s, a.split[s], a.lanes)
-        self.split, self.slab_queues = a.split[s], a.slab_queues(program)
+        self.slab_queues = a.slab_queues(program)
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         self.sums_last = several and a.lanes < 3
@@ -292,9 +291,9 @@ class _Fitter:
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
         """Run all passes over the stage. ``in_turns``: allow ping-pong."""
-        at = StageCodeBuilder(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
+        at = StageCodeBuilder(self.facts, shape, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
-        exchanges.release_entries(at, {})
+        split.release_entries(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.expand_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):

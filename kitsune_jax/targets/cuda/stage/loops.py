@@ -16,7 +16,7 @@ from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
-from kitsune_jax.targets.cuda.stage import columns, instructions, products
+from kitsune_jax.targets.cuda.stage import columns, instructions, split
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 from kitsune_jax.targets.cuda.stage_ir import (
@@ -59,10 +59,10 @@ def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> 
     at.repeated = True
     known = at.gathered
     with at.body_of_loop() as body:
-        products.begin_all_gathers(at, block.body, carries)
+        split.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
-        products.release_entries(at, known)
+        split.release_entries(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
     at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
@@ -140,7 +140,7 @@ def _give_home(at: StageCodeBuilder, v: int) -> None:
 def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
     """Give ``carry`` a home that holds ``initial``."""
     source = at.value(initial)
-    if at.is_slab(carry) and not source.slab:
+    if carry in at.split.slabs and not source.slab:
         raise CannotLower("a loop that is split over CTAs cannot start from the same numbers for all rows")
     value = dataclasses.replace(source, home=None)
     at.values[carry] = value

@@ -50,8 +50,8 @@ def lower_gradient(at: StageCodeBuilder, instr: Instr) -> None:
     for v, panel in ((x_value, x), (y_value, y)):
         for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
             sums.append(ir.Ref("columns", i["sink"]))
-            n = math.prod(at.program.sinks[i["sink"]].shape)
-            at.setup.append(frame.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
+            n, ctas = math.prod(at.program.sinks[i["sink"]].shape), at.split.parts(v)
+            at.setup.append(frame.PanelSumStart(sums[-1], panel, n // ctas, ctas > 1, gradient))
     at.add(st.AddGradient(gradient, tuple(sums)))
     at.done.add(instr)
 
@@ -86,8 +86,7 @@ def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, frame.Panel]
 
 def _width(at: StageCodeBuilder, v: int) -> int:
     """Columns of the panel of ``v``, which may not have been made yet."""
-    columns = math.prod(at.program.values[v].shape)
-    return tiles.padded(columns // at.split if at.is_slab(v) else columns)
+    return tiles.padded(math.prod(at.program.values[v].shape) // at.split.parts(v))
 
 
 def _holds(at: StageCodeBuilder, v: int, panel: frame.Panel) -> bool:
@@ -109,12 +108,12 @@ def _shape(at: StageCodeBuilder, instr: Instr) -> tiles.GradientShape:
     """The shape of a gradient's accumulators. In a split stage its slabs must be those of the stage."""
     n = [math.prod(at.program.values[v].shape) for v in instr.inputs]
     half = tiles.is_half(at.program.values[instr.inputs[0]].dtype)
-    shapes = tiles.gradient_shapes(n[0], n[1], half, at.split, at.lanes)
-    if at.split > 1:
-        slabs = [at.is_slab(v) for v in instr.inputs]
+    shapes = tiles.gradient_shapes(n[0], n[1], half, at.split.ctas, at.lanes)
+    if at.split.ctas > 1:
+        slabs = [v in at.split.slabs for v in instr.inputs]
         shapes = [s for s in shapes if slabs == [s.swapped, not s.swapped]]
     if not shapes:
-        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {at.split} CTAs")
+        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {at.split.ctas} CTAs")
     return shapes[0]
 
 
@@ -128,8 +127,7 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     the sink joins them as it joins tiles (``stage/online.h``).
     """
     (x, index), (v,) = instr.inputs, instr.outputs
-    if at.split > 1:
-        raise CannotLower("the largest scores of segments in a stage that is split by columns have no code on the GPU")
+    at.split.refuse_stage("a sum that is scaled by the largest scores of segments")
     value, source = at.new(instr), at.root(x)
     runs, tops = _runs(at, index, instr["n"]), ir.Ref("tops", v)
     columns.to_scratch(at, [source])
@@ -210,10 +208,9 @@ def _push(at: StageCodeBuilder, instr: Instr) -> _Effect:
     value, queue, push = at.value(v), ir.Ref("queue", q), ir.Ref("push", q)
     acquire, release = st.QueueCall(queue, "wr_acquire"), st.QueueCall(queue, "wr_release")
     if value.row:
-        return _Effect((acquire, st.PushRow(queue, at.row(v), _once(at, v)), release))
+        return _Effect((acquire, st.PushRow(queue, at.row(v), at.split.once(v)), release))
     form = queue_form(value.dtype, q in at.slab_queues)
-    slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    entry = st.Entry(push, queue, slab, write=True, once=_once(at, v))
+    entry = st.Entry(push, queue, value.slab_vectors(form), write=True, once=at.split.once(v))
     return _Effect((acquire, entry), ir.Keep(v, ir.Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
@@ -221,15 +218,10 @@ def _store(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v,), value = instr.inputs, at.value(instr.inputs[0])
     if value.row:
         row = at.row(v)
-        return _Effect((st.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
-    if _once(at, v):
+        return _Effect((st.StoreRow(at.rows("out", instr["array"]), row, at.split.once(v)),))
+    if at.split.once(v):
         raise CannotLower("a stage that is split by columns cannot store a value that is not")
-    return _Effect((), ir.Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
-
-
-def _once(at: StageCodeBuilder, v: int) -> bool:
-    """Must only one CTA output ``v``? All CTAs of a split stage have the values that are no slabs."""
-    return at.split > 1 and not at.is_slab(v)
+    return _Effect((), ir.Store(v, at.rows("out", instr["array"]), value.part))
 
 
 def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
@@ -241,8 +233,7 @@ def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
     scalar = value.row or len(instr["axes"]) == rank + 1
     if not scalar and tuple(instr["axes"]) != (0,):
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
-    if at.split > 1:
-        raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
+    at.split.refuse_stage("a sink")
     apart = not value.row or facts.has_scalar_rows(at.program)
     at.setup.append(frame.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
     if value.row:
@@ -257,8 +248,7 @@ def _sink_at(at: StageCodeBuilder, instr: Instr) -> _Effect:
         raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
     if not at.value(index).row:
         raise CannotLower("a sink by several indices of a row has no code on the GPU")
-    if at.split > 1:
-        raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
+    at.split.refuse_stage("a sink")
     if instr.get("unordered"):
         return _atomic_fold(at, v, index, k)
     how, ref, width = HOW[sink.how], ir.Ref("segments", k), value.width
