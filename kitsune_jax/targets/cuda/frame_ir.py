@@ -199,8 +199,7 @@ class ScratchRows(Node):
     at: int
     words: int
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"const Scratch rows = Scratch::at(scratch + {self.at}, {self.words});"]
+    code = "const Scratch rows = Scratch::at(scratch + {at}, {words});"
 
 
 class PanelMemory(Node):
@@ -324,8 +323,7 @@ class WeightRing(Node):
 class AwaitWeights(Node):
     """Wait for the resident weights."""
 
-    def lines(self, at: Spelling) -> list[str]:
-        return ["mbar_wait(header.resident, 0);"]
+    code = "mbar_wait(header.resident, 0);"
 
 
 class ExchangeRing(Node):

@@ -21,7 +21,12 @@ Events = Iterator[tuple["Ref", int | None]]  # (owner, registers that it gets) o
 
 @dataclass_transform(frozen_default=True)
 class Node:
-    """A node of the device IR. Every subclass is a frozen dataclass of the fields that it declares."""
+    """A node of the device IR. Every subclass is a frozen dataclass of the fields that it declares.
+
+    A node that is a statement has ``lines``, or its C++ as ``code``, with the name of a field in braces for the field's text.
+    """
+
+    code = ""
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True)(cls)
@@ -33,7 +38,9 @@ class Node:
 
     def lines(self, at: Spelling) -> list[str]:
         """The C++ of a node that is a statement."""
-        raise AssertionError(f"{type(self).__name__} is no statement")
+        if not self.code:
+            raise AssertionError(f"{type(self).__name__} is no statement")
+        return [self.code.format(**{field: at.spell(getattr(self, field)) for field in self.fields()})]
 
     @property
     def held(self) -> int:
@@ -153,6 +160,10 @@ class Spelling:
         slab = f" + slab * {a.slab}" if a.slab else ""
         layer = f" + layer * {a.layer}" if a.layer else ""
         return f"vectors + {self.constant(a.at)}{slab}{layer}"
+
+    def spell(self, x: Any) -> Any:
+        """The text of a field of a node."""
+        return self.name(x) if isinstance(x, Ref) else x.text(self) if isinstance(x, Expr) else x
 
     def lines(self, nodes: Iterable[Node]) -> list[str]:
         found: list[str] = []
@@ -513,8 +524,7 @@ class Image(Node):
     ref: Ref
     at: int = -1
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"const Image {at.name(self.ref)} = Image::at(scratch + {self.at});"]
+    code = "const Image {ref} = Image::at(scratch + {at});"
 
 
 class TurnImages(Node):

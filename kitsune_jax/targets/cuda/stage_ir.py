@@ -99,8 +99,7 @@ class FoldQuad(Node):
     ref: Ref
     how: str
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"fold_quad<{self.how}>({at.name(self.ref)});"]
+    code = "fold_quad<{how}>({ref});"
 
     def events(self) -> Events:
         yield from _row_events(self.ref)
@@ -154,8 +153,7 @@ class RowTile(Node):
 class SyncWarp(Node):
     """Order the accesses of a warp to its scratch rows: earlier reads before later writes, and earlier writes before reads."""
 
-    def lines(self, at: Spelling) -> list[str]:
-        return ["syncwarp();"]
+    code = "syncwarp();"
 
 
 # --- Products for each row, whose operands pass through shared memory row by row --------------------------------------------------
@@ -349,8 +347,7 @@ class JoinSegments(Node):
     ref: Ref
     runs: Ref | None = None
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{at.name(self.ref)}.join();"]
+    code = "{ref}.join();"
 
     def events(self) -> Events:
         yield self.runs or Ref("runs", self.ref.of), None
@@ -442,8 +439,7 @@ class FindTops(Node):
     ref: Ref
     runs: Ref
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{at.name(self.ref)}.find(rows, {at.name(self.runs)});"]
+    code = "{ref}.find(rows, {runs});"
 
 
 class BeginSegments(Node):
@@ -452,8 +448,7 @@ class BeginSegments(Node):
     ref: Ref
     runs: Ref
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{at.name(self.ref)}.begin({at.name(self.runs)});"]
+    code = "{ref}.begin({runs});"
 
 
 # --- Queues -----------------------------------------------------------------------------------------------------------------------
@@ -613,8 +608,7 @@ class Complete(Node):
     blocks: int
     owners: tuple[Ref, ...]
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{at.name(self.ref)}_product.complete<{self.pending}, {self.done}, {self.blocks}>();"]
+    code = "{ref}_product.complete<{pending}, {done}, {blocks}>();"
 
     def events(self) -> Events:
         yield from ((owner, None) for owner in self.owners)
@@ -718,8 +712,7 @@ class RowToPanel(Node):
     panel: Ref
     tile: Ref
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{at.name(self.panel)}.put(lane, 0, {at.name(self.tile)}, valid);"]
+    code = "{panel}.put(lane, 0, {tile}, valid);"
 
 
 class AddGradient(Node):

@@ -38,12 +38,10 @@ _GROUP = 2  # Product::kGroup
 Homes = dict[int, StageValue]
 
 
-def expand_chunks(
-    nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
-) -> tuple[ir.Node, ...]:
-    """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may
-    be in flight."""
-    expansion = _Chunks(weights, resident, depth, overlap)
+def expand_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
+    """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, or 0 for resident weights; ``overlap``: two chunks
+    may be in flight."""
+    expansion = _Chunks(weights, depth, overlap)
     found = tuple(expansion.of(nodes))
     expansion.waits.check()
     return found
@@ -59,8 +57,8 @@ class _ProductState:
 
 
 class _Chunks:
-    def __init__(self, weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool):
-        self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
+    def __init__(self, weights: Sequence[WeightRecipe], depth: int, overlap: bool):
+        self.weights, self.resident, self.depth, self.overlap = weights, not depth, depth, overlap
         self.state: dict[int, _ProductState] = {}
         self.nodes: list[ir.Node] = []
         self.homes: Homes = {}  # of the values that the current loop reads

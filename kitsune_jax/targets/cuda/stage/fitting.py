@@ -295,7 +295,7 @@ class _Fitter:
         bodies.lower_body(at, self.instrs)
         split.release_entries(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
-        nodes = chunks.expand_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
+        nodes = chunks.expand_chunks(at.nodes, at.weights, 0 if self.resident else depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
             nodes, takes_turns = chunks.with_ping_pong(nodes)
             at.setup += [st.Turn("first")] if takes_turns else []

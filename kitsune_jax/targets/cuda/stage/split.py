@@ -102,8 +102,8 @@ def rows_side_by_side(w: jax.Array, runs: Sequence[int], ctas: int) -> jax.Array
 
 def ring_bytes(bodies: Iterable[tuple[int, Sequence[Instr]]], lanes: int) -> int:
     """Upper bound of the bytes of the barriers of exchanges, for stages of (CTAs, instructions)."""
-    loops = [i for ctas, body in bodies if ctas > 1 for i in walk(body) if i.block is not None]
-    return sum(16 * tiles.EXCHANGE_DEPTH * lanes for loop in loops for i in loop.block.body if i.kind == "matmul")
+    blocks = [i.block for ctas, body in bodies if ctas > 1 for i in walk(body) if i.block is not None]
+    return sum(16 * tiles.EXCHANGE_DEPTH * lanes for block in blocks for i in block.body if i.kind == "matmul")
 
 
 # --- Which values are slabs -------------------------------------------------------------------------------------------------------
