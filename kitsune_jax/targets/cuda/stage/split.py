@@ -44,8 +44,8 @@ class ColumnSplit:
     @staticmethod
     def of(instrs: Sequence[Instr], program: TileProgram, ctas: int, lanes: int, joined: Joined) -> ColumnSplit:
         """How ``ctas`` CTAs share the columns of a stage. Raises ``CannotLower`` where they cannot."""
-        slabs = slabs_of_stage(instrs, program, ctas, lanes, joined)
-        return ColumnSplit(ctas, slabs, partial_products(instrs, program, slabs, joined), joined)
+        slabs = _slabs_of_stage(instrs, program, ctas, lanes, joined)
+        return ColumnSplit(ctas, slabs, _partial_products(instrs, program, slabs, joined), joined)
 
     def parts(self, v: int) -> int:
         """The number of CTAs that the columns of ``v`` are split over."""
@@ -109,29 +109,29 @@ def ring_bytes(bodies: Iterable[tuple[int, Sequence[Instr]]], lanes: int) -> int
 # --- Which values are slabs -------------------------------------------------------------------------------------------------------
 
 
-def slabs_of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, joined: Joined) -> dict[int, int]:
+def _slabs_of_stage(instrs: Sequence[Instr], program: TileProgram, ctas: int, lanes: int, joined: Joined) -> dict[int, int]:
     """The slabs, each with the number of its groups of columns. Raises ``CannotLower`` where the stage cannot be split.
 
     The results of matmuls are slabs, and so are values that a pointwise operator combines with slabs. A matmul's operand is no
     slab, because it contracts all columns. Of a weight gradient, the operand whose columns become those of the accumulators is one.
 
-    A loop carries slabs from step to step, so its products may read them: the CTAs then exchange their columns.
-    A value that is sliced into equal parts, as the gates of an LSTM, has as many groups of columns, and a
-    slab of it is a slab of each group. A product that contracts more bytes than its sums have, as that of the cotangents of gates,
-    is *partial*: each CTA multiplies its columns with its rows of the weights, and the CTAs exchange the sums.
+    A loop carries slabs from step to step, so its products may read them: the CTAs then exchange their columns. A value that is
+    sliced into equal parts, as the gates of an LSTM, has as many groups of columns. A product that contracts more bytes than its
+    sums have, as that of the cotangents of gates, is *partial*: each CTA multiplies its columns with its rows of the weights, and
+    the CTAs exchange the sums.
     """
-    if split == 1:
+    if ctas == 1:
         return {}
     if any(i.block is not None for i in instrs):
-        return _loop_slabs(instrs, program, split, joined)
+        return _loop_slabs(instrs, program, ctas, joined)
 
     found = {v for i in instrs if i.kind == "matmul" for v in i.outputs}
     for v in found:
-        _check_columns(program, v, split)
+        _check_columns(program, v, ctas)
     _spread(instrs, program, found)
     for i in instrs:
         if i.kind == "matmul_sink":
-            found = _with_gradient_slab(i, instrs, program, split, lanes, found)
+            found = _with_gradient_slab(i, instrs, program, ctas, lanes, found)
     if any(i.kind == "matmul" and i.inputs[0] in found for i in instrs):
         raise CannotLower("a matmul reads columns that are split over CTAs")
     return dict.fromkeys(sorted(found), 1)
@@ -144,18 +144,18 @@ def _check_columns(program: TileProgram, v: int, parts: int) -> None:
 
 
 def _with_gradient_slab(
-    gradient: Instr, instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, found: set[int]
+    gradient: Instr, instrs: Sequence[Instr], program: TileProgram, ctas: int, lanes: int, found: set[int]
 ) -> set[int]:
     """``found`` and the operand of ``gradient`` to split: the one that needs fewest registers and leaves the other whole."""
     first, second = gradient.inputs
     half = is_half(program.values[first].dtype)
-    for shape in gradient_shapes(_columns(program, first), _columns(program, second), half, split, lanes):
+    for shape in gradient_shapes(_columns(program, first), _columns(program, second), half, ctas, lanes):
         rows, columns = (second, first) if shape.swapped else (first, second)
         slabs = {*found, columns}
         _spread(instrs, program, slabs)
         if rows not in slabs:
             return slabs
-    raise CannotLower(f"a weight gradient does not fit the registers of {split} CTAs")
+    raise CannotLower(f"a weight gradient does not fit the registers of {ctas} CTAs")
 
 
 def _columns(program: TileProgram, v: int) -> int:
@@ -200,7 +200,7 @@ class _SplitClasses:
             self.parent[self.of(v)] = self.of(first)
 
 
-def _loop_slabs(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
+def _loop_slabs(instrs: Sequence[Instr], program: TileProgram, ctas: int, joined: Joined) -> dict[int, int]:
     body = tuple(walk(instrs))
     if not any(i.kind == "matmul" for i in body):
         raise CannotLower("a loop with no weights cannot be split by columns")
@@ -219,8 +219,8 @@ def _loop_slabs(instrs: Sequence[Instr], program: TileProgram, split: int, joine
         found |= more
     slabs = {v: whole.get(classes.of(v), 1) for v in sorted(classes.parent) if classes.of(v) in found}
     for v, groups in slabs.items():
-        _check_columns(program, v, split * groups)
-    sums = partial_products(instrs, program, slabs, joined)
+        _check_columns(program, v, ctas * groups)
+    sums = _partial_products(instrs, program, slabs, joined)
     for i in body:
         if i.kind == "matmul" and i.outputs[0] not in sums and any(slabs.get(v, 1) > 1 for v in _pieces(i.inputs[0], joined)):
             raise CannotLower("a product of sliced columns and others cannot be split over CTAs")
@@ -244,7 +244,7 @@ def _split_alike(instr: Instr, program: TileProgram) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def partial_products(instrs: Sequence[Instr], program: TileProgram, found: Mapping[int, int], joined: Joined) -> frozenset[int]:
+def _partial_products(instrs: Sequence[Instr], program: TileProgram, found: Mapping[int, int], joined: Joined) -> frozenset[int]:
     """The results of partial products. ``found``: slab -> its groups."""
     body, sums = tuple(walk(instrs)), set[int]()
     makers = {v: i for i in body for v in i.outputs}
