@@ -10,8 +10,7 @@ the op table.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, dataclass_transform
 
 from kitsune_jax.targets.cuda import pointwise, tiles
@@ -166,36 +165,12 @@ class Spelling:
         return self.name(x) if isinstance(x, Ref) else x.text(self) if isinstance(x, Expr) else x
 
     def lines(self, nodes: Iterable[Node]) -> list[str]:
-        found: list[str] = []
-        for loops, group in itertools.groupby(nodes, key=lambda node: isinstance(node, AddressPair) and node.loops):
-            some = list(group)
-            found += _address_pairs(self, some) if loops else [line for node in some for line in node.lines(self)]
-        return found
+        return [line for node in nodes for line in node.lines(self)]
 
 
-class AddressPair(Node):
-    """A statement that declares the addresses of the thread's two rows. Those that follow one another share a loop."""
-
-    @property
-    def loops(self) -> bool:
-        return True
-
-    def pair(self, at: Spelling) -> tuple[str, str, str]:
-        """(type, name of the addresses, expression for row h)."""
-        raise NotImplementedError
-
-
-def _address_pairs(at: Spelling, nodes: Sequence[Node]) -> list[str]:
-    pairs = [node.pair(at) for node in nodes if isinstance(node, AddressPair)]
-    return [*(f"{type_} {name}[2];" for type_, name, _ in pairs), *each_row(*(f"{name}[h] = {x};" for _, name, x in pairs))]
-
-
-def each_row(*statements: str) -> list[str]:
-    """The statements for each row h of the thread's two rows."""
-    head = "for (int h = 0; h < 2; ++h) {"
-    if len(statements) == 1:
-        return ["KITSUNE_UNROLL", f"{head[:-1]}{statements[0]}"]
-    return ["KITSUNE_UNROLL", head, *indented(statements), "}"]
+def each_row(statement: str) -> list[str]:
+    """The statement for each row h of the thread's two rows."""
+    return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {statement}"]
 
 
 def indented(lines: Iterable[str]) -> list[str]:
@@ -429,7 +404,7 @@ class AxisIndices(Node):
         return found
 
 
-class RowAddresses(AddressPair):
+class RowAddresses(Node):
     """The addresses of the thread's rows. ``strides``: (axis, bytes). ``staged``: the rows are in shared memory."""
 
     ref: Ref
@@ -437,19 +412,14 @@ class RowAddresses(AddressPair):
     strides: tuple[tuple[int, int], ...]
     staged: bool
 
-    @property
-    def loops(self) -> bool:
-        return not self.staged
-
     def lines(self, at: Spelling) -> list[str]:
         row, staged = f"{at.name(self.ref)}_row", f"staged{self.ref.of}"
-        return [f"const u8* const {row}[2] = {{{staged}.row(n, lane.row), {staged}.row(n, lane.row + 8)}};"]
-
-    def pair(self, at: Spelling) -> tuple[str, str, str]:
+        if self.staged:
+            return [f"const u8* const {row}[2] = {{{staged}.row(n, lane.row), {staged}.row(n, lane.row + 8)}};"]
         const = "const " if self.ref.kind == "in" else ""
         offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in self.strides) or "0"
         where = f"static_cast<{const}u8*>({at.constant(self.array)}) + (valid[h] ? {offset} : 0)"
-        return f"{const}void*", f"{at.name(self.ref)}_row", where
+        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
 
 
 class TableRows(Node):
@@ -474,7 +444,7 @@ class TableRows(Node):
         yield self.ref, 4  # two addresses
 
 
-class SliceRows(AddressPair):
+class SliceRows(Node):
     """The addresses of the rows of a slice: those of ``whole``, plus for each number of a loop a multiple of so many bytes."""
 
     ref: Ref
@@ -482,10 +452,11 @@ class SliceRows(AddressPair):
     terms: tuple[tuple[Expr, int], ...]
     loads: bool
 
-    def pair(self, at: Spelling) -> tuple[str, str, str]:
-        const, behind = "const " if self.loads else "", [f"static_cast<i64>({n.text(at)}) * {size}ll" for n, size in self.terms]
+    def lines(self, at: Spelling) -> list[str]:
+        row, const = f"{at.name(self.ref)}_row", "const " if self.loads else ""
+        behind = [f"static_cast<i64>({n.text(at)}) * {size}ll" for n, size in self.terms]
         where = " + ".join([f"static_cast<{const}u8*>({at.name(self.whole)}_row[h])", *behind])
-        return f"{const}void*", f"{at.name(self.ref)}_row", where
+        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
 
 
 # --- Registers and images of tiles ------------------------------------------------------------------------------------------------
