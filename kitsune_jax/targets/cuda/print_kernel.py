@@ -42,6 +42,8 @@ _WORDS = {
     "sink_at": "fold by index",
 }
 _MOVES = {"broadcast_in_dim", "convert_element_type", "load", "load_slice", "pop", "push", "reshape", "store", "store_slice"}
+_ENDS = (("Reads", lambda q: q.consumers), ("Writes", lambda q: (q.producer,)))
+_WIDTH = 120  # of a line of comments
 
 
 def _operators(program: TileProgram, kind: Kind) -> dict[int, str]:
@@ -62,10 +64,6 @@ def _comment(program: TileProgram, kind: Kind) -> list[str]:
     queues = [(word, [k for k, q in enumerate(program.queues) if set(ends(q)) & {*kind.stages}]) for word, ends in _ENDS]
     text += "".join(f" {word} {_listed('queue', found)}." for word, found in queues if found)
     return [f"// {line}" for line in textwrap.wrap(text, _WIDTH)]
-
-
-_WIDTH = 120  # of a line of comments
-_ENDS = (("Reads", lambda q: q.consumers), ("Writes", lambda q: (q.producer,)))
 
 
 def _listed(word: str, numbers: Sequence[int]) -> str:
