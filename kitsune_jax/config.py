@@ -32,8 +32,10 @@ import logging
 import os
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
 
 logger = logging.getLogger("kitsune_jax")
 logger.addHandler(logging.NullHandler())  # records reach the logs that a program configures, and never its stderr unasked
@@ -225,6 +227,12 @@ def override(*, disable: bool | None = None, force: bool | None = None, strict: 
 # --- options of a pipelined function ----------------------------------------------------------------------------------------------
 
 
+def _option(default: Any, *values: Any, plans: bool = True) -> Any:
+    """A field of ``Options``. ``values``: those that users may give (all, if none are named). ``plans``: plans may depend on it, so
+    it is part of the key of remembered plans."""
+    return dataclasses.field(default=default, metadata={"values": values, "plans": plans})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
     """Options of a pipelined function: the static parameter that stays on the primitive through every transformation.
@@ -236,18 +244,40 @@ class Options:
     prefetch weights that XLA's next operators read.
     """
 
-    strict: bool = False
-    force: bool = False
+    strict: bool = _option(False, True, False)
+    force: bool = _option(False, True, False, None)
     target: str | None = None
-    residuals: str = "save"
-    export: str = "plain"
-    deterministic: bool = True
-    fetch_ahead: bool = False
+    residuals: str = _option("save", plans=False)
+    export: str = _option("plain", "plain", "calls", plans=False)
+    deterministic: bool = _option(True, True, False)
+    fetch_ahead: bool = _option(False, True, False)
 
 
-def resolve(*, strict: bool, force: bool | None, **others: Any) -> Options:
-    """Options of a call made now: ``force=None`` takes ``KITSUNE_FORCE``; ``strict`` is also set by ``KITSUNE_STRICT``."""
-    return Options(strict=strict or _switch("strict"), force=forced() if force is None else force, **others)
+def check_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given``, options by name, with Python's bools for NumPy's. Raises ``ValueError`` for a value that an option cannot have."""
+    allowed = {field.name: field.metadata.get("values") for field in dataclasses.fields(Options)}
+    checked = {name: bool(value) if isinstance(value, np.bool_) else value for name, value in given.items()}
+    for name, value in checked.items():
+        values = allowed[name]
+        if values and not any(type(value) is type(v) and value == v for v in values):
+            raise ValueError(f"{name}={value!r} is not known: use {' or '.join(map(repr, values))}")
+    return checked
+
+
+def resolve(given: Mapping[str, Any]) -> Options:
+    """The options of a call made now. ``given``: options by name, checked. ``force=None`` takes ``KITSUNE_FORCE``;
+    ``KITSUNE_STRICT`` also sets ``strict``."""
+    force = given["force"]
+    return Options(**{**given, "strict": given["strict"] or strict(), "force": forced() if force is None else force})
+
+
+T = TypeVar("T", bound=Options)
+
+
+def key_of_plans(options: T) -> T:
+    """``options`` with those that no plan depends on at their defaults."""
+    unread: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(options) if not f.metadata.get("plans", True)}
+    return dataclasses.replace(options, **unread)
 
 
 # --- printable text: names of functions and files, error messages -----------------------------------------------------------------

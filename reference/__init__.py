@@ -1,1 +1,1 @@
-"""NumPy references for tests: interpreters of Graphs and of tile programs, and the checker of tile programs."""
+"""References for tests: interpreters of Graphs and of tile programs, the checker of tile programs, and Graphs as text."""

@@ -15,9 +15,9 @@ from kitsune_jax.ops.reduce import FOLDS
 from kitsune_jax.ops.spec import DTYPES, resolve_rows
 from kitsune_jax.ops.table import OPS, verify_op
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program import instructions
-from kitsune_jax.program.instructions import FOLDED, Wrong, need, told
+from kitsune_jax.program.instructions import FOLDED
 from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
+from reference.instruction_types import RULES, Wrong, describe_types, need
 
 # --- the firing rule over bounded queues ------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def verify(program: Program | TileProgram, *, lookahead: int = 1) -> None:
 
     >>> verify(TileProgram((4,), 0, (), (), (), (), (), (), ()))
     Traceback (most recent call last):
-    kitsune_jax.program.instructions.Wrong: tiles of 0 rows
+    reference.instruction_types.Wrong: tiles of 0 rows
     """
     if isinstance(program, TileProgram):
         _tile_program(program, lookahead)
@@ -311,12 +311,12 @@ class _Bodies:
             fits = not shape or (count <= shape[0] if instr.kind == "cut" else count == shape[0])
             need(fits, f"the loop counts to {count}, and the value is {self.program.values[instr.inputs[0]]}")
         ins, outs = self._types(instr.inputs), [self.program.values[v] for v in instr.outputs if v < len(self.program.values)]
-        rule = instructions.RULES.get(instr.kind)
+        rule = RULES.get(instr.kind)
         if rule is None:
             _table_op(instr, ins, outs)
             return
         wanted = rule(self.program, instr, ins, outs)
-        need(outs == wanted, f"it makes {told(wanted)}, but declares {told(outs)}")
+        need(outs == wanted, f"it makes {describe_types(wanted)}, but declares {describe_types(outs)}")
 
     def _slice(self, instr: Instr, loops: Mapping[int, int]) -> None:
         loading = instr.kind == "load_slice"
@@ -329,7 +329,7 @@ class _Bodies:
         extent = dict(zip(instr["dims"], instr["sizes"], strict=True))
         made = TileType(array.streamed, tuple(extent.get(d, array.shape[d]) for d in array.kept), array.dtype)
         got = self._types(instr.outputs if loading else instr.inputs[:1])
-        need(got == [made], f"the slice is {made}, not {told(got)}")
+        need(got == [made], f"the slice is {made}, not {describe_types(got)}")
 
     def _cut(
         self, instr: Instr, numbers: Sequence[int], shape: Sequence[int], kept: Sequence[int], loops: Mapping[int, int]

@@ -3,11 +3,13 @@
     python -m scripts.code_hashes write before.json      # at the commit to compare with; a quarter of an hour
     python -m scripts.code_hashes compare before.json    # exit status 1, and the names, where a hash is another one
     python -m scripts.code_hashes compare before.json --match 'cuda/nerf|cpu/amx-2'
+    python -m scripts.code_hashes write machine.json --sass --match 'cuda/(mlp|loss)/bfloat16'    # seconds a kernel
 
 Comes in: every kernel family of the tests under every arrangement of the CUDA target, and every function of the grid of benchmarks
 planned for every family of CPUs. Goes out: the SHA-256 of each CUDA source and of each CPU program, by name, as JSON. Nothing is
 compiled and nothing runs, so neither a GPU nor the instruction sets are needed. Rows are cut to a few thousand: their number
-changes how tiles are shared out, not the code of one.
+changes how tiles are shared out, not the code of one. With ``--sass`` NVRTC compiles the CUDA sources, and the hashes are those of
+the machine code and its constants: a text that reads better should leave them as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -74,8 +77,8 @@ def _words(case: Any) -> dict[str, bytes]:
     import jax
 
     from benchmarks.grid_functions import make_problem
-    from kitsune_jax.config import Options
     from kitsune_jax.frontend import lowering
+    from kitsune_jax.frontend.route import RouteOptions
     from kitsune_jax.planning.plan import CpuPlan
     from kitsune_jax.targets.cpu.bytecode import Products
     from kitsune_jax.targets.cpu.lower import generate
@@ -83,15 +86,31 @@ def _words(case: Any) -> dict[str, bytes]:
     problem, found = make_problem(case), {}
     jaxpr = jax.make_jaxpr(problem.function)(*problem.args)
     for device in CPUS:
-        _, routed, _ = lowering.captured_and_settled(jaxpr, lambda body: body, "cpu", Options(force=True), device, code=False)
+        options = RouteOptions(force=True, device=device, code=False)
+        _, routed, _ = lowering.capture_until_stable(jaxpr, lambda body: body, "cpu", options)
         for k, region in enumerate(routed.regions):
             products = [Products(*phase.plan.products) for phase in region.phases if isinstance(phase.plan, CpuPlan)]
             found[f"{device}/{k}"] = generate(region.program, _TITLE, products).tobytes()
     return found
 
 
-def hashes(wanted: Sequence[Code]) -> dict[str, str]:
-    """name -> SHA-256 of all code that ``wanted`` makes; or why there is none."""
+def machine_code(name: str, source: bytes) -> bytes:
+    """The instructions and constants that NVRTC makes of the CUDA source of kernel ``name``."""
+    from kitsune_jax.targets.cuda import compile
+
+    elf = compile.cubin(source.decode(), "sm_80" if "/sm80" in name else "sm_90a").cubin
+    (headers,), (size, count, names) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<3H", elf, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", elf, headers + k * size) for k in range(count)]
+    found = b""
+    for label, _, _, _, offset, length in sections:
+        start = sections[names][4] + label
+        if elf[start : elf.index(b"\0", start)].startswith((b".text.", b".nv.constant")):
+            found += elf[offset : offset + length]
+    return found
+
+
+def hashes(wanted: Sequence[Code], sass: bool = False) -> dict[str, str]:
+    """name -> SHA-256 of all code that ``wanted`` makes; or why there is none. ``sass``: of its machine code."""
     found: dict[str, str] = {}
     for k, (name, make) in enumerate(wanted, 1):
         print(f"{k} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
@@ -100,6 +119,8 @@ def hashes(wanted: Sequence[Code]) -> dict[str, str]:
         except Exception as error:  # that there is no code is a result to be compared, too
             found[name] = f"{type(error).__name__}: {error}"
             continue
+        if sass:
+            code = {part: machine_code(f"{name}/{part}", text) for part, text in code.items()}
         found |= {f"{name}/{part}": hashlib.sha256(text).hexdigest() for part, text in code.items()}
     return found
 
@@ -120,11 +141,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("what", choices=("write", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--match", default="", help="a regular expression: only families and functions whose name it finds")
+    parser.add_argument("--sass", action="store_true", help="of CUDA kernels, the hashes of their machine code")
     args = parser.parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     before: dict[str, str] = json.loads(args.file.read_text()) if args.what == "compare" else {}
-    wanted = [(name, make) for name, make in everything() if re.search(args.match, name)]
-    found = hashes(wanted)
+    codes = _cuda_families() if args.sass else everything()
+    wanted = [(name, make) for name, make in codes if re.search(args.match, name)]
+    found = hashes(wanted, args.sass)
     if args.what == "write":
         args.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         print(f"{len(found)} hashes in {args.file}")

@@ -82,7 +82,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     from kernel_checks import sass
     from kitsune_jax.capture.jaxpr import capture
     from kitsune_jax.capture.rewrites import RewriteContext
-    from kitsune_jax.frontend.lowering import in_parts
+    from kitsune_jax.frontend.lowering import split_few_rows
     from kitsune_jax.frontend.route import RouteOptions, route
     from kitsune_jax.planning.plan import GpuPlan
     from kitsune_jax.targets import get
@@ -97,17 +97,15 @@ def rows() -> Iterator[tuple[str, ...]]:
         ]
         jaxpr = jax.make_jaxpr(function)(*args)
         by_rows = options.pop("rows", False)
-        captured = capture(
-            jaxpr,
-            context=RewriteContext(cuda.capabilities, deterministic=not options.get("unordered", False)),
-        )
+        asked = RouteOptions(device="h200", code=False, deterministic=not options.get("unordered", False))
+        captured = capture(jaxpr, context=RewriteContext(cuda.capabilities, asked))
         graph, as_it_was = captured.graph, 0.0
         if by_rows:  # XLA's times are those of the function itself
             machine = cuda.machine("h200")
             program = cuda.program_context(graph, machine, body=False)
             as_it_was = cuda.unpipelined_seconds(graph, range(len(graph.ops)), machine, program)
-            graph = in_parts(captured, "cuda", "h200").graph
-        for k, region in enumerate(route(graph, "cuda", RouteOptions(device="h200", code=False)).regions, 1):
+            graph = split_few_rows(captured, "cuda", "h200").graph
+        for k, region in enumerate(route(graph, "cuda", asked).regions, 1):
             plans = [phase.plan for phase in region.phases if isinstance(phase.plan, GpuPlan)]
             arranged = tuple(lower.arrangement(p, part.program) for p, part in zip(plans, region.program.parts, strict=True))
             alone = len(arranged) == 1

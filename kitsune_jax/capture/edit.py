@@ -138,7 +138,7 @@ def pruned(captured: Captured) -> Captured:
         return tuple([number[v] for v in ids])
 
     ops = [
-        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label, op.code, op.body)
+        Op(op.kind, renumber(op.inputs), renumber(op.outputs), op.params, op.source, op.reason, op.label, op.body)
         for op in (graph.ops[i] for i in kept)
     ]
     return dataclasses.replace(

@@ -21,12 +21,12 @@ from kitsune_jax.capture.edit import Builder, Captured, LoopEditor, Origin, Step
 from kitsune_jax.capture.equation import Equation, bind_in_place, constant_of
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
-from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, rewritten
+from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, apply_rewrites
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
-from kitsune_jax.ops.table import OPS
+from kitsune_jax.ops.table import NO_OPERATOR, OPS
 
 # --- one equation as ops of the table ---------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands
         return f"{_compat.called(eqn)}: computes with random keys; the pipeline knows only operators that move keys"
     e = Equation(builder, eqn, ins, origin, params, stands_for)
     if name not in RULES and e.kind not in OPS:
-        return f"{_compat.called(eqn)}: not an op the pipeline knows"
+        return f"{_compat.called(eqn)}: {NO_OPERATOR}"
     why = _why_opaque(e)
     if why:
         return why
@@ -371,9 +371,9 @@ _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 _CALLS = ("closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "kitsune_pipeline")
 _BODY = dict.fromkeys(("pjit", "jit", *_CHECKPOINTS), "jaxpr") | dict.fromkeys(_CALLS, "call_jaxpr")
 _LOOPS = {
-    "scan": "a loop (scan): its body is pipelined on its own, because ",
-    "while": "a loop (while): its body is pipelined on its own, because ",
-    "cond": "a branch (cond): its branches are pipelined on their own",
+    "scan": "a loop (scan): XLA runs the loop, and only the operators of one step are pipelined, because ",
+    "while": "a loop (while): XLA runs the loop, and only the operators of one step are pipelined, because ",
+    "cond": "a branch (cond): XLA takes the branch, and the operators of each branch are pipelined by themselves",
 }
 
 
@@ -412,7 +412,7 @@ def capture(closed_jaxpr: Any, rewrite: BodyRewrite | None = None, context: Rewr
     outputs = [random.wrap(builder, v, atom.aval) for v, atom in zip(outputs, jaxpr.outvars, strict=True)]
     captured = builder.finish(inputs, outputs, walk.failures)
     captured.graph.validate()
-    return rewritten(captured, REWRITES, context)
+    return apply_rewrites(captured, REWRITES, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -526,7 +526,7 @@ class _Walk:
         builder = Builder()
         inputs = [builder.value(_compat.physical(v.aval)) for v in jaxpr.invars]
         outputs = _Walk(builder, self.rewrite, self.failures, self.context, inside=True).jaxpr(jaxpr, consts, inputs, origin)
-        return rewritten(builder.finish(inputs, outputs), OF_BODIES, self.context)
+        return apply_rewrites(builder.finish(inputs, outputs), OF_BODIES, self.context)
 
     def _branches(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:
         """In a loop all branches, if they are cheap, and a choice between their results; else "", the usual reason."""

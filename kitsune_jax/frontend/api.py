@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options, resolve
@@ -82,21 +81,10 @@ def pipeline(
       >>> jax.jit(jax.grad(lambda w, x: mlp(w, x).sum()))(w, jnp.ones((32, 8)))[0].shape
       (8, 16)
     """
+    given = dict(locals())  # all arguments by name, so that an option is named here once
     config.check_environment()
     if fn is None:
-        return functools.partial(
-            pipeline,
-            residuals=residuals,
-            strict=strict,
-            force=force,
-            target=target,
-            export=export,
-            deterministic=deterministic,
-            fetch_ahead=fetch_ahead,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            donate_argnums=donate_argnums,
-        )
+        return functools.partial(pipeline, **{name: value for name, value in given.items() if name != "fn"})
     if not callable(fn):
         raise TypeError(f"kitsune_jax.pipeline takes a function of arrays, not {type(fn).__name__}: write pipeline(fn)(*args)")
     if not (residuals in ("save", "recompute") or callable(residuals)):
@@ -104,19 +92,13 @@ def pipeline(
             f"residuals={residuals!r} is not known: use 'save', 'recompute', or a policy such as "
             "jax.checkpoint_policies.dots_saveable"
         )
-    flags = {"strict": strict, "force": force, "deterministic": deterministic, "fetch_ahead": fetch_ahead}
-    for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_)) and not (name == "force" and value is None):
-            raise ValueError(f"{name}={value!r} is not a switch: use True or False{' or None' if name == 'force' else ''}")
     if target is not None and target not in targets.INSTEAD:
         names = ", ".join(map(repr, targets.INSTEAD))
         raise ValueError(f"target={target!r} is not known: use {names}, or None for the platform's own")
-    if export not in ("plain", "calls"):
-        raise ValueError(f"export={export!r} is not known: use 'plain' or 'calls'")
     statics = tracing.Statics.of(fn, static_argnums, static_argnames, donate_argnums)
-    switches: dict[str, Any] = {name: None if value is None else bool(value) for name, value in flags.items()}
-    switches |= {"target": target, "export": export}
-    return Pipeline(fn, residuals, switches, statics)
+    # The policy of residuals is asked for at each call.
+    options = {field.name: given[field.name] for field in dataclasses.fields(Options) if field.name != "residuals"}
+    return Pipeline(fn, residuals, config.check_options(options), statics)
 
 
 class Pipeline:
@@ -128,14 +110,14 @@ class Pipeline:
         self,
         fn: Callable[..., Any],
         residuals: Residuals,
-        switches: dict[str, Any],
+        options: Mapping[str, Any],
         statics: tracing.Statics,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if not hasattr(self, "__name__"):
             self.__name__ = type(fn).__name__
         self._residuals = residuals
-        self._switches = switches  # arguments of ``config.resolve``
+        self._given = options  # for ``config.resolve``, without the name of the policy
         self._statics = statics
         self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -168,7 +150,7 @@ class Pipeline:
 
     def resolved(self) -> Options:
         """The options of a call made now, if the package were not switched off."""
-        return resolve(**self._switches, residuals=policy_name(self.residuals()))
+        return resolve({**self._given, "residuals": policy_name(self.residuals())})
 
     def residuals(self) -> Residuals:
         """The residual policy of a call made now: the function's own, unless ``explain`` compares another one."""

@@ -26,6 +26,7 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined
 from kitsune_jax.frontend import lowering, tracing
+from kitsune_jax.frontend.route import RouteOptions
 from kitsune_jax.frontend.tracing import pipeline_p
 from kitsune_jax.report.build import build_report, graph_flops
 from kitsune_jax.report.data import Rejected
@@ -77,8 +78,8 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     def visit(jaxpr: Any) -> Any:
         whole = _compat.hoist_consts(jaxpr)[0]
         if obstacle is None:
-            captured, planned, nodes = lowering.captured_and_settled(
-                whole, visit, target, options, device, code=False, body=bool(reports)
+            captured, planned, nodes = lowering.capture_until_stable(
+                whole, visit, target, RouteOptions.of(options, device=device, code=False, body=bool(reports))
             )
             reports.append(planned.report)
             lowering.rewrite_bodies_left_to_xla(captured, nodes)

@@ -24,7 +24,7 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, rewritten
+from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
@@ -147,40 +147,40 @@ Nodes = TypeVar("Nodes")
 
 
 def choose_split(
-    captured: Captured, plan: Callable[[Captured], tuple[Routed, Nodes]], target: str, device: str | None, body: bool
+    captured: Captured, plan: Callable[[Captured], tuple[Routed, Nodes]], target: str, options: RouteOptions
 ) -> tuple[Captured, Routed, Nodes]:
     """``captured``, or the same with long reductions of few rows split where the model finds that faster, and the result of
-    ``plan`` for it. ``body``: it is the step of a loop."""
+    ``plan`` for it."""
     planned, nodes = plan(captured)
-    split = in_parts(captured, target, device)
+    split = split_few_rows(captured, target, options.device)
     if split is captured:
         return captured, planned, nodes
-    in_one = modelled_seconds(captured.graph, planned, target, device, body)
+    in_one = modelled_seconds(captured.graph, planned, target, options)
     split_planned, split_nodes = plan(split)
-    if modelled_seconds(split.graph, split_planned, target, device, body) < in_one:
+    if modelled_seconds(split.graph, split_planned, target, options) < in_one:
         return split, split_planned, split_nodes
     return captured, planned, nodes
 
 
-def in_parts(captured: Captured, target: str, device: str | None) -> Captured:
+def split_few_rows(captured: Captured, target: str, device: str | None) -> Captured:
     """``captured`` with its long reductions of few rows split (``capture.rewrites.few_rows``): a few parts for each worker, and
     each element a row of a stream. ``captured`` itself if it has none, or the target does not split."""
     executor = targets.get(target)
     capabilities = executor.capabilities
     workers = executor.machine(device).workers if capabilities.splits_reductions else 1
     context = RewriteContext(capabilities, workers=workers)
-    found = rewritten(captured, FEW_ROWS, context)
-    return found if found is captured or not capabilities.streams_elements else rewritten(found, OF_NEW_ROWS, context)
+    found = apply_rewrites(captured, FEW_ROWS, context)
+    return found if found is captured or not capabilities.streams_elements else apply_rewrites(found, OF_NEW_ROWS, context)
 
 
-def modelled_seconds(graph: Graph, planned: Routed, target: str, device: str | None, body: bool) -> float:
+def modelled_seconds(graph: Graph, planned: Routed, target: str, options: RouteOptions) -> float:
     """The modelled time of ``graph``: the calls of ``planned``, and XLA's time for all other ops that the model knows."""
     executor = targets.get(target)
     calls = sum(phase.plan.seconds for region in planned.regions for phase in region.phases)
     inside = {i for region in planned.regions for i in region.region.ops}
     left = [i for i, op in enumerate(graph.ops) if i not in inside and op.kind != "opaque" and not _moves_nothing(graph, op)]
-    machine = executor.machine(device)
-    return calls + executor.unpipelined_seconds(graph, left, machine, executor.program_context(graph, machine, body))
+    machine = executor.machine(options.device)
+    return calls + executor.unpipelined_seconds(graph, left, machine, executor.program_context(graph, machine, options.body))
 
 
 def _moves_nothing(graph: Graph, op: Op) -> bool:
@@ -247,7 +247,7 @@ def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
         _watch.reset(token)
 
 
-def lower(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
+def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
     target = target_of(options, platform)
     watch = _watch.get()
@@ -345,7 +345,7 @@ def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined
 
 def routed(graph: Graph, target: str, options: RouteOptions) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    return _routed(graph, target, options, targets.get(target).surroundings())
+    return _routed(graph, target, config.key_of_plans(options), targets.get(target).surroundings())
 
 
 @functools.lru_cache(maxsize=256)
@@ -412,20 +412,13 @@ def planned_function(jaxpr: Any, options: Options, target: str, body: bool = Fal
         return _compat.as_kind_of(new, body)
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may leave constants
-    captured, planned, nodes = captured_and_settled(jaxpr, rewrite, target, options, body=body)
+    captured, planned, nodes = capture_until_stable(jaxpr, rewrite, target, RouteOptions.of(options, body=body))
     bodies.failures.extend(rewrite_bodies_left_to_xla(captured, nodes))
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
 
 
-def captured_and_settled(
-    jaxpr: Any,
-    rewrite: Callable[[Any], Any],
-    target: str,
-    options: Options,
-    device: str | None = None,
-    *,
-    code: bool = True,
-    body: bool = False,
+def capture_until_stable(
+    jaxpr: Any, rewrite: Callable[[Any], Any], target: str, options: RouteOptions
 ) -> tuple[Captured, Routed, list[int | PlannedRegion]]:
     """``jaxpr`` captured for ``target``, with its plan and nodes. ``rewrite``: applied to the bodies of loops that are left to XLA.
 
@@ -433,11 +426,11 @@ def captured_and_settled(
     less memory, and its body is pipelined by itself. This repeats until no such loop is left.
     """
     kept = set[Any]()
-    plan = functools.partial(plan_and_schedule, target=target, options=options, device=device, code=code, body=body)
+    plan = functools.partial(plan_and_schedule, target=target, options=options)
     while True:
-        context = RewriteContext(targets.get(target).capabilities, options.deterministic, frozenset(kept))
+        context = RewriteContext(targets.get(target).capabilities, options, frozenset(kept))
         whole = capture(jaxpr, rewrite, context)
-        captured, planned, nodes = choose_split(whole, plan, target, device, body)
+        captured, planned, nodes = choose_split(whole, plan, target, options)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
         if not again:
@@ -472,20 +465,15 @@ def _collect_results(plan: PlannedFunction, lost: Mapping[str, Failure], found: 
     found.failures += [*plan.captured.failures, *planned.failures, *lost.values(), *plan.bodies.failures]
 
 
-def plan_and_schedule(
-    captured: Captured, target: str, options: Options, device: str | None = None, *, code: bool = True, body: bool = False
-) -> tuple[Routed, list[int | PlannedRegion]]:
+def plan_and_schedule(captured: Captured, target: str, options: RouteOptions) -> tuple[Routed, list[int | PlannedRegion]]:
     """The regions that will run, and the nodes in order. Regions that a side effect would split are dissolved; before that, a call
     of several phases becomes one call per phase.
     """
     effects = [step.has_effects for step in captured.steps]
-    asked = RouteOptions(
-        force=options.force, device=device, code=code, strict=options.strict, body=body, fetch_ahead=options.fetch_ahead
-    )
-    planned = routed(captured.graph, target, asked)
+    planned = routed(captured.graph, target, options)
     nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     if any(len(region.phases) > 1 for region in dissolved):
-        planned = routed(captured.graph, target, dataclasses.replace(asked, merge=False))
+        planned = routed(captured.graph, target, dataclasses.replace(options, merge=False))
         nodes, dissolved = schedule(captured.graph, effects, planned.regions)
     return remove_regions(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kitsune_jax import config, targets
+from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
@@ -92,7 +93,7 @@ def isolate(graph: Graph, region: Region) -> Isolated:
             inputs=renumbered(region.inputs),
             outputs=renumbered(region.outputs),
             sinks=tuple(place[i] for i in region.sinks),
-            again=tuple(place[i] for i in region.again),
+            recomputed=tuple(place[i] for i in region.recomputed),
         ),
         ops,
         values,
@@ -163,22 +164,23 @@ class Routed:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouteOptions:
-    """How a graph is routed.
+class RouteOptions(Options):
+    """How a graph is routed: the options of its function, and what the lowering adds.
 
-    ``force``: every legal region becomes a pipeline. ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at
-    hand. ``code``: compile the regions, if the target can. ``strict``: raise an error of this package instead of leaving the region
-    to XLA. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step
-    of a loop that XLA runs. ``fetch_ahead``: arguments lie in memory, and calls may prefetch weights that XLA reads after them.
+    ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, if the target
+    can. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step of a
+    loop that XLA runs.
     """
 
-    force: bool = False
     device: str | None = None
     code: bool = True
-    strict: bool = False
     merge: bool = True
     body: bool = False
-    fetch_ahead: bool = False
+
+    @staticmethod
+    def of(options: Options, **others: Any) -> RouteOptions:
+        """``options`` of a function, with ``others`` that the lowering adds."""
+        return RouteOptions(**{**{f.name: getattr(options, f.name) for f in dataclasses.fields(options)}, **others})
 
 
 _AT_HAND = RouteOptions()
@@ -191,7 +193,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     """
     executor = targets.get(target)
     machine = executor.machine(options.device)
-    program = executor.program_context(graph, machine, options.body)
+    program = dataclasses.replace(executor.program_context(graph, machine, options.body), options=options)
     failed = _Failures(graph, options.strict)
     search = _TargetSearch(graph, executor, machine, program, failed, options.force)
     capabilities = executor.capabilities
@@ -203,13 +205,13 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
         search.plan,
         capabilities,
         force=options.force,
-        together=search.together,
+        merge_phases=search.merge_phases,
         fresh=program.fresh_seconds,
         failed=failed,
     )
     fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
     if options.fetch_ahead and not options.body:  # some arguments of a step are slices of arrays
-        fetches = executor.ahead(graph, [call.planned for call in chosen.regions], machine, options.force)
+        fetches = executor.prefetches(graph, [call.planned for call in chosen.regions], machine, options.force)
     calls = list(zip(chosen.regions, fetches, strict=True))
     made = _make_calls(graph, calls, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
@@ -262,7 +264,7 @@ class _TargetSearch:
         except Exception as error:
             return self.failed(error, (i,))
 
-    def together(self, chosen: Chosen) -> Chosen | str:
+    def merge_phases(self, chosen: Chosen) -> Chosen | str:
         """``chosen`` with the plans that its regions have as one call, or the reason why the target does not run them as one."""
         call = self.machine.call_seconds  # a later phase does not pay them
         plans = [p.plan if k == 0 else _subtract_seconds(p.plan, call) for k, p in enumerate(chosen.phases)]
@@ -272,7 +274,7 @@ class _TargetSearch:
             apart = plans[0].seconds + sum(plan.baseline_seconds for plan in plans[1:])
         found: Sequence[Plan] | str
         try:
-            found = self.target.together(
+            found = self.target.merge_phases(
                 lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
                 plans,
                 self.machine,

@@ -437,9 +437,9 @@ expected_platform = jax.make_user_context(None)
 
 
 def _choose_residuals(*parts: Any) -> Any:
-    """``handover.lean``. If it fails, the gradient keeps JAX's own residuals, which costs bytes and not the user's gradient."""
+    """``handover.shrink_residuals``. If it fails, the gradient keeps JAX's own residuals, which costs bytes, not the gradient."""
     try:
-        return handover.lean(*parts)
+        return handover.shrink_residuals(*parts)
     except Exception as error:
         if config.strict():
             raise
@@ -466,9 +466,9 @@ def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
     _compat.register_call_rules(primitive, _choose_residuals, _repeats_products)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
-    _compat.register_lowering(primitive, functools.partial(lowering.lower, platform=None), cacheable=True)
+    _compat.register_lowering(primitive, functools.partial(lowering.lower_call, platform=None), cacheable=True)
     for platform in targets.PLATFORMS:
-        rule = functools.partial(lowering.lower, platform=platform)
+        rule = functools.partial(lowering.lower_call, platform=platform)
         _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
     primitive.def_impl(_impl)
     return primitive

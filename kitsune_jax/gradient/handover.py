@@ -248,7 +248,9 @@ _GATHERED_BYTES = 32
 _VECTOR_BYTES = 16
 
 
-def lean(primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int, large: bool = False) -> Division | None:
+def shrink_residuals(
+    primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int, large: bool = False
+) -> Division | None:
     """Another ``primal``, ``tangent`` and ``forwarded`` with fewer bytes of residuals, or None where there is nothing to gain.
 
     JAX keeps the operands of linear equations. Where such an operand is a concatenation, its parts are kept here instead: rows of

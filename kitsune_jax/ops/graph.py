@@ -1,24 +1,20 @@
 """The Graph: the data that every pass after capture reads.
 
-Frozen, comparable, hashable and JSON-serialisable dataclasses. Invariants, checked by ``Graph.validate``: value ids are indices
+Frozen, comparable and hashable dataclasses. Invariants, checked by ``Graph.validate``: value ids are indices
 into ``Graph.values``; every value is defined once (graph input, literal, or output of one op); ops are in topological order.
 Nothing here knows JAX's equations or a device.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import heapq
-import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = bool | int | float
-Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: types that survive the JSON round trip
-
-FORMAT_VERSION = 3
+Param: TypeAlias = Any  # None, bool, int, float, str, or a (nested) tuple of those: hashable, and JSON has them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,28 +36,12 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OpaqueCode:
-    """The computation of an opaque op: a StableHLO module as ``jax.export`` writes it (``standalone``).
-
-    ``operands``: which of the op's inputs the module takes. ``convention``: the version of JAX's calling convention.
-    """
-
-    module: bytes
-    platforms: tuple[str, ...]
-    operands: tuple[int, ...]
-    convention: int
-
-    def __str__(self) -> str:
-        return f"{len(self.module)} bytes for {', '.join(self.platforms)}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Op:
     """One operation. ``kind`` is a key of ``kitsune_jax.ops.table.OPS``, or ``"opaque"`` for a primitive outside the table.
 
     ``params`` is a name-sorted tuple of pairs. ``source`` is the user's line ("model.py:12 (mlp)"). ``reason``: why an opaque op is
-    opaque. ``label``: the name that the user knows (the JAX primitive's). ``code``: the computation of an opaque op, in a graph
-    that stands alone. ``body``: one step of a loop (kind ``"scan"``, ``ops.loops``).
+    opaque. ``label``: the name that the user knows (the JAX primitive's). ``body``: one step of a loop (kind ``"scan"``,
+    ``ops.loops``).
     """
 
     kind: str
@@ -71,7 +51,6 @@ class Op:
     source: str = ""
     reason: str = ""
     label: str = ""
-    code: OpaqueCode | None = None
     body: Graph | None = None
 
     def __getitem__(self, name: str) -> Param:
@@ -136,53 +115,6 @@ class Graph:
             if v not in defined:
                 raise ValueError(f"graph output {v} is never defined")
 
-    def to_json(self) -> str:
-        """Stable text form; ``Graph.from_json`` gives back an equal graph (NaN literals excepted: NaN is not equal to itself)."""
-        return json.dumps({"format": FORMAT_VERSION, **self._parts()}, separators=(",", ":"))
-
-    def _parts(self) -> dict[str, Any]:
-        return {
-            "values": [[list(v.shape), v.dtype, v.literal] for v in self.values],
-            "inputs": self.inputs,
-            "outputs": self.outputs,
-            "ops": [
-                [o.kind, o.inputs, o.outputs, o.params, o.source, o.reason, o.label, _written(o.code), o.body and o.body._parts()]
-                for o in self.ops
-            ],
-        }
-
-    @staticmethod
-    def from_json(text: str) -> Graph:
-        """Inverse of ``to_json``. Raises ``ValueError`` for another format version or a graph that is not valid."""
-        d = json.loads(text)
-        if d.get("format") != FORMAT_VERSION:
-            raise ValueError(f"graph format {d.get('format')!r} is not the supported {FORMAT_VERSION}")
-        graph = Graph._of_parts(d)
-        graph.validate()
-        return graph
-
-    @staticmethod
-    def _of_parts(d: Any) -> Graph:
-        return Graph(
-            values=tuple(Value(tuple(s), dt, lit) for s, dt, lit in d["values"]),
-            inputs=tuple(d["inputs"]),
-            outputs=tuple(d["outputs"]),
-            ops=tuple(
-                Op(
-                    k,
-                    tuple(i),
-                    tuple(o),
-                    tuple((n, _thaw(p)) for n, p in ps),
-                    src,
-                    why,
-                    label,
-                    _read(code),
-                    body and Graph._of_parts(body),
-                )
-                for k, i, o, ps, src, why, label, code, body in d["ops"]
-            ),
-        )
-
     def __str__(self) -> str:
         def name(v: int) -> str:
             val = self.values[v]
@@ -199,16 +131,19 @@ class Graph:
         return "\n".join(lines)
 
 
-def _written(code: OpaqueCode | None) -> Any:
-    return code and [base64.b64encode(code.module).decode(), code.platforms, code.operands, code.convention]
+def reached(start: Iterable[int], near: Callable[[int], Iterable[int]]) -> set[int]:
+    """``start``, and everything to which ``near`` leads from there, step by step.
 
-
-def _read(code: Any) -> OpaqueCode | None:
-    return code and OpaqueCode(base64.b64decode(code[0]), tuple(code[1]), tuple(code[2]), code[3])
-
-
-def _thaw(x: Any) -> Param:
-    return tuple(_thaw(v) for v in x) if isinstance(x, list) else x
+    >>> reached([1], lambda n: [2 * n] if n < 8 else [])
+    {8, 1, 2, 4}
+    """
+    found = set(start)
+    work = list(found)
+    while work:
+        new = set(near(work.pop())) - found
+        found |= new
+        work += new
+    return found
 
 
 def topological(needs: Sequence[Collection[int]], rank: Sequence[int]) -> list[int]:

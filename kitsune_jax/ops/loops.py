@@ -16,11 +16,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.spec import Array, DimRelation, Dims, OpSpec, Params, Shapes, is_float, np_dtype
+from kitsune_jax.ops.spec import Array, DimRelation, Dims, OpSpec, Params, Shapes, np_dtype
 
 Table = Mapping[str, OpSpec]
 DimLabels = tuple[tuple[int, ...], ...]
@@ -100,46 +99,6 @@ def check(op: Op, values: Sequence[Value]) -> None:
 
 
 # --- semantics --------------------------------------------------------------------------------------------------------------------
-
-
-def evaluate_numpy(table: Table, graph: Graph, arrays: Sequence[Array], widen: bool = False) -> list[Array]:
-    """The outputs of ``graph`` on ``arrays`` by the NumPy rules of ``table``. ``widen``: every float is held in float64.
-
-    Raises ``ValueError`` if the graph has an opaque op.
-    """
-    env = {v: np.asarray(x) for v, x in zip(graph.inputs, arrays, strict=True)}
-    env |= {v: np.asarray(x.literal, np_dtype(x.dtype)) for v, x in enumerate(graph.values) if x.literal is not None}
-    if widen:
-        env = {v: x.astype(np.float64) if is_float(x.dtype) else x for v, x in env.items()}
-    for op in graph.ops:
-        if op.kind not in table:
-            raise ValueError(f"{op.label} ({op.source}) is opaque: {op.reason}")
-        operands = [env[v] for v in op.inputs]
-        if op.body is not None:
-            env.update(zip(op.outputs, _run(table, op, operands, widen), strict=True))
-            continue
-        params, dtype = dict(op.params), graph.values[op.outputs[0]].dtype
-        if widen:
-            dtype = "float64" if is_float(dtype) else dtype
-            if is_float(params.get("accumulate", "")):
-                params["accumulate"] = "float64"
-        env[op.outputs[0]] = table[op.kind].numpy(params, *operands, out_dtype=dtype)
-    return [env[v] for v in graph.outputs]
-
-
-def _run(table: Table, op: Op, operands: Sequence[Array], widen: bool) -> list[Array]:
-    """The results of a loop, step by step."""
-    body, first, carries, length = body_of(op), op["consts"], op["carries"], op["length"]
-    consts, state, xs = operands[:first], list(operands[first : first + carries]), operands[first + carries :]
-    types = [body.values[v] for v in body.outputs[carries:]]
-    dtypes = ["float64" if widen and is_float(t.dtype) else t.dtype for t in types]
-    ys = [np.zeros((length, *t.shape), np_dtype(dtype)) for t, dtype in zip(types, dtypes, strict=True)]
-    for step in reversed(range(length)) if op["reverse"] else range(length):
-        made = evaluate_numpy(table, body, [*consts, *state, *(x[step] for x in xs)], widen)
-        state = made[:carries]
-        for y, slice_ in zip(ys, made[carries:], strict=True):
-            y[step] = slice_
-    return [*state, *ys]
 
 
 def evaluate_jax(table: Table, op: Op, arrays: Sequence[Any]) -> list[Any]:
@@ -338,7 +297,7 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
         return ""
 
     def numpy(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
-        raise ValueError("a loop has several results: use evaluate_numpy")
+        raise ValueError("a loop has several results: use reference.graph.evaluate_numpy")
 
     doc = "constants, carries, xs -> carries, ys: the body, length times, each time on the carries that it made before"
     return {"scan": OpSpec("scan", "loop", None, numpy, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}

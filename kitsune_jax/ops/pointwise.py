@@ -184,11 +184,6 @@ def reduce_precision(x: Array, exponent_bits: int, mantissa_bits: int) -> Array:
     return np.where(np.isfinite(y), rounded, y)
 
 
-def next_after(x: Array, y: Array) -> Array:
-    """The neighbour of ``x`` towards ``y`` among the numbers of their own dtype."""
-    return np.asarray(np.nextafter(x, y))
-
-
 def bitcast(_params: Params, /, x: Array, *, out_dtype: str) -> Array:
     """The same bits as a number of another dtype of the same width."""
     return np.asarray(x).view(np_dtype(out_dtype))
@@ -632,7 +627,7 @@ _BINARY = (
     _binary("pow", _in_own_dtype(_power), 30, "x**y, y a float or an integer", cuda="power({0}, {1})", mixes=True, special=True,
             domain=(POSITIVE,)),
     _binary("atan2", _double(np.arctan2), 20, "angle of (y, x)", cuda="atan2f({0}, {1})"),
-    _binary("nextafter", _in_own_dtype(next_after), 6, "neighbour of x towards y", cuda="nextafterf({0}, {1})", exact=True,
+    _binary("nextafter", _in_own_dtype(np.nextafter), 6, "neighbour of x towards y", cuda="nextafterf({0}, {1})", exact=True,
             widens=_never),
     _binary("and", _exact(np.bitwise_and), 1, "bitwise and", BITS, {"any": "({0} & {1})", "bool": "({0} && {1})"},
            jax=_lax(lax.bitwise_and), folded=True),

@@ -128,11 +128,7 @@ def resolve_rows(params: Mapping[str, Param] | tuple[tuple[str, Param], ...], ro
     >>> resolve_rows({"shape": (-1, 4), "dims": (0,)}, rows=7)
     {'shape': (7, 4), 'dims': (0,)}
     """
-    return {k: _resolve(v, rows) if k in _SIZES else v for k, v in dict(params).items()}
-
-
-def _resolve(sizes: Any, rows: int) -> tuple[int, ...]:
-    return tuple(rows if n == ROWS else n for n in sizes)
+    return {k: tuple(rows if n == ROWS else n for n in v) if k in _SIZES else v for k, v in dict(params).items()}
 
 
 # --- an entry of the op table -----------------------------------------------------------------------------------------------------
@@ -166,14 +162,6 @@ class RelateRule(Protocol):
     """The op's dimension relations at given operand and result shapes (``relations.DimRelation``)."""
 
     def __call__(self, op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]: ...
-
-
-def _always(params: Params, dtype: str) -> bool:
-    return True
-
-
-def _without_parameters(dtype: str) -> tuple[Params, ...]:
-    return ({},)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,8 +237,8 @@ class OpSpec:
     opcodes: tuple[str, ...] = ()
     immediates: tuple[str, ...] = ()
     cuda: Mapping[str, CudaCode] = dataclasses.field(default_factory=dict)
-    widens: Callable[[Params, str], bool] = _always
-    samples: Callable[[str], Sequence[Params]] = _without_parameters
+    widens: Callable[[Params, str], bool] = lambda params, dtype: True
+    samples: Callable[[str], Sequence[Params]] = lambda dtype: ({},)
     domain: tuple[tuple[float, float] | range, ...] = ()
     exact: bool = False
     ulps: Mapping[str, float] = dataclasses.field(default_factory=dict)

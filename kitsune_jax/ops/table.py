@@ -20,7 +20,10 @@ from kitsune_jax.ops.spec import COMPARISONS, DTYPES, INTEGERS, OpSpec, is_float
 
 _TABLE: dict[str, OpSpec] = {**POINTWISE, **SHAPES, **REDUCTIONS, **INDEXED, **WINDOWS, **ONLINE}
 _TABLE.update(entries(_TABLE))  # loops, whose bodies hold ops of the table
+
 OPS: Mapping[str, OpSpec] = MappingProxyType(_TABLE)
+# Why an opaque op is left to XLA, where nothing else is known about it.
+NO_OPERATOR = "kitsune_jax has no code for this operator, so XLA runs it; to pipeline it, write it with other operators"
 
 # JAX's names of primitives that have another kind here -> that kind.
 RENAMED: Mapping[str, str] = MappingProxyType({name: spec.kind for spec in OPS.values() for name in spec.names})

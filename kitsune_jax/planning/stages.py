@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import SCATTER, RegionCost
 from kitsune_jax.planning.plan import Infeasible
@@ -315,15 +315,7 @@ def orders_of(graph: Graph, region: Region) -> list[int]:
 def _made_of_results(graph: Graph, region: Region, ids: int) -> bool:
     """Whether ``ids`` depends on a result of the region: an order must be known before the call."""
     producers = {v: i for i in region.ops for v in graph.ops[i].outputs}
-    results, seen, work = set(region.outputs), {ids}, [ids]
-    while work:
-        v = work.pop()
-        if v in results:
-            return True
-        new = set(graph.ops[producers[v]].inputs).difference(seen) if v in producers else set()
-        seen |= new
-        work += new
-    return False
+    return not reached([ids], lambda v: graph.ops[producers[v]].inputs if v in producers else ()).isdisjoint(region.outputs)
 
 
 # --- Long dimensions --------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.spec import DimRelation, Dims
-from kitsune_jax.ops.table import OPS, scores_of
+from kitsune_jax.ops.table import NO_OPERATOR, OPS, scores_of
 
 # --- Stream spaces and regions ----------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class Region:
     (stationary values are absent). ``inputs`` / ``outputs``: graph value ids that cross the border (literals are not inputs). The
     result of a maker (a broadcast, an iota: an op without streamed inputs) is never an output: readers outside compute it again.
     ``sinks``: the ops that reduce over the whole stream space, with stationary results, or over all rows of each batch, with
-    results that run over the batch axes. ``again``: ops that others may compute as well, as that is cheaper than storing their
+    results that run over the batch axes. ``recomputed``: ops that others may compute as well, as that is cheaper than storing their
     results, which are no outputs.
     """
 
@@ -65,7 +65,7 @@ class Region:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sinks: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
 
     def label_of(self) -> dict[int, DimLabels]:
         return dict(self.labels)
@@ -482,7 +482,7 @@ class _Spreader:
     def _why_not(self, i: int) -> str | None:
         op = self.graph.ops[i]
         if op.kind == "opaque":
-            return op.reason or f"{op.label} is not an op the pipeline knows"
+            return op.reason or f"{op.label}: {NO_OPERATOR}"
         if i not in self.allowed:
             return "it belongs to another region"
         return self.supports(i)

@@ -25,7 +25,7 @@ _Index = Any  # an int, or an array with one for each tile
 _Span = tuple[_Index, _Index]
 
 
-def met(
+def tile_iterations(
     program: TileProgram, instr: Instr, rows: np.ndarray[Any, np.dtype[Any]], number: Callable[[int], int] | None = None
 ) -> Sequence[int]:
     """The iterations of a loop that a tile of ``rows`` runs. ``number``: the number in an input array, by which bounds are shifted;

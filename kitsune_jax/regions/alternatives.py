@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, streamed_axes
@@ -88,13 +88,8 @@ def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | No
 
 def _needed_by(graph: Graph, region: Region, ops: list[int]) -> set[int]:
     """The ops of ``region`` that ``ops`` depend on, themselves included."""
-    inside, producers, found, work = set(region.ops), graph.producers(), set[int](), list(ops)
-    while work:
-        i = work.pop()
-        if i in inside and i not in found:
-            found.add(i)
-            work += [producers[v] for v in graph.ops[i].inputs if v in producers]
-    return found
+    inside, producers = set(region.ops), graph.producers()
+    return reached(inside.intersection(ops), lambda i: inside.intersection(producers.get(v, -1) for v in graph.ops[i].inputs))
 
 
 def _parts(graph: Graph, region: Region, parts: list[set[int]]) -> tuple[Pass, ...] | None:
@@ -224,7 +219,7 @@ def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozense
     while work:
         v = work.pop()
         i = index.producers.get(v)
-        if v in seen or v not in labels or i not in inside or i in index.again:
+        if v in seen or v not in labels or i not in inside or i in index.recomputed:
             continue
         seen.add(v)
         if _is_cheap(index, i) or len(streamed_axes(labels[v])) < len(maker.space.sizes):
@@ -262,7 +257,7 @@ def _agrees(v: int, labels: dict[int, tuple[tuple[int, ...], ...]], reader: Regi
 
 def _reduced(index: GraphIndex, maker: Region, outputs: Sequence[int]) -> Region | None:
     """``maker`` with the results ``outputs`` and without ops that only other results needed."""
-    return _region(index, maker, _before(index, set(maker.ops), outputs, set()), outputs, maker.again) if outputs else None
+    return _region(index, maker, _before(index, set(maker.ops), outputs, set()), outputs, maker.recomputed) if outputs else None
 
 
 def _grown(index: GraphIndex, reader: Region, maker: Region, gone: set[int], stored: Sequence[int]) -> Region | None:
@@ -275,20 +270,17 @@ def _grown(index: GraphIndex, reader: Region, maker: Region, gone: set[int], sto
     if any(v in reader.inputs and v not in labels and v in theirs for v in touched):
         return None
     whole = dataclasses.replace(reader, labels=tuple(sorted({**{v: theirs[v] for v in touched if v in theirs}, **labels}.items())))
-    again = (*reader.again, *(i for i in copied if i not in reader.ops))
+    again = (*reader.recomputed, *(i for i in copied if i not in reader.ops))
     return _region(index, whole, copied.union(reader.ops), list(reader.outputs), again)
 
 
 def _before(index: GraphIndex, inside: set[int], values: Sequence[int], stored: set[int]) -> set[int]:
     """The ops of ``inside`` that compute ``values`` from ``stored`` ones."""
-    found: set[int] = set()
-    work = list(values)
-    while work:
-        i = index.producers.get(work.pop())
-        if i in inside and i not in found:
-            found.add(i)
-            work += [v for v in index.graph.ops[i].inputs if v not in stored]
-    return found
+
+    def makers(values: Iterable[int]) -> set[int]:
+        return inside.intersection(index.producers.get(v, -1) for v in values)
+
+    return reached(makers(values), lambda i: makers(v for v in index.graph.ops[i].inputs if v not in stored))
 
 
 def _region(index: GraphIndex, like: Region, ops: set[int], outputs: Sequence[int], again: Sequence[int]) -> Region:
@@ -304,7 +296,7 @@ def _region(index: GraphIndex, like: Region, ops: set[int], outputs: Sequence[in
         inputs=tuple(v for v in read if v not in made and graph.values[v].literal is None),
         outputs=tuple(outputs),
         sinks=tuple(i for i in like.sinks if i in ops),
-        again=tuple(sorted(set(again).intersection(ops))),
+        recomputed=tuple(sorted(set(again).intersection(ops))),
     )
 
 
@@ -367,7 +359,7 @@ def repeated_ops(index: GraphIndex, region: Region) -> frozenset[int]:
     again for every index of the others (the bias of an attention, for every sample of a batch); with ops that move their results
     and ops that only they read."""
     graph, labels, live = index.graph, region.label_of(), index.live
-    sinks, again, left = set(region.sinks), set(region.again), set[int]()
+    sinks, again, left = set(region.sinks), set(region.recomputed), set[int]()
     for i in region.ops:
         op = graph.ops[i]
         streamed = [v for v in op.outputs if v in labels]

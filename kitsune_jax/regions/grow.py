@@ -5,8 +5,8 @@ is convex (no path leaves it and comes back), connected through streamed values,
 space, and nothing in it is dead.
 
 A **maker** is an op that makes a streamed value from none (a broadcast, an iota). Its result is never an output of a region: ops
-outside that read it compute it again, which is cheaper than storing it. Ops of ``GraphIndex.again`` are in every region that needs
-their results, and these are no outputs either.
+outside that read it compute it again, which is cheaper than storing it. Ops of ``GraphIndex.recomputed`` are in every region that
+needs their results, and these are no outputs either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.spec import COMPARISONS, HAND_ON, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import DimLabels, Region, Seed, Spread, StreamSpace, candidate_seeds, streamed_axes
@@ -112,7 +112,7 @@ def _fills_an_array(graph: Graph, i: int) -> bool:
 @dataclasses.dataclass(frozen=True)
 class GraphIndex:
     """A graph with its ``producers`` and ``consumers``; ``results``: its outputs; ``live``: ops whose results are used, or that
-    have effects (opaque ops are kept). ``again``: ops that several regions may compute (``recomputed_ops``).
+    have effects (opaque ops are kept). ``recomputed``: ops that several regions may compute (``recomputed_ops``).
     """
 
     graph: Graph
@@ -120,7 +120,7 @@ class GraphIndex:
     consumers: dict[int, tuple[int, ...]]
     live: frozenset[int]
     results: frozenset[int]
-    again: frozenset[int]
+    recomputed: frozenset[int]
 
     @staticmethod
     def of(graph: Graph) -> GraphIndex:
@@ -267,8 +267,8 @@ _SMALLER = 16  # an operand so many times smaller than the result is stored, not
 
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
-    """Ops of ``region`` that no other region computes: all but its makers and ``region.again``."""
-    labels, again = region.label_of(), set(region.again)
+    """Ops of ``region`` that no other region computes: all but its makers and ``region.recomputed``."""
+    labels, again = region.label_of(), set(region.recomputed)
     return tuple(i for i in region.ops if i not in again and any(v in labels for v in graph.ops[i].inputs))
 
 
@@ -282,7 +282,7 @@ def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> lis
 
 def groups_of(index: GraphIndex, sp: Spread, order: Order | None) -> list[tuple[int, ...]]:
     """The ops of each of ``regions_of``."""
-    members = [i for i in sp.ops if i in index.live and i not in index.again]
+    members = [i for i in sp.ops if i in index.live and i not in index.recomputed]
     all_axes = frozenset(range(len(sp.space.sizes)))
     order = order or Order(index)
     dropped: set[int] = set()
@@ -397,22 +397,16 @@ def _connected(index: GraphIndex, sp: Spread, level: dict[int, int]) -> list[tup
 
 def _add_recomputed(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[int, ...]:
     """``group`` and the ops of the spread that several regions compute and that ``group`` needs."""
-    if not index.again:
+    if not index.recomputed:
         return group
-    ops, work = set(group), list(group)
-    streaming = index.again.intersection(sp.ops)
-    while work:
-        for v in index.graph.ops[work.pop()].inputs:
-            p = index.producers.get(v)
-            if p in streaming and p not in ops:
-                ops.add(p)
-                work.append(p)
-    return tuple(sorted(ops))
+    streaming = index.recomputed.intersection(sp.ops)
+    makers = index.producers
+    return tuple(sorted(reached(group, lambda i: streaming.intersection(makers.get(v, -1) for v in index.graph.ops[i].inputs))))
 
 
 def needed(index: GraphIndex, sp: Spread, ops: Collection[int]) -> tuple[int, ...]:
     """Those of ``ops`` whose results are read, and the ops that several regions compute and that they need."""
-    kept = {i for i in ops if i not in index.again}
+    kept = {i for i in ops if i not in index.recomputed}
     for i in sorted(kept, reverse=True):
         reads = (c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
         if _is_maker(index, sp, i) and not any(c in kept for c in reads):
@@ -431,7 +425,7 @@ def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tupl
             if index.producers.get(v) not in inside and index.graph.values[v].literal is None:
                 ins[v] = None
         for v in op.outputs:
-            if i in index.again or _is_maker(index, sp, i):
+            if i in index.recomputed or _is_maker(index, sp, i):
                 continue
             if v in index.results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
                 outs[v] = None
@@ -462,7 +456,7 @@ def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
         inputs=ins,
         outputs=outs,
         sinks=tuple(i for i in sp.sinks if i in inside),
-        again=tuple(i for i in group if i in index.again),
+        recomputed=tuple(i for i in group if i in index.recomputed),
     )
 
 
@@ -486,14 +480,14 @@ def choose_with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], 
         twice = _made_twice(index, ops_of(found))
         if not twice:
             return found
-        index = dataclasses.replace(index, again=index.again - twice)
+        index = dataclasses.replace(index, recomputed=index.recomputed - twice)
 
 
 def _made_twice(index: GraphIndex, inside: Collection[int]) -> frozenset[int]:
-    """The ops of ``again`` that both regions (of the ops ``inside``) and XLA would compute, on the way to a comparison."""
+    """The ops of ``recomputed`` that both regions (of the ops ``inside``) and XLA would compute, on the way to a comparison."""
     by_xla = set(index.live.difference(inside))
     both = set[int]()
-    for i in sorted(index.again.intersection(inside), reverse=True):  # readers of a value come behind its maker
+    for i in sorted(index.recomputed.intersection(inside), reverse=True):  # readers of a value come behind its maker
         if any(c in by_xla for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())):
             by_xla.add(i)
             both.add(i)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
-from kitsune_jax.ops.graph import Graph, topological
+from kitsune_jax.ops.graph import Graph, reached, topological
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
@@ -80,7 +80,7 @@ class Chosen:
         return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
 
 
-Together = Callable[[Chosen], Chosen | str]  # the call with the plans of its phases in it, or why they cannot be one call
+MergePhases = Callable[[Chosen], Chosen | str]  # the call with the plans of its phases in it, or why they cannot be one call
 
 
 def keep_plans(call: Chosen) -> Chosen:
@@ -93,7 +93,7 @@ def anchored_call(graph: Graph, regions: Sequence[Region]) -> tuple[int, ...]:
     fixed = dict.fromkeys(i for r in regions for i in anchored(graph, r))
     if len(regions) > 1:
         made = {v for r in regions for v in r.outputs}
-        own = (i for r in regions for i in r.ops if i not in r.again)
+        own = (i for r in regions for i in r.ops if i not in r.recomputed)
         fixed |= dict.fromkeys(i for i in own if not made.isdisjoint(graph.ops[i].inputs))
     return tuple(fixed)
 
@@ -119,16 +119,8 @@ def region_of_call(graph: Graph, regions: Sequence[Region], wanted: Collection[i
 def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
     """Values that are read outside of the ops ``inside``, also by their makers, which are computed again outside."""
     producers = graph.producers()
-    needed: set[int] = set()
-    work = [*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)]
-    while work:
-        v = work.pop()
-        if v in needed:
-            continue
-        needed.add(v)
-        if v not in made and producers.get(v) in inside:
-            work.extend(graph.ops[producers[v]].inputs)
-    return needed
+    start = {*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)}
+    return reached(start, lambda v: graph.ops[producers[v]].inputs if v not in made and producers.get(v) in inside else ())
 
 
 # --- when a pipeline pays ---------------------------------------------------------------------------------------------------------
@@ -187,7 +179,7 @@ def _time(seconds: float) -> str:
 _MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
 
 
-def merge_calls(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int) -> list[Chosen]:
+def merge_calls(index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int) -> list[Chosen]:
     """``calls``, merged wherever that is legal: the steps of a message-passing network, for example, forward and backward.
 
     Two calls are merged if one reads results of the other, no op outside would have to run between them, and values that a phase
@@ -197,9 +189,9 @@ def merge_calls(index: GraphIndex, calls: Sequence[Chosen], together: Callable[[
     A merged call does the same work. It saves a call per phase behind the first, and the fresh pages of every value that only its
     phases read: the executor keeps these in memory that it reuses within a call and between calls. Its price is that all operands
     and results live while it runs, so merging stops when a call would hold much more memory than its parts did one by one, or has
-    ``most`` phases. ``together(call)``: the call as the target would run it, or why it would not.
+    ``most`` phases. ``merge_phases(call)``: the call as the target would run it, or why it would not.
     """
-    return _Merge(index, calls, together, most).run()
+    return _Merge(index, calls, merge_phases, most).run()
 
 
 class _Dependencies:
@@ -265,8 +257,8 @@ def _reads(call: Chosen) -> set[int]:
 
 
 class _Merge:
-    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], together: Callable[[Chosen], Chosen | str], most: int):
-        self.index, self.calls, self.together, self.most = index, calls, together, most
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int):
+        self.index, self.calls, self.merge_phases, self.most = index, calls, merge_phases, most
         self.dependencies = _Dependencies(index, calls)
         self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
 
@@ -288,7 +280,7 @@ class _Merge:
         ordered = any(p.plan.order in made for p in call.phases)
         if len(call.phases) > self.most or ordered or self._holds_more(call):
             return
-        found = self.together(call)
+        found = self.merge_phases(call)
         if not isinstance(found, str) and self.dependencies.join(calls):
             self.made[calls] = found
 
@@ -484,13 +476,12 @@ class _FollowerWalk:
 
     def _scalar_regions(self) -> list[Region]:
         """One region per phase, of the scalar ops that followers need; XLA runs the others."""
-        needed: set[int] = set()
-        work = [v for region in self.joined for v in region.inputs]
-        while work:
-            i = self.given.index.producers.get(work.pop())
-            if i in self.scalars and i not in needed:
-                needed.add(i)
-                work.extend(self.graph.ops[i].inputs)
+
+        def makers(values: Iterable[int]) -> set[int]:
+            found = (self.given.index.producers.get(v, -1) for v in values)
+            return {i for i in found if i in self.scalars}
+
+        needed = reached(makers(v for region in self.joined for v in region.inputs), lambda i: makers(self.graph.ops[i].inputs))
         by_phase: dict[int, list[int]] = {}
         for i in sorted(needed):
             by_phase.setdefault(self.scalars[i], []).append(i)

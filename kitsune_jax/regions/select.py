@@ -37,8 +37,8 @@ from kitsune_jax.regions.joining import (
     Bridges,
     Chosen,
     FollowerSearch,
+    MergePhases,
     PhaseSavings,
-    Together,
     anchored_call,
     estimate_text,
     find_decode_glue,
@@ -197,7 +197,7 @@ class _Search:
     planner: Planner
     capabilities: TargetCapabilities
     force: bool
-    together: Together
+    merge_phases: MergePhases
     fresh: float
     failed: Failed
 
@@ -209,7 +209,7 @@ def select(
     capabilities: TargetCapabilities = SIMPLEST,
     *,
     force: bool,
-    together: Together = keep_plans,
+    merge_phases: MergePhases = keep_plans,
     fresh: float = 0.0,
     failed: Failed = _raised,
 ) -> Selection:
@@ -217,10 +217,10 @@ def select(
 
     ``supports(op index)`` returns a reason, or None. ``planner(graph, region)`` returns a plan, or a reason. ``capabilities``: if
     the target runs calls of several phases, regions may have followers, and up to ``most_merged`` regions become one call.
-    ``together`` returns a call with its plans, or why it cannot be one. ``fresh``: seconds per byte of an array between calls
+    ``merge_phases`` returns a call with its plans, or why it cannot be one. ``fresh``: seconds per byte of an array between calls
     instead of between phases of one (``PhaseSavings``). ``failed`` records an error, which costs only its region.
     """
-    search = _Search(supports, planner, capabilities, force, together, fresh, failed)
+    search = _Search(supports, planner, capabilities, force, merge_phases, fresh, failed)
     wiring = Wiring(graph, capabilities.sums_by_batch)
 
     def choose(index: GraphIndex) -> Selection:
@@ -233,7 +233,7 @@ class _Selector:
     def __init__(self, index: GraphIndex, wiring: Wiring, search: _Search):
         self.index, self.graph, self.wiring = index, (graph := index.graph), wiring
         self.capabilities, self.planner, self.force = search.capabilities, search.planner, search.force
-        self.together, self.failed, self.fresh = search.together, search.failed, search.fresh
+        self.merge_phases, self.failed, self.fresh = search.merge_phases, search.failed, search.fresh
         self.phase_savings = PhaseSavings.of(self.index, (), self.fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(search.supports)
@@ -257,7 +257,7 @@ class _Selector:
 
     def run(self) -> Selection:
         self._choose_loops()
-        seeds = seed_order(self.graph, self.free.difference(self.index.again))
+        seeds = seed_order(self.graph, self.free.difference(self.index.recomputed))
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
         self._choose(products)
         # Followers come before regions of vector work only, because an update belongs to the call that makes its gradient.
@@ -290,7 +290,7 @@ class _Selector:
                     self.why.setdefault(seed_op, self.failed(error, best.region.ops))
                     break
                 self.chosen.append(best)
-                self.free.difference_update(set(best.region.ops).difference(best.region.again))
+                self.free.difference_update(set(best.region.ops).difference(best.region.recomputed))
                 self.spreads.choose()
                 # The same seed may lead to another region: a level or a component that was split off.
                 best, looked_at = self._best_from(seed_op) if seed_op in self.free else (None, set())
@@ -366,7 +366,7 @@ class _Selector:
                 if isinstance(plan, str):
                     return  # followers that depend on it could not run
                 planned.append((region, plan))
-            call = self.together(Chosen.of(planned)) if found else ""
+            call = self.merge_phases(Chosen.of(planned)) if found else ""
             if isinstance(call, str):
                 reason = f"it cannot join the kernel call that computes its operands: {call}"
                 self.why.update((i, reason) for region in found for i in region.ops)
@@ -377,7 +377,7 @@ class _Selector:
                     self.failed(error, self.chosen[k].ops)
                     continue
                 self.chosen[k] = call
-                self.free.difference_update(set(call.ops).difference(call.region.again))
+                self.free.difference_update(set(call.ops).difference(call.region.recomputed))
                 self.spreads.choose()
 
     def _recompute(self) -> None:
@@ -405,7 +405,9 @@ class _Selector:
                 )
             bridges = Bridges(
                 self.index,
-                lambda more: merge_calls(self.index, [*self.chosen, *more, *found], self.together, self.capabilities.most_merged),
+                lambda more: merge_calls(
+                    self.index, [*self.chosen, *more, *found], self.merge_phases, self.capabilities.most_merged
+                ),
                 self.fresh,
             )
             if len(bridges.calls) > 1 and self.fresh and not self.force:

@@ -42,7 +42,8 @@ _BANDWIDTHS = {"dram": "memory bandwidth", "l2": "L2 bandwidth"}  # a bottleneck
 
 def render_text(report: ReportData) -> str:
     """The text of ``str(report)``."""
-    blocks = ["\n".join([*_obstacles(report), *_summary(report)]), *("\n".join(_text_region(r)) for r in report.regions)]
+    obstacles = [line for text in obstacle_texts(report) for line in _wrap(text)]
+    blocks = ["\n".join([*obstacles, *_summary(report)]), *("\n".join(_text_region(r)) for r in report.regions)]
     if report.residuals:
         blocks.append("\n".join(_residuals(report.residuals)))
     if report.rejected:
@@ -56,10 +57,6 @@ def obstacle_texts(report: ReportData) -> list[str]:
     """The first lines of a report: why nothing, or not all, of the function is pipelined."""
     share = "not all" if report.ops_pipelined else "nothing"
     return [f"{share} is pipelined: {obstacle}" for obstacle in report.obstacles]
-
-
-def _obstacles(report: ReportData) -> list[str]:
-    return [line for text in obstacle_texts(report) for line in _wrap(text)]
 
 
 def _summary(report: ReportData) -> list[str]:

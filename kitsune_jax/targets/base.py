@@ -69,7 +69,7 @@ class Target(abc.ABC, Generic[M, P, L]):
         of its arguments, without clock or randomness. Raises ``Infeasible`` with the reason where there is none.
         """
 
-    def together(self, make: Callable[[], Program], plans: Sequence[L], machine: M, apart: float) -> Sequence[L] | str:
+    def merge_phases(self, make: Callable[[], Program], plans: Sequence[L], machine: M, apart: float) -> Sequence[L] | str:
         """The ``plans`` of several regions changed to phases of one call, or the reason why one call cannot run them or is slower.
 
         Only for targets with ``runs_phases``. ``make`` builds the program of the call. ``plans``: of the regions alone, all but the
@@ -77,7 +77,9 @@ class Target(abc.ABC, Generic[M, P, L]):
         """
         return plans
 
-    def ahead(self, graph: Graph, calls: Sequence[Sequence[tuple[Region, L]]], machine: M, force: bool) -> Sequence[Ahead | None]:
+    def prefetches(
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, L]]], machine: M, force: bool
+    ) -> Sequence[Ahead | None]:
         """For each of ``calls`` (the regions and plans of its parts), the weight it prefetches for XLA's product behind it, if any.
         ``force``: wherever a prefetch is possible, however little it gains."""
         return [None] * len(calls)

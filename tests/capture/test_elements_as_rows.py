@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import OF_NEW_ROWS, Rewrite, RewriteContext, rewritten
+from kitsune_jax.capture.rewrites import OF_NEW_ROWS, Rewrite, RewriteContext, apply_rewrites
 from kitsune_jax.capture.rewrites import few_rows as module
 from kitsune_jax.frontend.lowering import run
 from kitsune_jax.ops.capabilities import TargetCapabilities
@@ -60,11 +60,11 @@ def log_sum(q: Array, k: Array, v: Array, seen: Array) -> Array:
 def made(f: Callable[..., Any], args: tuple[Array, ...]) -> tuple[Captured, Captured | None]:
     """As it was captured, and with elements as rows, if it can be."""
     captured = capture(jax.make_jaxpr(f)(*args))
-    found = rewritten(captured, (Rewrite("rows", module.elements_as_rows),))
+    found = apply_rewrites(captured, (Rewrite("rows", module.elements_as_rows),))
     assert not found.failures, found.failures[0].traceback
     if found is captured:
         return captured, None
-    found = rewritten(found, OF_NEW_ROWS, RewriteContext(TargetCapabilities(sums_online=True)))
+    found = apply_rewrites(found, OF_NEW_ROWS, RewriteContext(TargetCapabilities(sums_online=True)))
     assert not found.failures, found.failures[0].traceback
     return captured, found
 

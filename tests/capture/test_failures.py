@@ -15,7 +15,7 @@ from kitsune_jax import _compat
 from kitsune_jax.capture import primitives
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import REWRITES, Rewrite, rewritten
+from kitsune_jax.capture.rewrites import REWRITES, Rewrite, apply_rewrites
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.table import OPS, SHAPE_RULES, verify
 from tests.capture.test_capture import run_steps
@@ -138,7 +138,7 @@ def test_a_rewrite_that_fails_is_undone_and_the_next_one_runs(rewrite: Any) -> N
         return jnp.sin(x @ w)[:, :2], (x @ w)[:, :3]
 
     c = captured(f, X, W)
-    tried = rewritten(c, [Rewrite("the broken one", rewrite), *REWRITES])
+    tried = apply_rewrites(c, [Rewrite("the broken one", rewrite), *REWRITES])
     assert tried.graph == c.graph
     (failure,) = tried.failures
     assert failure.part == "a rewrite (the broken one)"

@@ -11,8 +11,8 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
-from kitsune_jax.ops.loops import evaluate_numpy
-from kitsune_jax.ops.table import OPS, verify_op
+from kitsune_jax.ops.table import verify_op
+from reference.graph import evaluate_numpy
 from tests.capture.test_loop_sums import Loss, arguments, gradient, lstm, rnn, run
 
 PRODUCTS_OF_AN_LSTM = 3 * 16 + 4 * 16  # elements of w and u
@@ -38,7 +38,7 @@ def test_they_are_the_same_behind(loss: Loss, before: list[int], after: list[int
         verify_op(op, behind.graph.values)
     if steps > 1:
         assert (products(inside.graph), products(behind.graph)) == (before, after)
-    for got, want in zip(*(evaluate_numpy(OPS, c.graph, args, widen=True) for c in (behind, inside)), strict=True):
+    for got, want in zip(*(evaluate_numpy(c.graph, args, widen=True) for c in (behind, inside)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
     for got, want in zip(run(behind, args), run(inside, args), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * max(1.0, np.abs(want).max(initial=0)))

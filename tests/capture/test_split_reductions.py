@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
-from kitsune_jax.capture.rewrites import Rewrite, rewritten
+from kitsune_jax.capture.rewrites import Rewrite, apply_rewrites
 from kitsune_jax.capture.rewrites import few_rows as module
 from kitsune_jax.frontend.lowering import run
 from reference.graph import evaluate_numpy
@@ -74,7 +74,7 @@ def pooled(q: Array, k: Array, v: Array, seen: Array) -> Array:
 def split(f: Callable[..., Array], args: tuple[Array, ...], workers: int) -> tuple[Captured, Captured | None]:
     """As it was captured, and in parts, if it can be."""
     captured = capture(jax.make_jaxpr(f)(*args))
-    made = rewritten(captured, (Rewrite("parts", functools.partial(module.split_reductions, workers=workers)),))
+    made = apply_rewrites(captured, (Rewrite("parts", functools.partial(module.split_reductions, workers=workers)),))
     assert not made.failures, made.failures[0].traceback
     return captured, made if made is not captured else None
 

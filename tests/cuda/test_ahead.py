@@ -16,9 +16,8 @@ import pytest
 
 import kitsune_jax as kj
 from kernel_checks import counters, sass
-from kitsune_jax.config import Options
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import PlannedRegion
+from kitsune_jax.frontend.route import PlannedRegion, RouteOptions
 from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.targets.cuda import compile as compilers
@@ -115,8 +114,8 @@ def decoded(keys: int) -> tuple[Array, ...]:
 def planned(device: str, *args: Array) -> tuple[Any, PlannedRegion]:
     """``decode`` as it is planned for ``device``, with the code of its one call."""
     jaxpr = jax.make_jaxpr(decode)(*args)
-    captured, routed, _ = lowering.captured_and_settled(
-        jaxpr, lambda body: body, "emulator", Options(strict=True, fetch_ahead=True), device
+    captured, routed, _ = lowering.capture_until_stable(
+        jaxpr, lambda body: body, "emulator", RouteOptions(strict=True, fetch_ahead=True, device=device)
     )
     (region,) = routed.regions
     return captured, region
@@ -254,9 +253,8 @@ def test_the_machine_code_asks_and_spills_nothing(device: str, arch: str, opcode
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
     args = shape(1, 1, 8, 64), shape(1, 4096, 8, 64), shape(1, 4096, 8, 64), np.int32(4000), shape(512, 32_768)
-    routed = lowering.captured_and_settled(
-        jax.make_jaxpr(decode)(*args), lambda body: body, "cuda", Options(strict=True, fetch_ahead=True), device, code=False
-    )[1]
+    options = RouteOptions(strict=True, fetch_ahead=True, device=device, code=False)
+    routed = lowering.capture_until_stable(jax.make_jaxpr(decode)(*args), lambda body: body, "cuda", options)[1]
     (region,) = routed.regions
     assert region.ahead is not None
     plans = tuple(phase.plan for phase in region.phases)

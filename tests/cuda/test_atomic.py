@@ -157,7 +157,7 @@ def test_a_table_that_the_lanes_have_room_for_needs_no_atomic_additions() -> Non
 
 
 def test_a_wrong_value_is_an_error_that_says_what_is_right() -> None:
-    with pytest.raises(ValueError, match="deterministic='no' is not a switch: use True or False"):
+    with pytest.raises(ValueError, match="deterministic='no' is not known: use True or False"):
         kj.pipeline(loss, deterministic="no")
 
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir
-from kitsune_jax.targets.cuda import ir as st
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.lower import arrangement
 from kitsune_jax.targets.cuda.stage import fitting
@@ -21,21 +22,21 @@ V = [Ref("v", k) for k in range(4)]
 
 
 def test_a_value_is_alive_from_its_definition_to_its_last_use() -> None:
-    nodes = (st.Alive(V[0], 10), st.Alive(V[1], 20), st.Alive(V[0]), st.Alive(V[2], 30), st.Alive(V[1]))
+    nodes = (ir.Alive(V[0], 10), ir.Alive(V[1], 20), ir.Alive(V[0]), ir.Alive(V[2], 30), ir.Alive(V[1]))
     found = fitting.liveness_of((), nodes)
     assert (found.peak, found.alive) == (50, (2, 1))  # v0 is read for the last time before v2 is made
     assert found.lives == {V[0]: (1, 3), V[1]: (2, 5), V[2]: (4, 4)}
 
 
 def test_accumulators_of_sinks_are_alive_all_the_time() -> None:
-    sink = st.SinkStart(Ref("sink", 0), "Sum", "float32", 64, True)
-    found = fitting.liveness_of((sink,), (st.Alive(V[0], 10),))
+    sink = frame.SinkStart(Ref("sink", 0), "Sum", "float32", 64, True)
+    found = fitting.liveness_of((sink,), (ir.Alive(V[0], 10),))
     assert (found.held, found.peak) == (16, 26)
 
 
 def test_layers_are_counted_where_the_loop_stands() -> None:
-    loop = st.LayerLoop(3, 0, 1, (st.Alive(V[1], 5), st.Alive(V[0])))
-    assert fitting.liveness_of((), (st.Alive(V[0], 7), loop)).peak == 12
+    loop = st.LayerLoop(3, 0, 1, (ir.Alive(V[1], 5), ir.Alive(V[0])))
+    assert fitting.liveness_of((), (ir.Alive(V[0], 7), loop)).peak == 12
 
 
 def test_rebuild_changes_every_node_and_keeps_what_does_not_change() -> None:
@@ -85,13 +86,13 @@ def test_an_image_costs_no_registers(of: Subject) -> None:
     v = next(v for v in kept.liveness.alive if kept.may_be_image(v))
     image = lowered(of, Shape(images=frozenset({v})))
     assert image.liveness.peak < kept.liveness.peak
-    assert [n.ref for n in image.prologue if isinstance(n, st.Image)] == [Ref("image", v)]
+    assert [n.ref for n in image.prologue if isinstance(n, ir.Image)] == [Ref("image", v)]
 
 
 def test_images_that_are_alive_together_do_not_overlap(of: Subject) -> None:
     values = frozenset(v for v, value in lowered(of, Shape()).values.items() if not value.row)
     found = lowered(of, Shape(images=values))
-    kept = [n.ref.of for n in found.prologue if isinstance(n, st.Image)]
+    kept = [n.ref.of for n in found.prologue if isinstance(n, ir.Image)]
     places = fitting.place_images(kept, found)
     assert len(kept) > 1
     for a, b in itertools.combinations(kept, 2):

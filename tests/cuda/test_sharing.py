@@ -16,11 +16,10 @@ import pytest
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import ir, lower
-from kitsune_jax.targets.cuda import ir as st
 from kitsune_jax.targets.cuda import lower as cuda_lower
-from kitsune_jax.targets.cuda.ir import Ref
+from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda.ir import Ref, Spelling
 from kitsune_jax.targets.cuda.layout import kinds
-from kitsune_jax.targets.cuda.print_stage import Spelling
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 
 __all__ = ["kernel_cache"]  # a fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kitsune_jax.program.blocks import NotBlocked, blocked
 from kitsune_jax.program.ir import Program, TileProgram, walk
-from kitsune_jax.program.loop_bounds import met, with_known_bounds
+from kitsune_jax.program.loop_bounds import tile_iterations, with_known_bounds
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cpu import lower as cpu_lower
 from reference.check import verify
@@ -114,7 +114,7 @@ def test_narrow(mask: str) -> None:
 def test_hidden_blocks_are_left_out() -> None:
     program, scores = attention(queries=64, keys=64, mask="window", window=8, tile_rows=16)
     made = check(program, scores, 8, operands(program))
-    whole, edges = ([list(met(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] for loop in loops(made))
+    whole, edges = ([list(tile_iterations(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] for loop in loops(made))
     assert [sorted(a + b) for a, b in zip(whole, edges, strict=True)] == [[0, 1], [1, 2, 3], [3, 4, 5], [5, 6, 7]]
 
 
@@ -138,7 +138,7 @@ def test_hidden_blocks_are_left_out_by_a_number_that_is_known_when_it_runs() -> 
     loop_of = dict(zip(("whole", "edges"), loops(simplified(blocked(program, scores, 1, 8))), strict=True))
 
     def looked_at(which: str, tile: int, place: int) -> list[int]:
-        return list(met(program, loop_of[which], np.asarray(program.rows_of(tile)), lambda array: {3: place}[array]))
+        return list(tile_iterations(program, loop_of[which], np.asarray(program.rows_of(tile)), lambda array: {3: place}[array]))
 
     assert looked_at("whole", 0, 17) == [0, 1] and looked_at("edges", 0, 17) == [2, 3, 4]
     assert looked_at("whole", 0, -1) == [] and looked_at("edges", 0, -1) == list(range(12))

@@ -75,10 +75,10 @@ def test_not_where_something_else_reads_its_arrays():
 
 
 def test_not_where_it_would_be_a_call_of_its_own():
-    def together(call: Chosen) -> Chosen | str:
+    def merge_phases(call: Chosen) -> Chosen | str:
         return "no phases of one call"
 
-    assert calls(1.0, together=together) == [[EDGES], [EDGES]]
+    assert calls(1.0, merge_phases=merge_phases) == [[EDGES], [EDGES]]
     assert calls(1.0, most_merged=1) == [[EDGES], [EDGES]]
 
 

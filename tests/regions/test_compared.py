@@ -56,7 +56,7 @@ def chosen(score: Any) -> tuple[Graph, Selection]:
 @pytest.mark.parametrize("name", SCORES)
 def test_no_arithmetic_on_the_way_is_done_by_regions_and_by_xla(name: str) -> None:
     graph, selection = chosen(SCORES[name])
-    again = {i for c in selection.regions for r in c.regions for i in r.again}
+    again = {i for c in selection.regions for r in c.regions for i in r.recomputed}
     inside = {i for c in selection.regions for i in c.ops}
     producers, (largest,) = graph.producers(), (op for op in graph.ops if op.kind == "scatter_max")
     work, by_both = [largest.inputs[0], largest.inputs[-1]], set[str]()

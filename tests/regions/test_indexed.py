@@ -204,12 +204,12 @@ def test_a_backward_pass_makes_its_forward_pass_again_where_storing_it_takes_lon
     wide = [v for r in over_edges for v in r.outputs if graph.values[v].shape == (rows, HIDDEN)]
     assert not wide
     backward = max(over_edges, key=lambda r: len(r.ops))
-    assert any(graph.ops[i].kind == "dot_general" for i in backward.again)
+    assert any(graph.ops[i].kind == "dot_general" for i in backward.recomputed)
     for r in over_edges:  # what a region computes again streams there too, and all that it reads is in memory
         made = {v for i in r.ops for v in graph.ops[i].outputs}
         read = {v for i in r.ops for v in graph.ops[i].inputs if graph.values[v].literal is None}
         assert read <= made.union(r.inputs)
-        assert set(r.again) <= set(r.ops)
+        assert set(r.recomputed) <= set(r.ops)
 
 
 def test_only_what_products_make_is_stored_where_the_rest_is_pointwise():
@@ -232,7 +232,7 @@ def test_only_what_products_make_is_stored_where_the_rest_is_pointwise():
     makers = graph.producers()
     assert {graph.ops[makers[v]].kind for v in stored} <= {"max", "dot_general"}
     assert len(stored) == 2
-    again = [graph.ops[i].kind for r in over_edges for i in r.again]
+    again = [graph.ops[i].kind for r in over_edges for i in r.recomputed]
     assert again and "dot_general" not in again
 
 

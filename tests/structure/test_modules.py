@@ -104,6 +104,46 @@ def test_a_class_name_stands_once():
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
+MOST_PARAMETERS, MOST_BOOLEANS = 8, 2
+# Functions that users call take one argument for each option.
+PUBLIC = {"kitsune_jax/config.py::override", "kitsune_jax/frontend/api.py::pipeline"}
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
+    """How many parameters a function has beside ``self``, and how many of them are booleans, by annotation or default."""
+    found = function.args
+    by_place, by_name = [*found.posonlyargs, *found.args], found.kwonlyargs
+    defaults = [*[None] * (len(by_place) - len(found.defaults)), *found.defaults, *found.kw_defaults]
+    given = [(a, d) for a, d in zip([*by_place, *by_name], defaults, strict=True) if a.arg not in ("self", "cls")]
+    booleans = [
+        a
+        for a, default in given
+        if (a.annotation and ast.unparse(a.annotation) in ("bool", "bool | None"))
+        or (isinstance(default, ast.Constant) and isinstance(default.value, bool))
+    ]
+    return len(given), len(booleans)
+
+
+def test_parameters_are_counted():
+    source = "def f(self, a: bool, b, /, c: bool | None, *args, d=True, e: int = 1, **others): ..."
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    assert parameters(function) == (5, 3)
+
+
+def test_functions_have_few_parameters():
+    """What belongs together is one frozen dataclass, and a call with several booleans cannot be read."""
+    many = {}
+    for path in sources("kitsune_jax", ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name, (count, booleans) = f"{path.relative_to(ROOT).as_posix()}::{node.name}", parameters(node)
+                if (count > MOST_PARAMETERS or booleans > MOST_BOOLEANS) and name not in PUBLIC:
+                    many[name] = (count, booleans)
+    many.pop("kitsune_jax/targets/cuda/planning/machines.py::_gpu", None)  # a row of a table: a number for each column
+    assert not many
+
+
 def test_folders_are_small():
     files = sources("kitsune_jax", ".py")
     assert len(files) <= 120

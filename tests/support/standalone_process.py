@@ -14,15 +14,14 @@ import traceback
 
 import jax
 
-from kitsune_jax.frontend.standalone import as_function
-from kitsune_jax.ops.graph import Graph
+from reference.standalone import as_function, from_json
 
 
 def main(folder: pathlib.Path) -> None:
     for path in sorted(folder.glob("*.json")):
         try:
             target, force, text = json.loads(path.read_text())
-            graph = Graph.from_json(text)
+            graph = from_json(text)
             jax.config.update("jax_enable_x64", any(v.dtype in ("float64", "int64", "uint64") for v in graph.values))
             compiled = jax.jit(as_function(graph, target, force=force, strict=True))
             arrays = pickle.loads(path.with_suffix(".in").read_bytes())

@@ -25,6 +25,7 @@ from kitsune_jax.capture.rewrites.products import (
     spread_indices,
 )
 from kitsune_jax.capture.rewrites.segment_softmax import divide_segments, sum_online
+from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.table import verify_op
@@ -32,11 +33,11 @@ from kitsune_jax.ops.table import verify_op
 
 @dataclasses.dataclass(frozen=True)
 class RewriteContext:
-    """The target and the wishes that a function is rewritten for. ``deterministic``: results must have the same bits in every run.
-    ``kept``: the places (``Origin.key``) of loops that stay as they are. ``workers``: of the machine."""
+    """The target and the options that a function is rewritten for. ``kept``: the places (``Origin.key``) of loops that stay as they
+    are. ``workers``: of the machine."""
 
     capabilities: TargetCapabilities = TargetCapabilities()
-    deterministic: bool = True
+    options: Options = Options()
     kept: Collection[Any] = ()
     workers: int = 1
 
@@ -93,7 +94,9 @@ REWRITES: Sequence[Rewrite] = (
     Rewrite("dividing the weight gradients of concatenations", split_gradients, lambda c: c.capabilities.divides_gradients),
     _ONLINE,
     Rewrite(
-        "letting sums by index run in any order", allow_any_order, lambda c: c.capabilities.sums_unordered and not c.deterministic
+        "letting sums by index run in any order",
+        allow_any_order,
+        lambda c: c.capabilities.sums_unordered and not c.options.deterministic,
     ),
     Rewrite("multiplying scores by reciprocals of their statistics", multiply_scores, lambda c: not c.capabilities.sums_by_batch),
     Rewrite(
@@ -116,7 +119,7 @@ FEW_ROWS: Sequence[Rewrite] = (
 OF_NEW_ROWS: Sequence[Rewrite] = (_INDICES, _DIVISIONS, _ONLINE)
 
 
-def rewritten(captured: Captured, rewrites: Sequence[Rewrite] = REWRITES, context: RewriteContext = ALWAYS) -> Captured:
+def apply_rewrites(captured: Captured, rewrites: Sequence[Rewrite] = REWRITES, context: RewriteContext = ALWAYS) -> Captured:
     """``captured`` after each of ``rewrites`` that is asked for, in turn."""
     for rewrite in rewrites:
         if not rewrite.when(context):

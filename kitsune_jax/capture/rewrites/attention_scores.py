@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 
 from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, with_params
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.spec import is_float
 from kitsune_jax.ops.table import CHEAP, OPS, asks_for_equals, grows, is_cheap, scores_of
 
@@ -94,13 +94,11 @@ class _Repeater:
 
     def _behind(self, first: int) -> set[int]:
         """The ops that need the result of op ``first``."""
-        found, work = set[int](), [first]
-        while work:
-            for v in self.graph.ops[work.pop()].outputs:
-                new = [c for c in self.editor.readers.get(v, ()) if c not in found]
-                found.update(new)
-                work += new
-        return found
+
+        def readers(i: int) -> list[int]:
+            return [c for v in self.graph.ops[i].outputs for c in self.editor.readers.get(v, ())]
+
+        return reached(readers(first), readers)
 
     def _read_copies(self, i: int, behind: set[int], size: int, wanted: set[int], copies: dict[int, int]) -> None:
         op = self.editor.ops[i]

@@ -17,7 +17,7 @@ from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import Instr, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
@@ -291,7 +291,7 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         outputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
-        queues=tuple(_ring(queue, program.tile_rows) for queue in program.queues),
+        queues=tuple(bc.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
         stages=stages,
         order=-1 if program.order is None else program.order,
     )
@@ -300,10 +300,6 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
 def _sink(program: TileProgram, sink: SinkType) -> bc.Sink:
     strides = program.outputs[sink.array].row_strides[: program.batch_axes]
     return bc.Sink(bc.REDUCTIONS.index(sink.how), bc.DTYPE_CODE[sink.dtype], math.prod(sink.shape), sink.array, strides)
-
-
-def _ring(queue: QueueType, tile_rows: int) -> bc.Ring:
-    return bc.Ring(queue.producer, queue.consumers, queue.depth, entry_bytes(queue.tile, tile_rows))
 
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:

@@ -1,8 +1,8 @@
 """The CUDA target: tile program -> CUDA C++ -> cubin, and its custom call; and the same kernels for the emulator.
 
-``planning`` plans regions. ``lower`` makes the kernel of a plan: each stage becomes nodes of the device IR (``ir``, ``frame_ir``),
-fitted into registers and shared memory (``stage``); all stages are laid out (``layout``, ``call_layout``) and printed
-(``print_stage``, ``print_kernel``). ``compile`` makes a cubin with NVRTC, or a shared library for the emulator with the host's
-compiler, through a cache on disk. ``lower.call`` packs the stationary operands (``pack``) and binds the custom call, which C++ in
-``cuda/src`` executes. ``target`` is all of this as an object.
+``planning`` plans regions. ``lower`` makes the kernel of a plan: each stage becomes nodes of the device IR (``ir``, ``stage_ir``,
+``frame_ir``), which have their C++, fitted into registers and shared memory (``stage``); all stages are laid out (``layout``,
+``call_layout``) and printed (``print_kernel``). ``compile`` makes a cubin with NVRTC, or a shared library for the emulator with
+the host's compiler, through a cache on disk. ``lower.call`` packs the stationary operands (``pack``) and binds the custom call,
+which C++ in ``cuda/src`` executes. ``target`` is all of this as an object.
 """

@@ -1,6 +1,6 @@
 """The device IR around the tiles of a stage (setup, loop, finish, loader), and the layout of streamed arrays.
 
-Like ``ir.py``, it is data that ``layout.py`` makes and ``print_kernel.py`` prints.
+Like ``ir.py``, it is data with the C++ that each node prints; ``layout.py`` makes it.
 """
 
 from __future__ import annotations
@@ -11,100 +11,360 @@ import math
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda.ir import Address, Constant, Identity, Node, Ref, Spelling, flag, indented
+from kitsune_jax.targets.cuda.tiles import GradientShape
 
-# --- Nodes ------------------------------------------------------------------------------------------------------------------------
+# --- The setup of a stage ---------------------------------------------------------------------------------------------------------
+
+_SEGMENTS = 10  # registers of a sink by sorted indices: addresses and the open segment
 
 
-class LaneScratch(ir.Node):
+class Panel(Node):
+    """A panel of ``width`` columns at byte ``at`` of the lane's panels."""
+
+    ref: Ref
+    dtype: str
+    width: int
+    at: int
+
+    @property
+    def type(self) -> str:
+        return f"Panel<{pointwise.OPERAND[self.dtype]}, {self.width}>"
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"const {self.type} {at.name(self.ref)}{{panels.mine() + {self.at}}};"]
+
+
+class ClearPanel(Node):
+    panel: Panel
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"{self.panel.type}{{panels.mine() + {self.panel.at}}}.clear(lane, 1 + group);"]
+
+
+class GradientStart(Node):
+    gradient: Ref
+    dtype: str
+    x: Panel
+    y: Panel
+    shape: GradientShape
+
+    def lines(self, at: Spelling) -> list[str]:
+        blocks, width, total = self.shape.blocks, self.shape.width, f"sum{self.gradient.of}"
+        sizes = f"{self.x.width}, {self.y.width}, {blocks}, {self.shape.all_blocks}, {width}"
+        type_ = f"Gradient<{pointwise.OPERAND[self.dtype]}, {sizes}, kLanes>"
+        where = f"panels.base, panels.base + {self.y.at}, panels.stride, group * {blocks}"
+        return [
+            f"const {type_} {at.name(self.gradient)}{{{where}}};",
+            f"float {total}[{blocks}][{width // 2}];",
+            f"for (int m = 0; m < {blocks}; ++m) for (int i = 0; i < {width // 2}; ++i) {total}[m][i] = 0.0f;",
+        ]
+
+    @property
+    def held(self) -> int:
+        return self.shape.registers
+
+
+class PanelSumStart(Node):
+    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
+
+    sums: Ref
+    panel: Panel
+    columns: int
+    slabs: bool
+    gradient: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = f"PanelSums<{pointwise.OPERAND[self.panel.dtype]}, {self.panel.width}, kLanes>"
+        return [
+            f"const {type_} {at.name(self.sums)}{{panels.base + {self.panel.at}, panels.stride, group}};",
+            f"float sink{self.sums.of}[2 * {at.name(self.sums)}.kRounds] = {{}};",
+        ]
+
+    @property
+    def held(self) -> int:
+        return 2
+
+
+class LoadScalar(Node):
+    """``once``: load before the tiles, otherwise for every layer."""
+
+    ref: Ref
+    dtype: str
+    address: Address
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_, where = pointwise.COMPUTE[self.dtype], f"{'p.' if self.once else ''}{at.address(self.address)}"
+        return [f"const {type_} {at.name(self.ref)} = from_word<{type_}>(bits(ld_global({where})));"]
+
+
+class SinkStart(Node):
+    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    quad: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        sink, type_, identity = at.name(self.ref), pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
+        if not self.width:
+            return [f"{type_} {sink} = {identity};"]
+        count = self.width // 4
+        return [f"{type_} {sink}[{count}];", f"for (int i = 0; i < {count}; ++i) {sink}[i] = {identity};"]
+
+    @property
+    def held(self) -> int:
+        return self.width // 4 or 1
+
+
+class Tops(Node):
+    """The scaling of a softmax sum by the ``columns`` scores of a row in ``ref``. ``finite``: use 0 for a largest score that is not
+    finite."""
+
+    ref: Ref
+    columns: int
+    finite: bool
+
+
+class TopsStart(Node):
+    """``columns``: scores of a row. ``at``: offset in the lane's memory for segments."""
+
+    ref: Ref
+    columns: int
+    at: int
+
+    @property
+    def bytes(self) -> int:
+        return tiles.tops_bytes(self.columns)
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = f"RunTops<{self.columns}>"
+        return [
+            f"{type_} {at.name(self.ref)}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
+            f"static_assert({type_}::kBytes == {self.bytes});",
+        ]
+
+
+class SegmentStart(Node):
+    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
+    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum. The layout puts it into a
+    ``SegmentMemory``, which has its C++."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    columns: int
+    at: int
+    rows: int = 0
+    tops: Tops | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the lane's memory."""
+        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
+
+    @property
+    def partial_words(self) -> int:
+        """Words of the partial result that a lane writes to global memory."""
+        tops = self.tops.columns if self.tops else 0
+        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
+
+    @property
+    def held(self) -> int:
+        return -(-self.width // 128) * (1 if self.tops is None else 2) + _SEGMENTS
+
+
+# --- Memory and results of a stage ------------------------------------------------------------------------------------------------
+
+
+class LaneScratch(Node):
     """A lane's ``bytes`` of shared memory; the lanes' parts follow one another from ``at``."""
 
-    at: ir.Constant
+    at: Constant
     bytes: int
 
+    def mine(self, at: Spelling) -> str:
+        return f"shared + {at.constant(self.at)} + group * {self.bytes}"
 
-class ScratchRows(ir.Node):
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"u8* const scratch = {self.mine(at)};"]
+
+
+class ScratchRows(Node):
     at: int
     words: int
 
+    code = "const Scratch rows = Scratch::at(scratch + {at}, {words});"
 
-class PanelMemory(ir.Node):
+
+class PanelMemory(Node):
     lanes: LaneScratch
     at: int
 
+    def lines(self, at: Spelling) -> list[str]:
+        behind = f" + {self.at}" if self.at else ""
+        return [f"const Panels panels{{shared + {at.constant(self.lanes.at)}{behind}, {self.lanes.bytes}, group}};"]
 
-class Result(ir.Node):
+
+class Result(Node):
     """The place of a sink's partial sums, the parameter of its result, and the result's dtype."""
 
-    partial: ir.Constant
-    out: ir.Constant
+    partial: Constant
+    out: Constant
     dtype: str
 
+    @property
+    def element(self) -> str:
+        return pointwise.ELEMENT[self.dtype]
 
-class SegmentMemory(ir.Node):
+    def partials(self, at: Spelling, const: str = "") -> str:
+        return f"reinterpret_cast<{const}u32*>(p.workspace + {at.constant(self.partial)})"
+
+
+class SegmentMemory(Node):
     """``start`` with its memory in the lane at ``at``, and with its result."""
 
-    start: ir.SegmentStart
+    start: SegmentStart
     result: Result
     at: int
 
+    def lines(self, at: Spelling) -> list[str]:
+        start, element, name = self.start, self.result.element, at.name(self.start.ref)
+        template = f"{start.how}, {pointwise.COMPUTE[start.dtype]}, {element}, {start.width}"
+        where = f"reinterpret_cast<u32*>(scratch + {self.at}), {at.constant(self.result.out)}, {start.columns}"
+        where += f", {self.result.partials(at)}, workers, worker, 1 + group"
+        if start.rows:
+            type_ = f"Table<{template}, {start.rows}>"
+            made, after = f"const {type_} {name}{{{where}}};", [f"{name}.clear();"]
+        elif (tops := start.tops) is not None:
+            each = start.columns // tops.columns
+            type_ = f"OnlineSegments<{element}, {start.width}, {tops.columns}, {each}, {flag(tops.finite)}>"
+            made, after = f"{type_} {name}{{{{{where}, {{}}}}, {at.name(tops.ref)}, {{}}}};", []
+        else:
+            type_ = f"Segments<{template}>"
+            made, after = f"{type_} {name}{{{where}, {{}}}};", []
+        return [made, f"static_assert({type_}::kBytes == {start.bytes});", *after]
 
-class ClusterRing(ir.Node):
+
+class ClusterRing(Node):
     """``writers``, ``readers``: masks of the CTAs' ranks."""
 
-    ref: ir.Ref
-    ring: ir.Constant
+    ref: Ref
+    ring: Constant
     vectors: int
     depth: int
-    slots: ir.Constant
-    writers: ir.Constant
-    readers: ir.Constant
+    slots: Constant
+    writers: Constant
+    readers: Constant
+
+    def lines(self, at: Spelling) -> list[str]:
+        entry = self.depth * self.vectors * 128 * 16
+        where = f"reinterpret_cast<U4*>(shared + {at.constant(self.slots)} + group * {entry})"
+        ends = f"{at.constant(self.writers)}, {at.constant(self.readers)}, 1 + group"
+        type_ = f"ClusterQueue<{self.vectors}, {self.depth}>"
+        return [f"const {type_} {at.name(self.ref)}{{&{at.constant(self.ring)}[group], {where}, {ends}}};"]
 
 
-class L2Ring(ir.Node):
+class L2Ring(Node):
     """``writers``, ``readers``: numbers of CTAs."""
 
-    ref: ir.Ref
+    ref: Ref
     vectors: int
-    counters: ir.Constant
-    slots: ir.Constant
-    depth: ir.Constant
-    writers: ir.Constant
-    readers: ir.Constant
+    counters: Constant
+    slots: Constant
+    depth: Constant
+    writers: Constant
+    readers: Constant
+
+    def lines(self, at: Spelling) -> list[str]:
+        where = f"p.zeroed() + {at.constant(self.counters)}, p.workspace + {at.constant(self.slots)}"
+        ends = ", ".join(map(at.constant, (self.depth, self.writers, self.readers)))
+        made = f"l2_queue<{self.vectors}>({where}, {ends}, instance * kLanes + group, 1 + group)"
+        return [f"const auto {at.name(self.ref)} = {made};"]
 
 
-class StagedArray(ir.Node):
+class StagedArray(Node):
     """An array whose tiles are copied through the lane's memory. ``number``: of its barriers in the header."""
 
-    ref: ir.Ref
+    ref: Ref
     dtype: str
     columns: int
-    source: ir.Constant
+    source: Constant
     lanes: LaneScratch
     at: int
     number: int
 
+    @property
+    def type(self) -> str:
+        return f"StagedRows<Element<{pointwise.ELEMENT[self.dtype]}>::Bits, {self.columns}>"
 
-class WeightRing(ir.Node):
+    def lines(self, at: Spelling) -> list[str]:
+        where = f"static_cast<const u8*>({at.constant(self.source)}), {self.lanes.mine(at)} + {self.at}"
+        return [f"const {self.type} {at.name(self.ref)}{{{where}, header.staged[{self.number}][group]}};"]
+
+
+class WeightRing(Node):
     """The ring of streamed weights, after a header of ``header_bytes``."""
 
     header_bytes: int
 
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {self.header_bytes}}}}};"]
 
-class AwaitWeights(ir.Node):
+    def of_loader(self) -> list[str]:
+        return [f"const Weights weights{{&header.weights, shared + {self.header_bytes}}};", "Weights::At next;"]
+
+
+class AwaitWeights(Node):
     """Wait for the resident weights."""
 
+    code = "mbar_wait(header.resident, 0);"
 
-class ExchangeRing(ir.Node):
-    """The ring of an ``ir.Exchange``, whose entries start at byte ``offset`` of the lane's memory. ``ctas``: of the cluster."""
 
-    ring: ir.Ref
+class ExchangeRing(Node):
+    """The ring of an ``Exchange``, whose entries start at byte ``offset`` of the lane's memory. ``ctas``: of the cluster."""
+
+    ring: Ref
     vectors: int
     depth: int
     offset: int
     ctas: int
 
+    def lines(self, at: Spelling) -> list[str]:
+        all_ctas, ring = f"{(1 << self.ctas) - 1}u", at.name(self.ring)
+        ends = f"reinterpret_cast<U4*>(scratch + {self.offset}), {all_ctas}, {all_ctas}, 1 + group"
+        type_ = f"ClusterQueue<{self.vectors}, {self.depth}>"
+        return [f"const {type_} {ring}{{&header.{ring}[group], {ends}}};", f"u32 n_{ring} = 0;"]
 
-class TileLoop(ir.Node):
+
+# --- Consumers --------------------------------------------------------------------------------------------------------------------
+
+_ROWS_OF_TILE = (
+    "const i64 first_row = tile * kTileRows + lane.row;",
+    "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
+)
+_OWN_ROWS = (
+    "const i64 first_row = tile * kOwnRows + lane.row;",
+    "const bool valid[2] = {first_row < kRows, first_row + kOwnRows / 2 < kRows};",
+)
+_ROUNDS = (
+    "KITSUNE_NO_UNROLL",
+    "for (u32 n = 0, tile; (tile = first_tile<kLanes, kTiles, kBatchTiles, kTogether>(share, n)) < kTiles; ++n) {",
+)
+_BATCH = "const BatchRows rows_at = BatchRows::of<kLanes, kBatchTiles>(tile, kBatchRows);"
+_ROWS_OF_BATCH = (
+    "const i64 of_batch = rows_at.first + group * kTileRows + lane.row;",
+    "const i64 first_row = rows_at.batch * kBatchRows + of_batch;",
+    "const bool valid[2] = {of_batch < kBatchRows, of_batch + 8 < kBatchRows};",
+)
+
+
+class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles are consecutive in the stream, not
     strided. ``order``: the array with the element that each row of the stream reads. ``prefetched``: (input, bytes of a row) to
     prefetch for the next tile. ``batches``: tiles keep within a batch. ``scalar_rows``: a thread has whole rows
@@ -112,89 +372,235 @@ class TileLoop(ir.Node):
 
     uniform: bool
     consecutive: bool
-    order: ir.Constant | None
+    order: Constant | None
     staged: tuple[StagedArray, ...]
-    prefetched: tuple[tuple[ir.Constant, int], ...]
+    prefetched: tuple[tuple[Constant, int], ...]
     vectors: bool
     batches: bool
     scalar_rows: bool
-    body: tuple[ir.Node, ...]
+    body: tuple[Node, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        # Computing a lane's tile from ``n`` needs no register for its number.
+        lines, more, tile = list[str](), "n * workers + worker < kTiles", "static_cast<i64>(n) * workers + worker"
+        first, following = "worker", "(tile + workers)"
+        if self.uniform or self.consecutive:
+            lines.append("const u32 rounds = rounds_of(workers, kTiles);")
+        if self.consecutive:
+            more, tile = "n < rounds && worker * rounds + n < kTiles", "static_cast<i64>(worker) * rounds + n"
+            first, following = "static_cast<i64>(worker) * rounds", "(n + 1 < rounds ? tile + 1 : kTiles)"
+        if self.uniform:
+            more = "n < rounds"
+        staged = [at.name(s.ref) for s in self.staged]
+        lines += [f"{s}.fetch(lane, 0, {first}, kRows);" for s in staged]
+        if self.batches:
+            lines += ["(void)workers, (void)worker;", *_ROUNDS]
+            body = [_BATCH, *_ROWS_OF_BATCH]
+        else:
+            lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
+            body = [f"const i64 tile = {tile};", *(_OWN_ROWS if self.scalar_rows else _ROWS_OF_TILE)]
+        rows = ["first_row", f"first_row + {'kOwnRows / 2' if self.scalar_rows else '8'}"]
+        if self.order is not None:
+            rows = [f"row_of({at.constant(self.order)}, {row}, valid[{h}])" for h, row in enumerate(rows)]
+        body += ["(void)valid;", f"const i64 row[2] = {{{', '.join(rows)}}};"]
+        if staged:
+            body.append(f"{self.staged[0].type}::turn(1 + group);")
+        body += [f"{s}.fetch(lane, n + 1, {following}, kRows);" for s in staged]
+        body += [f"{s}.wait(n, tile, kRows);" for s in staged]
+        if self.prefetched:
+            fetches = [f"  prefetch_tile({at.constant(array)}, next_row, kRows, {size});" for array, size in self.prefetched]
+            next_row = f"  const i64 next_row = {following} * kTileRows;"
+            body += ["if (lane.thread == 0) {", next_row, *fetches, "}"]
+        if self.vectors:
+            body.append("const float* const vectors = opaque(p.vectors);")
+        return [*lines, *indented((*body, *at.lines(self.body))), "}"]
 
 
-class FinishSinks(ir.Node):
+class FinishSinks(Node):
     """``sinks``: each with its result and columns. ``segments``: sinks by sorted indices; ``tables``: sinks by other indices, with
     the counters of groups of lanes."""
 
-    arrived: ir.Constant
-    sinks: tuple[tuple[ir.SinkStart, Result, int], ...]
-    segments: tuple[ir.Ref, ...]
-    tables: tuple[tuple[ir.Ref, ir.Constant], ...]
+    arrived: Constant
+    sinks: tuple[tuple[SinkStart, Result, int], ...]
+    segments: tuple[Ref, ...]
+    tables: tuple[tuple[Ref, Constant], ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        counter = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(self.arrived)})"
+        lines = [f"const Finish finish{{{counter}, &header.flags[group], workers, worker, 1 + group}};"]
+        for sink, result, _ in self.sinks:
+            what, lane = (str(sink.width), "lane, ") if sink.width else (flag(sink.quad), "")
+            lines.append(f"store_partial<{sink.how}, {what}>({result.partials(at)}, finish, {lane}{at.name(sink.ref)});")
+        lines += [f"{at.name(ref)}.store_partial();" for ref in self.segments]
+        for ref, groups in self.tables:
+            lines.append(f"{at.name(ref)}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
+        lines.append("if (finish.last()) {")
+        lines += [f"  {at.name(ref)}.combine();" for ref in (*self.segments, *(ref for ref, _ in self.tables))]
+        for sink, result, columns in self.sinks:
+            template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {result.element}"
+            what = f"{at.constant(result.out)}, {result.partials(at, 'const ')}, finish, {columns}, {sink.width or 1}"
+            lines.append(f"  combine<{template}>({what});")
+        return [*lines, "}"]
 
 
-class FinishGradients(ir.Node):
-    """``parts``: CTAs with a partial sum; ``split``: of the stage. ``gradients``: each with the sums over its panels."""
+class FinishGradients(Node):
+    """Store each lane's rows of the weight gradients; the last lane to arrive with the same rows adds them up. ``parts``: CTAs with
+    a partial sum; ``spatial``: a part is of an instance, not of a CTA; ``split``: of the stage. ``gradients``: each with the sums
+    over its panels."""
 
-    arrived: ir.Constant
+    arrived: Constant
     parts: int
+    spatial: bool
     split: int
-    gradients: tuple[tuple[ir.GradientStart, Result, tuple[tuple[ir.PanelSumStart, Result], ...]], ...]
+    gradients: tuple[tuple[GradientStart, Result, tuple[tuple[PanelSumStart, Result], ...]], ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        arrived = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(self.arrived)} + (slab * kLanes + group) * 128)"
+        part = "instance" if self.spatial else "share.block"
+        lines = ["{", f"  const Finish finish{{{arrived}, &header.flags[group], workers / kLanes, {part}, 1 + group}};"]
+        for g, result, sums in self.gradients:
+            k, words = g.gradient.of, g.shape.words
+            lines.append(f"  u32* const partial{k} = {result.partials(at)} + slab * {self.parts * words};")
+            lines.append(f"  {at.name(g.gradient)}.store(partial{k} + static_cast<i64>(finish.worker) * {words}, lane, sum{k});")
+            for total, into in sums:
+                n, words = total.sums.of, total.panel.width
+                lines.append(f"  u32* const partial{n} = {into.partials(at)} + slab * {self.parts * words};")
+                lines.append(f"  {at.name(total.sums)}.store(partial{n} + finish.worker * {words}, sink{n});")
+        lines.append("  if (finish.last()) {")
+        for g, result, sums in self.gradients:
+            shape = g.shape
+            pitch = shape.rows if shape.swapped else shape.columns * self.split
+            template = f"{result.element}, {flag(shape.swapped)}, {shape.blocks}, {shape.all_blocks}, {shape.width}"
+            where = f"{shape.rows}, {shape.columns}, static_cast<int>(slab) * {shape.columns}, {pitch}"
+            what = f"{at.constant(result.out)}, partial{g.gradient.of}, finish.workers, {at.name(g.gradient)}.first, {where}"
+            lines.append(f"    combine_gradient<{template}>({what});")
+            lines += [f"    {self._combine_columns(at, total, into)}" for total, into in sums]
+        return [*lines, "  }", "}"]
+
+    def _combine_columns(self, at: Spelling, total: PanelSumStart, result: Result) -> str:
+        out, slabs = at.constant(result.out), total.slabs and self.split > 1
+        if slabs:
+            out = f"static_cast<u8*>({out}) + slab * {total.columns * pointwise.ITEM_SIZE[result.dtype]}"
+        what = f"{out}, partial{total.sums.of}, finish.workers, {total.columns}"
+        combine = f"{at.name(total.sums)}.combine<{result.element}>({what});"
+        # If the stage is split by the other operand, all of its CTAs have the same sums.
+        return combine if slabs or self.split == 1 else f"if (slab == 0) {combine}"
 
 
-class Consumer(ir.Node):
+def _workers(ctas: int) -> str:
+    """Declares the number of warpgroups that share the tiles: fewer than planned where the device holds fewer instances."""
+    return f"const u32 workers = {f'share.blocks / {ctas}' if ctas else 'share.blocks'} * kLanes;"
+
+
+class Consumer(Node):
     """``setup``: before the tiles; ``ctas``: of an instance, or 0 where each CTA takes tiles by itself."""
 
-    setup: tuple[ir.Node, ...]
+    setup: tuple[Node, ...]
     ctas: int
     loop: TileLoop
-    finish: tuple[ir.Node, ...]
+    finish: tuple[Node, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        rows, worker = "mine", "instance * kLanes + group" if self.ctas else "share.block * kLanes + group"
+        if self.loop.scalar_rows:
+            rows, worker = "with_own_rows", "group * share.blocks + share.block"
+        lines = [f"const Lane lane = Lane::{rows}();", "(void)slab, (void)shared, (void)share, (void)instance;"]
+        lines += [f"const u32 worker = {worker};", _workers(self.ctas), *at.lines(self.setup), *self.loop.lines(at)]
+        return [*lines, *(["finishing();", *at.lines(self.finish)] if self.finish else [])]
 
 
-class FetchResident(ir.Node):
+# --- Loaders ----------------------------------------------------------------------------------------------------------------------
+
+
+class FetchResident(Node):
     """A copy to shared memory of ``bytes`` of operand ``group`` from ``source``; with ``slabs``, of each CTA's own slab."""
 
-    to: ir.Constant
+    to: Constant
     group: int
-    source: ir.Constant
+    source: Constant
     bytes: int
     slabs: bool
 
+    def lines(self, at: Spelling) -> list[str]:
+        slab = f" + slab * {self.bytes}" if self.slabs else ""
+        source = f"p.weights{self.group} + {at.constant(self.source)}{slab}"
+        return [f"fetch_resident(shared + {at.constant(self.to)}, {source}, {self.bytes}, header.resident);"]
 
-class LoadResident(ir.Node):
+
+class LoadResident(Node):
     fetches: tuple[FetchResident, ...]
 
+    def lines(self, at: Spelling) -> list[str]:
+        if not self.fetches:
+            return []
+        expect = f"expect_resident(header.resident, {sum(f.bytes for f in self.fetches)});"
+        return [expect, *at.lines(self.fetches), "finish_resident(header.resident);"]
 
-class LoadStreamed(ir.Node):
+
+class LoadStreamed(Node):
     """``runs``: (operand, chunks, bytes of a chunk) in the order of their use, for every round of tiles."""
 
     ring: WeightRing
     ctas: int
     runs: tuple[tuple[int, int, int], ...]
 
+    def lines(self, at: Spelling) -> list[str]:
+        lines = [*self.ring.of_loader(), _workers(self.ctas), "const u32 rounds = rounds_of(workers, kTiles);"]
+        lines += ["KITSUNE_NO_UNROLL", "for (u32 round = 0; round < rounds; ++round) {"]
+        lines += [f"  const u8* from{k} = p.weights{k};" for k in sorted({group for group, _, _ in self.runs})]
+        return [*lines, *(f"  {_stream(*run)}" for run in self.runs), "}"]
 
-class WeightBlocks(ir.Node):
-    """The weights of the ``count`` iterations of a loop, or of no loop (``count`` is 1). ``places``: (operand, offset of the first
-    iteration's within a batch, bytes from one iteration to the next). ``runs``: (operand, chunks, bytes of a chunk) of an
-    iteration. ``seen``, ``which``: as in ``CountedLoop``."""
+
+def _stream(group: int, chunks: int, size: int) -> str:
+    return f"stream_weights(weights, next, from{group}, {chunks}, {size});"
+
+
+class WeightBlocks(Node):
+    """The weights of the ``count`` iterations of a loop, or of no loop (``count`` is 1), which are adjacent in memory. ``places``:
+    (operand, offset of the first iteration's within a batch, bytes from one iteration to the next). ``runs``: (operand, chunks,
+    bytes of a chunk) of an iteration. ``seen``, ``which``: as in ``CountedLoop``."""
 
     count: int
     places: tuple[tuple[int, int, int], ...]
     runs: tuple[tuple[int, int, int], ...]
-    seen: ir.Ref | None
+    seen: Ref | None
     which: str
 
+    def lines(self, at: Spelling) -> list[str]:
+        starts = [f"const u8* from{k} = of{k} + {first}ll" for k, first, _ in self.places]
+        calls, count = [_stream(*run) for run in self.runs], str(self.count)
+        if self.seen is None:
+            before, inside = [f"{start};" for start in starts], calls
+        else:
+            seen = f"{at.name(self.seen)}.{self.which}"
+            steps = [f" + {seen}_block(i) * {size}ll;" for _, _, size in self.places]
+            before, inside, count = [], [*map("".join, zip(starts, steps, strict=True)), *calls], f"{seen}_count()"
+        if count != "1":
+            head = ["KITSUNE_NO_UNROLL", f"for (i32 i = 0; i < {count}; ++i) {{"]
+            inside = [*head, *indented(inside), "}"]
+        return ["{", *indented((*before, *inside)), "}"]
 
-class LoadBlocks(ir.Node):
+
+class LoadBlocks(Node):
     """Weights that change from tile to tile. ``groups``: (operand, bytes of a batch); ``axes``: (batches from one index of the axis
     to the next, its extent) of the axes on which the weights depend, outermost first. ``seen``: the blocks that rows see."""
 
     ring: WeightRing
     groups: tuple[tuple[int, int], ...]
     axes: tuple[tuple[int, int], ...]
-    seen: tuple[ir.SeenBlocks, ...]
+    seen: tuple[st.SeenBlocks, ...]
     parts: tuple[WeightBlocks, ...]
 
+    def lines(self, at: Spelling) -> list[str]:
+        batch = "0"
+        for inner, extent in self.axes:
+            batch = f"({batch} * {extent} + rows_at.batch / {inner} % {extent})"
+        of = [f"const u8* const of{k} = p.weights{k} + static_cast<i64>({batch}) * {size}ll;" for k, size in self.groups]
+        body = [_BATCH, *at.lines(self.seen), *of, *at.lines(self.parts)]
+        return [*self.ring.of_loader(), *_ROUNDS, *indented(body), "}"]
 
-class StageCode(ir.Node):
+
+class StageCode(Node):
     """``split``: CTAs that run the stage."""
 
     consumer: Consumer

@@ -1,24 +1,31 @@
-"""The device IR: the work of the stages of a kernel as data, which passes transform and printers print.
+"""The device IR: the work of the stages of a kernel as data, which passes transform, and the C++ that each node prints.
 
-A stage is a tuple of nodes in the order in which the device runs them; ``frame_ir.py`` has the nodes around the tiles. Names are
-``Ref``s, and numbers that may differ between equal stages are ``Constant``s, so that stages can be compared as data
-(``layout.py``). ``Evaluate`` and ``SingleColumn`` exist only between passes: ``stage/chunks.py`` expands them. The only C++ text in
-the IR is the templates of operators, from the op table.
+A stage is a tuple of nodes in the order in which the device runs them. This file has names, expressions and the loops over the
+blocks of a tile; ``stage_ir.py`` has the other statements of a stage, ``frame_ir.py`` its setup and the nodes around the tiles.
+Names are ``Ref``s, and numbers that may differ between equal stages are ``Constant``s, so that stages can be compared as data
+(``layout.py``). A node decides nothing when it is printed; its only C++ text from elsewhere is the templates of operators, from
+the op table.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, dataclass_transform
 
-from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.tiles import GradientShape
+from kitsune_jax.targets.cuda import pointwise, tiles
+
+Events = Iterator[tuple["Ref", int | None]]  # (owner, registers that it gets) or (owner, None) for a read
 
 
 @dataclass_transform(frozen_default=True)
 class Node:
-    """A node of the device IR. Every subclass is a frozen dataclass of the fields that it declares."""
+    """A node of the device IR. Every subclass is a frozen dataclass of the fields that it declares.
+
+    A node that is a statement has ``lines``, or its C++ as ``code``, with the name of a field in braces for the field's text.
+    """
+
+    code = ""
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True)(cls)
@@ -27,6 +34,21 @@ class Node:
     def fields(cls) -> tuple[str, ...]:
         """The names of the fields."""
         return cls.__match_args__  # type: ignore[attr-defined, no-any-return]
+
+    def lines(self, at: Spelling) -> list[str]:
+        """The C++ of a node that is a statement."""
+        if not self.code:
+            raise AssertionError(f"{type(self).__name__} is no statement")
+        return [self.code.format(**{field: at.spell(getattr(self, field)) for field in self.fields()})]
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread that the node has for the whole kernel."""
+        return 0
+
+    def events(self) -> Events:
+        """The effects of the node on the registers of values, in the order in which the device runs."""
+        yield from ()
 
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
@@ -40,7 +62,7 @@ def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     return change(x if all(a is b for a, b in zip(old, new, strict=True)) else type(x)(*new))
 
 
-# --- Names and expressions --------------------------------------------------------------------------------------------------------
+# --- Names ------------------------------------------------------------------------------------------------------------------------
 
 
 class Ref(Node):
@@ -49,6 +71,10 @@ class Ref(Node):
     kind: str
     of: int
     part: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.of}{self.part}"
 
 
 class Constant(Node):
@@ -97,21 +123,126 @@ class Address(Node):
     layer: int = 0
 
 
+# Kinds of names that a stage's code has most of, as words.
+_WORDS = dict(v="tile", r="row", d="acc", c="copy", h="carry", k="column", s="scalar", x="block", m="mask", number="step")
+
+
+class Spelling:
+    """How nodes spell names and constants. ``fields``: constants, by name and key, that are read from a table; others are literals.
+    ``operators``: of values, which are named after the operator that makes them."""
+
+    def __init__(self, fields: frozenset[tuple[str, object]] = frozenset(), operators: Mapping[int, str] | None = None):
+        self.fields, self.operators = fields, operators or {}
+
+    def name(self, ref: Ref) -> str:
+        if ref.kind not in _WORDS:
+            return ref.name
+        word = self.operators.get(ref.of, _WORDS[ref.kind]) if ref.kind in "vr" else _WORDS[ref.kind]
+        return f"{word}_{ref.of}{ref.part}"
+
+    def getter(self, image: Ref) -> str:
+        """The C++ function that returns vector i of an image or of a queue's entry."""
+        return f"{image.name}.get" if image.kind == "image" else image.name
+
+    def putter(self, image: Ref) -> str:
+        return f"{image.name}.put" if image.kind == "image" else image.name
+
+    def constant(self, c: Constant) -> str:
+        text = f"at.{c.name}{c.key}" if (c.name, c.key) in self.fields else c.value
+        if not c.of:
+            return text
+        member = f"*{text}" if text is not c.value else text
+        return f"p.{member}" if c.of == "Params" else f"(header.{member})"
+
+    def address(self, a: Address) -> str:
+        assert isinstance(a.at, Constant)
+        slab = f" + slab * {a.slab}" if a.slab else ""
+        layer = f" + layer * {a.layer}" if a.layer else ""
+        return f"vectors + {self.constant(a.at)}{slab}{layer}"
+
+    def spell(self, x: Any) -> Any:
+        """The text of a field of a node."""
+        return self.name(x) if isinstance(x, Ref) else x.text(self) if isinstance(x, Expr) else x
+
+    def lines(self, nodes: Iterable[Node]) -> list[str]:
+        return [line for node in nodes for line in node.lines(self)]
+
+
+def each_row(statement: str) -> list[str]:
+    """The statement for each row h of the thread's two rows."""
+    return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {statement}"]
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def flag(x: bool) -> str:
+    return "true" if x else "false"
+
+
+def _block(shift: int) -> str:
+    return f"(b {'-' if shift > 0 else '+'} {abs(shift)})" if shift else "b"
+
+
+# --- Expressions ------------------------------------------------------------------------------------------------------------------
+
+
 class Expr(Node):
     """A value for an element (row h, column c of block b) or for a row (h)."""
 
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        """The C++ expression. ``pairs``: pairs of elements of a thread in a block of the loop around it."""
+        raise NotImplementedError
+
+    def of_row(self, at: Spelling, h: int) -> str:
+        """The expression of a row value for row ``h`` of the thread's two rows."""
+        return self.text(at).replace("[h]", f"[{h}]")
+
+    def of_rows(self, at: Spelling) -> str:
+        return ", ".join(self.of_row(at, h) for h in range(2))
+
 
 class Literal(Expr):
-    text: str
+    value: str
+
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        return self.value
+
+
+# The text that reads an element (h, c = 2 * (ii >> 1) + e of block b) of an object, by the form of the object.
+READS = {
+    "scalar": "{name}",
+    "row": "{name}[h]",
+    "first column": "shfl({name}[2 * h], lane_id() & ~3u)",
+    "word": "{name}[2 * ({block} * {pairs} + ii) + e]",
+    "pair": "unpack<{element}>({name}[{block} * {pairs} + ii], e)",
+    "bit": "(({name}[({bit}) / 32] >> (({bit}) % 32) & 1u) != 0)",
+    "rows": "{name}[h][c]",
+    "pairs of rows": "unpack<{element}>({name}[h][ii >> 1], e)",
+    "vector": "{name}[c]",
+    "index": "static_cast<i32>(bits({name}[c]))",
+    "word of image": "from_word<{type}>({name}[2 * ii + e])",
+    "pair of image": "unpack<{element}>({name}[ii], e)",
+    # both elements of a pair as one word
+    "pair of registers": "{name}[b * {pairs} + ii]",
+    "pair of block": "{name}[ii]",
+    "pair of rows": "{name}[ii & 1][ii >> 1]",
+}
 
 
 class Read(Expr):
-    """``form``: of the object read (``print_stage.READS``); ``shift``: block of the loop minus block of the object."""
+    """``form``: of the object read (``READS``); ``shift``: block of the loop minus block of the object."""
 
     form: str
     ref: Ref
     dtype: str
     shift: int = 0
+
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        block, types = _block(self.shift), {"element": pointwise.ELEMENT[self.dtype], "type": pointwise.COMPUTE[self.dtype]}
+        bit = f"2 * ({block} * {pairs} + ii) + e"
+        return READS[self.form].format(name=at.name(self.ref), block=block, pairs=pairs, bit=bit, **types)
 
 
 class ScratchFold(Node):
@@ -138,6 +269,11 @@ class SumOfList(Expr):
     width: int
     shift: int = 0
 
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        which = f"first_column<{self.width}>(lane, {_block(self.shift)}) + c" if self.width else "0"
+        lists = f"{at.address(self.first)}, {at.address(self.columns)}"
+        return f"sum_listed<{pointwise.COMPUTE[self.dtype]}>(rows, lane, h, {lists}, {which})"
+
 
 class FromScratch(Expr):
     """An element of the warp's scratch rows, in ``column`` or in the column that ``index`` holds, where -1 means ``fill``; or the
@@ -149,16 +285,32 @@ class FromScratch(Expr):
     fill: Expr | None = None
     fold: ScratchFold | None = None
 
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        where, type_ = self.column if self.index is None else at.name(self.index), pointwise.COMPUTE[self.dtype]
+        if self.fold is not None:
+            return f"fold_scratch<{self.fold.how}, {type_}, {self.fold.count}, {self.fold.step}>(rows, lane, h, {where})"
+        element = f"from_word<{type_}>(rows.get(lane, h, {where}))"
+        return element if self.fill is None else f"({where} < 0 ? {self.fill.text(at)} : {element})"
+
 
 class RowIndex(Expr):
     """The mixed-radix index over stream axes (axis, extent), outermost first."""
 
     axes: tuple[tuple[int, int], ...]
 
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        index = ""
+        for axis, extent in self.axes:
+            index = f"({index} * {extent}ll + axis{axis}[h])" if index else f"axis{axis}[h]"
+        return f"static_cast<i32>({index or 0})"
+
 
 class Identity(Expr):
     how: str
     dtype: str
+
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        return f"{self.how}::identity<{pointwise.COMPUTE[self.dtype]}>()"
 
 
 class Apply(Expr):
@@ -166,6 +318,21 @@ class Apply(Expr):
 
     template: str
     operands: tuple[Expr, ...]
+
+    def text(self, at: Spelling, pairs: int = 0) -> str:
+        template = self.template
+        for k, operand in enumerate(self.operands):
+            template = template.replace(f"{{{k}}}", operand.text(at, pairs))
+        return template
+
+
+def segment_word(at: Spelling, runs: Ref, how: str, dtype: str, x: str) -> str:
+    """The word that a row adds to its segment: the fold's identity if it belongs to none."""
+    identity, type_ = Identity(how, dtype).text(at), pointwise.COMPUTE[dtype]
+    return f"to_word({at.name(runs)}.inside[h] ? {type_}({x}) : {identity})"
+
+
+# --- Rows of arrays ---------------------------------------------------------------------------------------------------------------
 
 
 class Rows(Node):
@@ -180,6 +347,189 @@ class Rows(Node):
     strides: tuple[tuple[int, int], ...]
     pairs: bool
 
+    def name(self, at: Spelling) -> str:
+        """The C++ array of the addresses of the thread's two rows."""
+        return f"{at.name(self.ref)}_row"
+
+    def load(self, at: Spelling, to: Ref, owned: int, column: str) -> str:
+        where = f"{at.name(to)}[h], {self.name(at)}[h], {column}, {self.columns}, valid[h]"
+        if self.pairs:
+            return f"load_halves<{owned}, {self.access}>({where});"
+        if self.strides:
+            return f"load_strided<{pointwise.ELEMENT[self.dtype]}, {owned}>({where}, {self._offset()});"
+        return f"load_row<{pointwise.ELEMENT[self.dtype]}, {owned}, {self.access}>({where});"
+
+    def store(self, at: Spelling, owned: int, column: str, out: str) -> str:
+        where = f"{self.name(at)}[h], {column}, {self.columns}, valid[h], {out}[h]"
+        if self.strides:
+            return f"store_strided<{pointwise.ELEMENT[self.dtype]}, {owned}>({where}, {self._offset()});"
+        return f"store_row<{pointwise.ELEMENT[self.dtype]}, {owned}, {self.access}>({where});"
+
+    def _offset(self) -> str:
+        """A C++ lambda from a logical column to its element offset, for an array whose columns are not contiguous."""
+        terms, inner = [], 1
+        for extent, stride in self.strides:
+            terms.append(f"static_cast<i64>(column / {inner} % {extent}) * {stride}")
+            inner *= extent
+        return f"[](int column) {{ return {' + '.join(terms)}; }}"
+
+
+class Slab(Node):
+    """The ``columns`` of a value that one CTA has: a part of each of ``groups`` groups of columns (``stage/split.py``)."""
+
+    columns: int
+    groups: int
+
+    def before(self, rows: Rows, block: str) -> str:
+        """The offset of block ``block`` of the slab in the columns of ``rows``, to be added to that in the slab. Each CTA's part
+        follows that of the CTA before."""
+        each, blocks = self.columns // self.groups, tiles.blocks(self.columns) // self.groups
+        apart = "" if self.groups == 1 else f"{block} / {blocks} * {rows.columns // self.groups - each} + "
+        return f"static_cast<int>(slab) * {each} + {apart}"
+
+
+class AxisIndices(Node):
+    """The index along each stream axis of the thread's two rows: the mixed-radix digits of the row, the last axis fastest."""
+
+    extents: tuple[int, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        if len(self.extents) == 1:
+            return ["const i64 axis0[2] = {row[0], row[1]};"]
+        found, inner = [], 1
+        for a, extent in reversed(list(enumerate(self.extents))):
+            digits = ", ".join(f"row[{h}] / {inner}ll % {extent}ll" for h in range(2))
+            found.append(f"const i64 axis{a}[2] = {{{digits}}};")
+            inner *= extent
+        return found
+
+
+class RowAddresses(Node):
+    """The addresses of the thread's rows. ``strides``: (axis, bytes). ``staged``: the rows are in shared memory."""
+
+    ref: Ref
+    array: Constant
+    strides: tuple[tuple[int, int], ...]
+    staged: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        row, staged = f"{at.name(self.ref)}_row", f"staged{self.ref.of}"
+        if self.staged:
+            return [f"const u8* const {row}[2] = {{{staged}.row(n, lane.row), {staged}.row(n, lane.row + 8)}};"]
+        const = "const " if self.ref.kind == "in" else ""
+        offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in self.strides) or "0"
+        where = f"static_cast<{const}u8*>({at.constant(self.array)}) + (valid[h] ? {offset} : 0)"
+        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
+
+
+class TableRows(Node):
+    """The addresses of the rows ``index`` of ``table``, which has ``rows`` rows of ``bytes`` bytes. An index out of range means the
+    nearest row, or the one at ``otherwise``."""
+
+    ref: Ref
+    table: Ref | Constant  # the layout replaces a stationary value by a Constant
+    index: Expr
+    rows: int
+    bytes: int
+    otherwise: Address | None
+
+    def lines(self, at: Spelling) -> list[str]:
+        assert isinstance(self.table, Constant)
+        table, sizes = at.constant(self.table), f"{self.rows}ll, {self.bytes}ll"
+        otherwise = "" if self.otherwise is None else f", {at.address(self.otherwise)}"
+        rows = [f"table_row({table}, {self.index.of_row(at, h)}, {sizes}{otherwise})" for h in range(2)]
+        return [f"const void* const {at.name(self.ref)}_row[2] = {{{', '.join(rows)}}};"]
+
+    def events(self) -> Events:
+        yield self.ref, 4  # two addresses
+
+
+class SliceRows(Node):
+    """The addresses of the rows of a slice: those of ``whole``, plus for each number of a loop a multiple of so many bytes."""
+
+    ref: Ref
+    whole: Ref
+    terms: tuple[tuple[Expr, int], ...]
+    loads: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        row, const = f"{at.name(self.ref)}_row", "const " if self.loads else ""
+        behind = [f"static_cast<i64>({n.text(at)}) * {size}ll" for n, size in self.terms]
+        where = " + ".join([f"static_cast<{const}u8*>({at.name(self.whole)}_row[h])", *behind])
+        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
+
+
+# --- Registers and images of tiles ------------------------------------------------------------------------------------------------
+
+
+class Registers(Node):
+    """Declare ``count`` registers of a value; those of a mask start as zeros."""
+
+    ref: Ref
+    form: str
+    dtype: str
+    count: int
+    words: bool = False  # to be written to an image
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_ = pointwise.COMPUTE[self.dtype] if self.form == "word" else "u32"
+        start = " = {}" if self.form == "bit" else ""
+        return [f"{type_} {'w_' if self.words else ''}{at.name(self.ref)}[{self.count}]{start};"]
+
+
+class PutMask(Node):
+    """Write all vectors of a mask to an image or an entry after the loop, because a vector has the bits of several blocks."""
+
+    ref: Ref
+    to: Ref
+    width: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        put = f"{at.putter(self.to)}(i, image_vector(w_{at.name(self.ref)}, i));"
+        return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(self.width, 'bit')}; ++i) {put}"]
+
+
+class Image(Node):
+    """The image of the value ``ref.of``; ``at``: offset in the lane's scratch memory, set by the layout."""
+
+    ref: Ref
+    at: int = -1
+
+    code = "const Image {ref} = Image::at(scratch + {at});"
+
+
+class TurnImages(Node):
+    """Two images that alternate: ``first`` is the operand of the even layers."""
+
+    first: Ref
+    second: Ref
+
+    def lines(self, at: Spelling) -> list[str]:
+        a, b = at.name(self.first), at.name(self.second)
+        return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
+
+
+class CopyRegisters(Node):
+    to: Ref
+    source: Ref
+    count: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        return ["KITSUNE_UNROLL", f"for (int i = 0; i < {self.count}; ++i) {at.name(self.to)}[i] = {at.name(self.source)}[i];"]
+
+
+class Alive(Node):
+    """No code: ``registers`` more are alive from here to the last use of ``owner``; None: ``owner`` is used here."""
+
+    owner: Ref
+    registers: int | None = None
+
+    def lines(self, at: Spelling) -> list[str]:
+        return []
+
+    def events(self) -> Events:
+        yield self.owner, self.registers
+
 
 # --- Loops over the blocks of a tile: actions on values, before ``stage/chunks.py`` -----------------------------------------------
 
@@ -188,6 +538,10 @@ class Action(Node):
     """An action on each element of ``value``."""
 
     value: int
+
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        """Add the C++ for an element ``x`` of the block to ``loop``."""
+        raise NotImplementedError
 
 
 class Keep(Action):
@@ -205,11 +559,38 @@ class Keep(Action):
     first: int = 0
     over: bool = False
 
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        ref, pairs, to, block = loop.at.name(self.ref), loop.pairs, self.to, _block(self.first)
+        own = f"{ref}_{-self.first}" if self.first < 0 else ref  # one loop makes several parts of ``ref``
+        if inside := put.inside(loop):
+            x = f"{inside} ? {x} : {pointwise.literal(0, put.type)}"
+        if self.form == "bit":
+            k = f"2 * (b * {pairs} + ii) + e"
+            loop.element.append(f"{'w_' if to else ''}{ref}[({k}) / 32] |= static_cast<u32>({x}) << (({k}) % 32);")
+            return
+        if self.form == "pair":
+            loop.pack(own, f"w_{own}[ii]" if to else f"{ref}[{block} * {pairs} + ii]", put, x)
+        elif to:
+            loop.element.append(f"w_{own}[2 * ii + e] = to_word({x});")
+        else:
+            loop.element.append(f"{ref}[2 * ({block} * {pairs} + ii) + e] = {x};")
+        if to:
+            words = pairs if self.form == "pair" else 2 * pairs
+            vectors = -(-words // 4)
+            loop.before.append(f"u32 w_{own}[{words}];")
+            put_vector = f"{loop.at.putter(to)}({block} * {vectors} + i, image_vector(w_{own}, i));"
+            loop.after += ["KITSUNE_UNROLL", f"for (int i = 0; i < {vectors}; ++i) {put_vector}"]
+
 
 class Store(Action):
     rows: Rows
-    slab: int  # columns of a slab, if the value is one
-    groups: int = 1  # groups of columns; a slab has equally many of each
+    slab: Slab | None = None
+
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        out, first = f"o{self.rows.ref.of}", self.slab.before(self.rows, "b") if self.slab else ""
+        loop.before.append(f"{put.type} {out}[2][{loop.pairs}];")
+        loop.element.append(f"{out}[h][c] = {x};")
+        loop.after += each_row(self.rows.store(loop.at, loop.pairs, f"{first}{loop.first_column()}", out))
 
 
 class Fold(Action):
@@ -220,11 +601,21 @@ class Fold(Action):
     stream: bool = False
     scalar: bool = True
 
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        to = loop.at.name(self.ref)
+        if not (self.scalar and self.stream):
+            to += f"[{f'b * {loop.pairs} + c' if self.stream else 'h'}]"
+        guards = " && ".join(filter(None, [put.inside(loop), "valid[h]" if self.stream else ""]))
+        loop.element.append(f"{f'if ({guards}) ' if guards else ''}{to} = {self.how}::fold({to}, {put.type}({x}));")
+
 
 class ToScratch(Action):
     """Write words of the value to the warp's scratch rows, from ``column`` on."""
 
     column: int
+
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        loop.element.append(f"rows.put(lane, h, {self.column} + {loop.first_column()} + c, to_word({x}));")
 
 
 class ToSegments(Action):
@@ -236,6 +627,12 @@ class ToSegments(Action):
     dtype: str
     runs: Ref | None = None
 
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        runs = self.runs or Ref("runs", self.ref.of)
+        # Columns beyond the value's are folded too, but not stored.
+        loop.put_block(segment_word(loop.at, runs, self.how, self.dtype, x))
+        loop.after.append(f"{loop.at.name(self.ref)}.block(rows, {loop.at.name(runs)}, b);")
+
 
 class AddToRows(Action):
     """Add atomically to the rows of a result of ``columns`` floats, at the addresses ``ref``, ``access`` bytes at a time."""
@@ -244,11 +641,22 @@ class AddToRows(Action):
     columns: int
     access: int
 
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        part = f"{loop.at.name(self.ref)}_part"
+        loop.before.append(f"float {part}[2][{loop.pairs}];")
+        loop.element.append(f"{part}[h][c] = {x};")
+        where = f"{loop.at.name(self.ref)}[h], {loop.first_column()}, {self.columns}, {part}[h]"
+        loop.after += each_row(f"add_to_row<{loop.pairs}, {self.access}>({where});")
+
 
 class FoldToRows(Action):
     """Pass the value, a block at a time, through the warp's scratch rows, and fold it atomically into the rows of ``ref``."""
 
     ref: Ref
+
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        loop.put_block(f"to_word({x})")
+        loop.after.append(f"{loop.at.name(self.ref)}.block(rows, b);")
 
 
 class ToPanel(Action):
@@ -256,28 +664,67 @@ class ToPanel(Action):
 
     panel: Ref
 
-
-class Evaluate(Node):
-    """A loop over all blocks of tiles of ``width`` columns. ``homes``: the current place of every value that it reads."""
-
-    width: int
-    actions: tuple[Action, ...]
-    products: tuple[int, ...]
-    homes: tuple[tuple[int, Any], ...]
-
-
-class SingleColumn(Node):
-    """A whole product that has one column of results."""
-
-    value: int
-    homes: tuple[tuple[int, Any], ...]
+    def put(self, loop: LoopText, put: Put, x: str) -> None:
+        panel, half = loop.at.name(self.panel), tiles.is_half(put.dtype)
+        if inside := put.inside(loop):
+            x = f"{inside} ? {x} : 0.0f"
+        loop.before.append(f"{'u32' if half else 'float'} w_{panel}[{loop.pairs if half else 2 * loop.pairs}];")
+        if half:
+            loop.pack(panel, f"w_{panel}[ii]", put, x)
+        else:
+            loop.element.append(f"w_{panel}[2 * ii + e] = {x};")
+        loop.after.append(f"{panel}.put(lane, b, w_{panel}, valid);")
 
 
 # --- Loops over the blocks of a tile: steps on elements, after ``stage/chunks.py`` ------------------------------------------------
 
 
+class LoopText:
+    """The C++ of a loop over blocks of tiles of ``width`` columns, which its steps add to. ``pairs``: pairs of elements of a thread
+    in a block."""
+
+    def __init__(self, at: Spelling, width: int):
+        self.at, self.width, self.pairs = at, width, tiles.owned(width)
+        self.preamble: list[str] = []  # before the loop
+        self.before: list[str] = []  # once per block
+        self.element: list[str] = []
+        self.temporaries: list[str] = []  # variables of both elements of a pair
+        self.pair: list[str] = []  # after both elements of a pair
+        self.after: list[str] = []  # once per block
+
+    def lines(self, first: int, last: int) -> list[str]:
+        lines = [*self.preamble, "KITSUNE_UNROLL", f"for (int b = {first}; b < {last}; ++b) {{"]
+        lines += indented(self.before)
+        lines += ["  KITSUNE_UNROLL", f"  for (int ii = 0; ii < {self.pairs}; ++ii) {{"]
+        if self.element:
+            lines += ["    const int h = ii & 1;", *(f"    float {t}[2];" for t in self.temporaries)]
+            lines += ["    KITSUNE_UNROLL", "    for (int e = 0; e < 2; ++e) {", "      const int c = 2 * (ii >> 1) + e;"]
+            lines += [*(f"      {line}" for line in self.element), "    }"]
+        lines += [*(f"    {line}" for line in self.pair), "  }"]
+        return [*lines, *indented(self.after), "}"]
+
+    def first_column(self, shift: int = 0) -> str:
+        return f"first_column<{self.width}>(lane, {f'b - {shift}' if shift else 'b'})"
+
+    def put_block(self, word: str) -> None:
+        """Write the words of a block to the warp's scratch rows."""
+        self.element.append(f"rows.put(lane, h, static_cast<int>(lane.q) * {self.pairs} + c, {word});")
+
+    def pack(self, ref: str, word: str, put: Put, x: str) -> None:
+        """Pack both elements of a pair into ``word``."""
+        if put.pair:
+            self.pair.append(f"{word} = {x};")
+            return
+        self.temporaries.append(f"t_{ref}")
+        self.element.append(f"t_{ref}[e] = {x};")
+        self.pair.append(f"{word} = pack<{pointwise.ELEMENT[put.dtype]}>(t_{ref}[0], t_{ref}[1]);")
+
+
 class BlockStep(Node):
     """A step for a block, or for an element of it."""
+
+    def add_to(self, loop: LoopText) -> None:
+        raise NotImplementedError
 
 
 class MaskWords(BlockStep):
@@ -287,15 +734,26 @@ class MaskWords(BlockStep):
     image: Ref
     width: int
 
+    def add_to(self, loop: LoopText) -> None:
+        ref, vectors = loop.at.name(self.ref), tiles.image_vectors(self.width, "bit")
+        loop.preamble += [f"u32 {ref}[{tiles.registers(self.width, 'bit')}];", "KITSUNE_UNROLL"]
+        loop.preamble.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({ref}, i, {loop.at.getter(self.image)}(i));")
+
 
 class ArrayBlock(BlockStep):
-    """Once per block: load a thread's columns of both rows. ``slab``: columns of a slab, if the value is one, of ``groups``."""
+    """Once per block: load a thread's columns of both rows."""
 
     ref: Ref
     rows: Rows
     shift: int
-    slab: int
-    groups: int = 1
+    slab: Slab | None = None
+
+    def add_to(self, loop: LoopText) -> None:
+        rows, owned = self.rows, loop.pairs
+        type_, count = ("u32", owned // 2) if rows.pairs else (pointwise.COMPUTE[rows.dtype], owned)
+        first = self.slab.before(rows, _block(self.shift)) if self.slab else ""
+        loop.before.append(f"{type_} {loop.at.name(self.ref)}[2][{count}];")
+        loop.before += each_row(rows.load(loop.at, self.ref, owned, f"{first}{loop.first_column(self.shift)}"))
 
 
 class VectorBlock(BlockStep):
@@ -304,6 +762,14 @@ class VectorBlock(BlockStep):
     dtype: str
     shift: int
 
+    def add_to(self, loop: LoopText) -> None:
+        x, owned, type_ = loop.at.name(self.ref), loop.pairs, pointwise.COMPUTE[self.dtype]
+        raw, where = x if type_ == "float" else f"{x}_bits", loop.at.address(self.address)
+        loop.before += [f"float {raw}[{owned}];", f"load_vector<{owned}>({raw}, {where}, {loop.first_column(self.shift)});"]
+        if type_ != "float":
+            fill = f"for (int i = 0; i < {owned}; ++i) {x}[i] = from_word<{type_}>(bits({raw}[i]));"
+            loop.before += [f"{type_} {x}[{owned}];", fill]
+
 
 class ImageBlock(BlockStep):
     ref: Ref
@@ -311,13 +777,24 @@ class ImageBlock(BlockStep):
     form: str
     shift: int
 
+    def add_to(self, loop: LoopText) -> None:
+        words = loop.pairs if self.form == "pair" else 2 * loop.pairs
+        vectors = -(-words // 4)
+        loop.before += [f"u32 {loop.at.name(self.ref)}[{words}];", "KITSUNE_UNROLL"]
+        vector = f"{loop.at.getter(self.image)}({_block(self.shift)} * {vectors} + i)"
+        loop.before.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({loop.at.name(self.ref)}, i, {vector});")
+
 
 class Let(BlockStep):
-    """Per element: ``ref`` is the value of ``expr``. ``dtype``: None for a column's index from a vector."""
+    """Per element: ``ref`` is the value of ``expr``."""
 
     ref: Ref
     dtype: str
     expr: Expr
+
+    def add_to(self, loop: LoopText) -> None:
+        text = self.expr.text(loop.at, loop.pairs)
+        loop.element.append(f"const {pointwise.COMPUTE[self.dtype]} {loop.at.name(self.ref)} = {text};")
 
 
 class Put(BlockStep):
@@ -330,6 +807,17 @@ class Put(BlockStep):
     columns: int
     pair: bool = False
 
+    @property
+    def type(self) -> str:
+        return pointwise.COMPUTE[self.dtype]
+
+    def inside(self, loop: LoopText) -> str:
+        """The condition that the element is within the columns; "" where all are."""
+        return f"{loop.first_column()} + c < {self.columns}" if self.columns != loop.width and not self.pair else ""
+
+    def add_to(self, loop: LoopText) -> None:
+        self.action.put(loop, self, self.x.text(loop.at, loop.pairs))
+
 
 class BlockLoop(Node):
     """A loop over the blocks [first, last) of tiles of ``width`` columns. ``reads``: objects whose registers and images it
@@ -341,599 +829,11 @@ class BlockLoop(Node):
     steps: tuple[BlockStep, ...]
     reads: tuple[Ref, ...]
 
-
-# --- Products for each row, whose operands pass through shared memory row by row --------------------------------------------------
-
-_WARPS = tiles.GROUP_THREADS // 32
-_MOST_OF_TWO_SLOTS = 1 << 14  # most bytes of two slots of a warp; wider operands get one slot
-
-
-class KeepAddress(Node):
-    """Store the addresses of the rows ``ref`` as number ``number`` of those that the lane has in shared memory. ``stored``: the
-    rows are written, so addresses beyond the stream are null."""
-
-    ref: Ref
-    number: int
-    stored: bool
-
-
-class Copied(Node):
-    """Elements of an operand from ``first`` on, ``count`` of each of ``pieces`` sources. ``how``: "async" (16 bytes at a time),
-    "elements" or "staged", from kept addresses number ``source`` on; or "scratch", from column ``source`` of the scratch rows."""
-
-    how: str
-    source: int
-    pieces: int
-    first: int
-    count: int
-
-
-class RowOperand(Node):
-    """``free`` times K elements of a row. ``across``: K is the outer dimension. ``copied``: their sources."""
-
-    free: int
-    across: bool
-    copied: tuple[Copied, ...]
-
-    def slot_bytes(self, k: int, size: int) -> int:
-        """``RowOperand::kBytes`` of stage/row_product.h."""
-        run, runs = (self.free, k) if self.across else (k, self.free)
-        return runs * (-(-run * size // 16) | 1) * 16
-
-
-class ToRows(Node):
-    """Write to the rows at kept addresses number ``number``. ``pairs``: the rows start at multiples of four bytes."""
-
-    number: int
-    pairs: bool
-
-
-class RowProduct(Node):
-    """x y^T of each row, of operands of ``dtype``, written to the image ``to`` of a value of dtype ``out`` with ``columns``
-    columns, or to the rows of an array. ``y`` is None where it is x. ``picks``: a vector with the element of the product for each
-    column, or
-    -1 for ``fill``."""
-
-    to: Ref | ToRows
-    dtype: str
-    k: int
-    x: RowOperand
-    y: RowOperand | None
-    out: str
-    columns: int
-    picks: Address | None
-    fill: Expr | None
-
-    @property
-    def others(self) -> RowOperand:
-        return self.y or self.x
-
-    @property
-    def slots(self) -> int:
-        return 2 if 2 * self._slot <= _MOST_OF_TWO_SLOTS else 1
-
-    @property
-    def _slot(self) -> int:
-        size = 2 if tiles.is_half(self.dtype) else 4
-        return self.x.slot_bytes(self.k, size) + (self.y.slot_bytes(self.k, size) if self.y else 0)
-
-    @property
-    def bytes(self) -> int:
-        """Shared memory of a lane (``RowProduct::kBytes``)."""
-        return _WARPS * (self.slots * self._slot + -(-self.x.free * self.others.free // 4) * 16)
-
-
-class RowMemory(Node):
-    """The lane's memory for products: ``addresses`` for each row at byte ``at``, and ``bytes`` of work space from ``work`` on. A
-    warp uses its own part for all products, because only the warp itself knows when one is done."""
-
-    addresses: int
-    at: int
-    work: int
-    bytes: int
-
-
-def address_bytes(count: int) -> int:
-    """Shared memory of a lane for ``count`` addresses of each of its rows (``RowAddresses::kBytes``)."""
-    return tiles.TILE_ROWS * 8 * count
-
-
-# --- Sinks by indices: by runs of sorted ones, atomically, and those of a segment softmax -----------------------------------------
-
-
-class SegmentRuns(Node):
-    """Before the blocks of a tile: the runs of equal ``index`` among its rows, or, if not ``sorted``, the indices themselves.
-    ``rows``: of the result."""
-
-    ref: Ref
-    index: Expr
-    rows: int
-    sorted: bool = True
-
-
-class RowToSegments(Node):
-    """Fold a tile that has one number per row."""
-
-    ref: Ref
-    how: str
-    dtype: str
-    row: Expr
-    runs: Ref | None = None
-
-
-class JoinSegments(Node):
-    ref: Ref
-    runs: Ref | None = None
-
-
-class SummedRows(Node):
-    """The addresses that the thread's two rows are added to: rows ``index`` of ``out``, which has ``rows`` rows of ``columns``
-    floats; null for an index out of range."""
-
-    ref: Ref
-    out: Constant
-    index: Expr
-    rows: int
-    columns: int
-
-
-class AddRow(Node):
-    """Add one number of each row at ``ref``."""
-
-    ref: Ref
-    row: Expr
-
-
-class FoldedRows(Node):
-    """The rows of ``out`` that ``index`` names, into which a tile of ``width`` columns is folded by ``how``. ``rows``, ``columns``,
-    ``dtype``: of ``out``."""
-
-    ref: Ref
-    how: str
-    dtype: str
-    width: int
-    out: Constant
-    index: Expr
-    rows: int
-    columns: int
-
-
-class FoldRowAt(Node):
-    """Fold a tile that has one number per row."""
-
-    ref: Ref
-    row: Expr
-
-
-class RowRuns(Node):
-    """The runs of equal ``index`` among the rows of a warp, for all sums of a softmax. ``rows``: of the results."""
-
-    ref: Ref
-    index: Expr
-    rows: int
-
-
-class TopsStart(Node):
-    """``columns``: scores of a row. ``at``: offset in the lane's memory for segments."""
-
-    ref: Ref
-    columns: int
-    at: int
-
-    @property
-    def bytes(self) -> int:
-        return tiles.tops_bytes(self.columns)
-
-
-class FindTops(Node):
-    """Replace the scores in the warp's scratch rows by the largest ones of their runs."""
-
-    ref: Ref
-    runs: Ref
-
-
-class BeginSegments(Node):
-    """Before the blocks of a tile: start a sum whose ``runs`` are known."""
-
-    ref: Ref
-    runs: Ref
-
-
-class Tops(Node):
-    """The scaling of a softmax sum by the ``columns`` scores of a row in ``ref``. ``finite``: use 0 for a largest score that is not
-    finite."""
-
-    ref: Ref
-    columns: int
-    finite: bool
-
-
-# --- Statements around the loops over blocks, and the setup of a stage ------------------------------------------------------------
-
-
-class Registers(Node):
-    """Declare ``count`` registers of a value; those of a mask start as zeros."""
-
-    ref: Ref
-    form: str
-    dtype: str
-    count: int
-    words: bool = False  # to be written to an image
-
-
-class PutMask(Node):
-    """Write all vectors of a mask to an image or an entry after the loop, because a vector has the bits of several blocks."""
-
-    ref: Ref
-    to: Ref
-    width: int
-
-
-# -- Values with one number per row, in two registers
-
-
-class SetRow(Node):
-    ref: Ref
-    dtype: str
-    expr: Expr
-
-
-class LoadRow(Node):
-    """Load the number in ``column`` of each row."""
-
-    ref: Ref
-    rows: Rows
-    column: int = 0
-
-
-class PopRow(Node):
-    ref: Ref
-    entry: Ref
-    pop: Ref
-    dtype: str
-
-
-class StartFold(Node):
-    ref: Ref
-    how: str
-    dtype: str
-
-
-class FoldQuad(Node):
-    ref: Ref
-    how: str
-
-
-class FoldRow(Node):
-    sink: Ref
-    how: str
-    dtype: str
-    row: Expr
-
-
-class StoreRow(Node):
-    rows: Rows
-    row: Expr
-    once: bool
-
-
-class RowToScratch(Node):
-    column: int
-    row: Expr
-
-
-class RowTile(Node):
-    """A row value as the first column of a tile of 8: the operand of a product with K = 1."""
-
-    ref: Ref
-    row: Expr
-    dtype: str
-
-
-class SyncWarp(Node):
-    """Order the accesses of a warp to its scratch rows: earlier reads before later writes, and earlier writes before reads."""
-
-
-class TableRows(Node):
-    """The addresses of the rows ``index`` of ``table``, which has ``rows`` rows of ``bytes`` bytes. An index out of range means the
-    nearest row, or the one at ``otherwise``."""
-
-    ref: Ref
-    table: Ref | Constant  # the layout replaces a stationary value by a Constant
-    index: Expr
-    rows: int
-    bytes: int
-    otherwise: Address | None
-
-
-# -- Queues
-
-
-class Exchange(Node):
-    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another."""
-
-    ring: Ref
-    vectors: int
-    depth: int
-
-    @property
-    def bytes(self) -> int:
-        return self.depth * self.vectors * tiles.GROUP_THREADS * 16
-
-
-class QueueCall(Node):
-    """``call``: rd_acquire, rd_release, wr_acquire or wr_release."""
-
-    queue: Ref
-    call: str
-
-
-class Entry(Node):
-    """Declare access to a queue's entry: ``ref(i)`` reads vector i, with ``write`` ``ref(i, v)`` writes it. ``slab``: vectors of a
-    slab, if the value is one; ``once``: only the first of the CTAs that have the value writes; ``of``: read the slab of CTA ``of``;
-    ``each``: every reader has its own entry."""
-
-    ref: Ref
-    queue: Ref
-    slab: int
-    write: bool = False
-    once: bool = False
-    of: int | None = None
-    each: bool = False
-
-
-class PushRow(Node):
-    queue: Ref
-    row: Expr
-    once: bool
-
-
-# -- Products
-
-
-class Operand(Node):
-    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the product)
-    or "image". ``dtype``: of the product. ``owner``: the object that must stay alive until the product is complete. ``awaited``:
-    the image is an entry of ring ``owner``, and this is the first wait for it."""
-
-    kind: str
-    ref: Ref
-    width: int
-    dtype: str
-    owner: Ref
-    rows: Rows | None = None
-    awaited: bool = False
-
-    @property
-    def fetched(self) -> bool:
-        return self.kind in ("rows", "image")
-
-
-class Resident(Node):
-    """Weights in shared memory. ``weight``: number in the stage; ``offset``: in bytes; ``at``: set by the layout."""
-
-    weight: int
-    offset: int
-    layer: int
-    at: Constant | None = None
-
-
-class Issue(Node):
-    """Start the products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for
-    ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to."""
-
-    ref: Ref
-    columns: int
-    dtype: str
-    rolling: bool
-    weights: Resident | None  # None: streamed
-    bias: tuple[Address, int, int] | None  # (vector, its width, first block)
-    feeds: tuple[tuple[Operand, int, int], ...]  # with the first block of K, and the blocks that are complete before it
-    weight: int
-    chunk: int
-    k_chunks: int
-    registers: int
-    started: bool = False
-
-
-class Complete(Node):
-    """Wait until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K are complete already."""
-
-    ref: Ref
-    pending: int
-    done: int
-    blocks: int
-    owners: tuple[Ref, ...]
-
-
-# -- Loops
-
-
-class LayerLoop(Node):
-    """``weights``: of one layer, numbered consecutively from ``first_weight``."""
-
-    layers: int
-    first_weight: int
-    weights: int
-    body: tuple[Node, ...]
-
-
-class SeenBlocks(Node):
-    """Once per tile: those of ``count`` blocks of ``step`` elements that the rows of all lanes see. A row sees the elements whose
-    index is ``low`` to ``high`` more than the row's index on a stream axis (None: unbounded), which is the row over ``inner``,
-    modulo ``extent``. ``shift``: address of a number that, times ``sign``, is added to both bounds; ``guard``: "rows" or "elements"
-    (of ``size`` elements in all), as of a loop of the tile program (``program.ir``)."""
-
-    ref: Ref
-    inner: int
-    extent: int
-    step: int
-    low: int | None
-    high: int | None
-    count: int
-    shift: Address | None = None
-    sign: int = 1
-    guard: str = ""
-    size: int = 0
-
-
-class CountedLoop(Node):
-    """``count`` iterations of ``body``, numbered by ``number``, from the last one down if ``reverse``. With ``seen``, only
-    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all"."""
-
-    number: Ref
-    count: int
-    reverse: bool
-    body: tuple[Node, ...]
-    seen: Ref | None = None
-    which: str = "all"
-
-
-class Turn(Node):
-    """The lanes of a CTA take turns at the tensor cores. ``what``: "take" (wait for this lane's turn), "give" (pass it to the next
-    lane); "first" and "last" start and end the turns at the beginning and end of the kernel."""
-
-    what: str
-
-
-class SliceRows(Node):
-    """The addresses of the rows of a slice: those of ``whole``, plus for each number of a loop a multiple of so many bytes."""
-
-    ref: Ref
-    whole: Ref
-    terms: tuple[tuple[Expr, int], ...]
-    loads: bool
-
-
-class TurnImages(Node):
-    """Two images that alternate: ``first`` is the operand of the even layers."""
-
-    first: Ref
-    second: Ref
-
-
-class CopyRegisters(Node):
-    to: Ref
-    source: Ref
-    count: int
-
-
-class Alive(Node):
-    """No code: ``registers`` more are alive from here to the last use of ``owner``; None: ``owner`` is used here."""
-
-    owner: Ref
-    registers: int | None = None
-
-
-# -- Weight gradients
-
-
-class Panel(Node):
-    """A panel of ``width`` columns at byte ``at`` of the lane's panels."""
-
-    ref: Ref
-    dtype: str
-    width: int
-    at: int
-
-
-class RowToPanel(Node):
-    panel: Ref
-    tile: Ref
-
-
-class AddGradient(Node):
-    gradient: Ref
-    sums: tuple[Ref, ...]
-
-
-# -- Once per kernel
-
-
-class LoadScalar(Node):
-    """``once``: load before the tiles, otherwise for every layer."""
-
-    ref: Ref
-    dtype: str
-    address: Address
-    once: bool
-
-
-class SinkStart(Node):
-    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
-
-    ref: Ref
-    how: str
-    dtype: str
-    width: int
-    quad: bool
-
-
-class SegmentStart(Node):
-    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
-    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum."""
-
-    ref: Ref
-    how: str
-    dtype: str
-    width: int
-    columns: int
-    at: int
-    rows: int = 0
-    tops: Tops | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in the lane's memory."""
-        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
-
-    @property
-    def partial_words(self) -> int:
-        """Words of the partial result that a lane writes to global memory."""
-        tops = self.tops.columns if self.tops else 0
-        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
-
-
-class ClearPanel(Node):
-    panel: Panel
-
-
-class GradientStart(Node):
-    gradient: Ref
-    dtype: str
-    x: Panel
-    y: Panel
-    shape: GradientShape
-
-
-class PanelSumStart(Node):
-    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
-
-    sums: Ref
-    panel: Panel
-    columns: int
-    slabs: bool
-    gradient: Ref
-
-
-# -- Once per tile
-
-
-class Image(Node):
-    """The image of the value ``ref.of``; ``at``: offset in the lane's scratch memory, set by the layout."""
-
-    ref: Ref
-    at: int = -1
-
-
-class AxisIndices(Node):
-    extents: tuple[int, ...]
-
-
-class RowAddresses(Node):
-    """The addresses of the thread's rows. ``strides``: (axis, bytes). ``staged``: the rows are in shared memory."""
-
-    ref: Ref
-    array: Constant
-    strides: tuple[tuple[int, int], ...]
-    staged: bool
+    def lines(self, at: Spelling) -> list[str]:
+        loop = LoopText(at, self.width)
+        for step in self.steps:
+            step.add_to(loop)
+        return loop.lines(self.first, self.last)
+
+    def events(self) -> Events:
+        yield from ((owner, None) for owner in self.reads)

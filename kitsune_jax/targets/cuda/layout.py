@@ -18,14 +18,15 @@ from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
 from kitsune_jax.targets.cuda.frame_ir import StageCode
-from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, RowMemory, TopsStart, address_bytes, number, parameter, rebuild
+from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
-from kitsune_jax.targets.cuda.stage import facts, fitting, simplify
-from kitsune_jax.targets.cuda.stage.builder import queue_form
+from kitsune_jax.targets.cuda.stage import facts, fitting, simplify, split
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
+from kitsune_jax.targets.cuda.stage_ir import queue_form
 
 # --- Layout -----------------------------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Layout:
     def batches_at_once(self) -> int:
         """The number of batches whose tiles the CTAs interleave because tiles at the end of a batch have more work (``batches.h``);
         else 0. The weights of these batches must fit in the L2."""
-        seen = [node for stage in self.stages for node in stage.lowered.prologue if isinstance(node, ir.SeenBlocks)]
+        seen = [node for stage in self.stages for node in stage.lowered.prologue if isinstance(node, st.SeenBlocks)]
         if not any(node.high is not None and node.low is None for node in seen):
             return 0
         each = sum(self.weight_bytes) // max(1, self.program.batches)
@@ -138,7 +139,7 @@ class Layout:
         return tuple((self.program.sinks[k].array, self.program.sinks[k].how) for k in sinks)
 
     @property
-    def exchanges(self) -> list[ir.Exchange]:
+    def exchanges(self) -> list[st.Exchange]:
         """Rings between the CTAs of a cluster."""
         return [node for stage in self.stages for node in fitting.exchanges_of(stage.lowered)]
 
@@ -179,20 +180,20 @@ def is_added(instr: Instr) -> bool:
     return instr.kind == "sink_at" and bool(instr.get("unordered"))
 
 
-def gradients_of(stage: Fitted) -> list[ir.GradientStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.GradientStart)]
+def gradients_of(stage: Fitted) -> list[frame.GradientStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, frame.GradientStart)]
 
 
-def sinks_of(stage: Fitted) -> list[ir.SinkStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.SinkStart)]
+def sinks_of(stage: Fitted) -> list[frame.SinkStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, frame.SinkStart)]
 
 
-def segments_of(stage: Fitted) -> list[ir.SegmentStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, ir.SegmentStart)]
+def segments_of(stage: Fitted) -> list[frame.SegmentStart]:
+    return [node for node in stage.lowered.setup if isinstance(node, frame.SegmentStart)]
 
 
-def sums_of(stage: Fitted, gradient: ir.GradientStart) -> list[ir.PanelSumStart]:
-    return [n for n in stage.lowered.setup if isinstance(n, ir.PanelSumStart) and n.gradient == gradient.gradient]
+def sums_of(stage: Fitted, gradient: frame.GradientStart) -> list[frame.PanelSumStart]:
+    return [n for n in stage.lowered.setup if isinstance(n, frame.PanelSumStart) and n.gradient == gradient.gradient]
 
 
 def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
@@ -226,14 +227,7 @@ def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) ->
     """Upper bound of the bytes of a part's barriers."""
     most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
     rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
-    rings += sum(
-        16 * tiles.EXCHANGE_DEPTH * a.lanes
-        for split, s in zip(a.split, program.stages, strict=True)
-        if split > 1
-        for i in walk(s.body)
-        for block in (i.block.body if i.block else ())
-        if block.kind == "matmul"
-    )
+    rings += split.ring_bytes(zip(a.split, (s.body for s in program.stages), strict=True), a.lanes)
     return rings + 128
 
 
@@ -353,12 +347,12 @@ def place_stage(at: Layout, s: int) -> StageCode:
     staged = tuple(_staged(at, s))
     setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
     for node in _with_places(at, s, stage.lowered.setup):
-        if isinstance(node, ir.SegmentStart):
+        if isinstance(node, frame.SegmentStart):
             node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
-        elif isinstance(node, ir.Exchange):
+        elif isinstance(node, st.Exchange):
             offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
             node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
-        elif isinstance(node, TopsStart):
+        elif isinstance(node, frame.TopsStart):
             node = dataclasses.replace(node, at=stage.memory.segments + node.at)
         setup.append(node)
     if not stage.resident:
@@ -386,7 +380,7 @@ def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...
             case ir.StationaryVector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
-            case ir.Resident(weight, offset, _, _):
+            case st.Resident(weight, offset, _, _):
                 byte = _resident_offset(at, s, weight) + offset
                 return dataclasses.replace(x, at=number("resident", byte, byte))
             case ir.Image(ref):
@@ -417,7 +411,7 @@ def _memory(at: Layout, s: int) -> list[Node]:
         found.append(frame.ScratchRows(stage.memory.rows, stage.lowered.scratch_words))
     if stage.lowered.product_bytes:
         products, addresses = stage.memory.products, stage.lowered.addresses
-        found.append(RowMemory(addresses, products, products + address_bytes(addresses), stage.lowered.product_bytes))
+        found.append(st.RowMemory(addresses, products, products + st.address_bytes(addresses), stage.lowered.product_bytes))
     if gradients_of(stage):
         found.append(frame.PanelMemory(_lanes(at, s), stage.memory.panels))
     return found
@@ -466,8 +460,8 @@ def _queues(at: Layout, s: int) -> list[Node]:
 def _finish(at: Layout, s: int) -> list[Node]:
     """The nodes that add up partial sums: the last CTA or lane to arrive adds up those of all."""
     stage, found = at.stages[s], list[Node]()
-    if ir.Turn("first") in stage.lowered.setup:
-        found.append(ir.Turn("last"))
+    if st.Turn("first") in stage.lowered.setup:
+        found.append(st.Turn("last"))
     if s in at.workspace.sinks_arrived:
         arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
         shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
@@ -479,11 +473,11 @@ def _finish(at: Layout, s: int) -> list[Node]:
         found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tables))
     if gradients_of(stage):
         arrived = number("arrived", "gradients", at.workspace.gradients_arrived[s])
-        gradients = []
+        parts, gradients = at.a.gradient_parts(at.program), []
         for g in gradients_of(stage):
             sums = tuple((total, _result(at, total.sums.of)) for total in sums_of(stage, g))
             gradients.append((g, _result(at, g.gradient.of), sums))
-        found.append(frame.FinishGradients(arrived, at.a.gradient_parts(at.program), at.a.split[s], tuple(gradients)))
+        found.append(frame.FinishGradients(arrived, parts, at.a.spatial, at.a.split[s], tuple(gradients)))
     return found
 
 
@@ -531,7 +525,7 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
         parts.append(frame.WeightBlocks(count, places, tuple(runs), *seen))
-    found = tuple(node for node in _with_places(at, s, stage.lowered.prologue) if isinstance(node, ir.SeenBlocks))
+    found = tuple(node for node in _with_places(at, s, stage.lowered.prologue) if isinstance(node, st.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 
 

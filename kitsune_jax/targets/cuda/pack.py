@@ -25,6 +25,7 @@ import numpy as np
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, walk
+from kitsune_jax.targets.cuda.stage.split import rows_side_by_side, slab_by_slab
 from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_half, padded
 
 # --- Sliced weights: weights that change with the iteration of a loop or with the batch of a tile ---------------------------------
@@ -286,10 +287,7 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     shape = recipe.shape
     w = jnp.transpose(jnp.asarray(value), recipe.permutation)
     w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
-    if recipe.groups > 1:
-        w = w.reshape(w.shape[0], recipe.groups, shape.split, -1).swapaxes(1, 2).reshape(w.shape)
-    if recipe.runs:
-        w = _side_by_side(w, recipe.runs, shape.split)
+    w = rows_side_by_side(slab_by_slab(w, recipe.groups, shape.split), recipe.runs, shape.split)
     half = is_half(shape.dtype)
     if not half:
         w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
@@ -303,13 +301,6 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
     per = -(-shape.n // shape.split)
     return [part for s in range(shape.split) for part in _slab(w[:, s * per : (s + 1) * per], shape, lanes)]
-
-
-def _side_by_side(w: jax.Array, runs: Sequence[int], split: int) -> jax.Array:
-    """[K, n] as [K / split, split x n]: for each of ``split`` slabs, the rows that it has in every run of K."""
-    starts = itertools.accumulate(runs, initial=0)
-    parts = [w[start : start + run].reshape(split, run // split, -1) for start, run in zip(starts, runs, strict=False)]
-    return jnp.concatenate(parts, axis=1).swapaxes(0, 1).reshape(w.shape[0] // split, -1)
 
 
 def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
@@ -356,8 +347,7 @@ def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
         value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else _word_type(value.dtype))
         words = jax.lax.broadcast_in_dim(value.reshape(recipe.shape), recipe.row_shape, recipe.dims).reshape(-1)
         words = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    if recipe.groups > 1:
-        words = words.reshape(recipe.groups, recipe.split, -1).swapaxes(0, 1).reshape(-1)
+    words = slab_by_slab(words, recipe.groups, recipe.split)
     if recipe.split > 1:
         per = -(-words.shape[0] // recipe.split)
         words = jnp.pad(words, (0, recipe.split * per - words.shape[0])).reshape(recipe.split, per)

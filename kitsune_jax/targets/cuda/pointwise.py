@@ -1,7 +1,7 @@
 """Pointwise operators as CUDA C++ expressions of one element.
 
 Comes in: the operator and the C++ types of its operands. Goes out: an expression. 16-bit floats are computed in float. A value is
-rounded to its dtype where it leaves a loop (``print_stage.py``), or earlier if another operator reads its digits
+rounded to its dtype where it leaves a loop (``ir.Keep``), or earlier if another operator reads its digits
 (``stage/simplify.py``).
 """
 
@@ -89,4 +89,6 @@ def literal(value: Scalar, type_: str) -> str:
         bits = int(np.float32(value).view(np.uint32))
         text = repr(float(np.float32(value)))
         return f"{text}f" if np.isfinite(np.float32(value)) and "e" not in text else f"from_bits(0x{bits:08x}u)"
-    return f"{int(value) & 0xFFFFFFFF}u" if type_ == "u32" else f"static_cast<i32>({int(value) & 0xFFFFFFFF}u)"
+    if type_ == "u32":
+        return f"{int(value) & 0xFFFFFFFF}u"
+    return str(int(value)) if 0 <= int(value) < 1 << 31 else f"static_cast<i32>({int(value) & 0xFFFFFFFF}u)"

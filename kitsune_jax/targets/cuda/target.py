@@ -140,7 +140,7 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         """The fastest candidate of the planner that the code generator accepts."""
         return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
-    def together(
+    def merge_phases(
         self, make: Callable[[], Program], plans: Sequence[GpuPlan], machine: GpuMachine, apart: float
     ) -> Sequence[GpuPlan] | str:
         """All parts run in the same warpgroups, without clusters."""
@@ -149,7 +149,7 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
         return planner.why_separate_calls(found, apart) or lower.fit_in_one_kernel(program, found)
 
-    def ahead(
+    def prefetches(
         self, graph: Graph, calls: Sequence[Sequence[tuple[Region, GpuPlan]]], machine: GpuMachine, force: bool
     ) -> Sequence[Ahead | None]:
         return planner.prefetches_of_calls(graph, calls, machine, force)

@@ -212,10 +212,6 @@ def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuPr
     return baseline(CpuCost(graph, left_region(graph, ops), machine, program=program))[0]
 
 
-def _kernels_of(cost: CpuCost) -> list[XlaKernel]:
-    return kernels_of(cost, folded_into(cost, _FOLDED))
-
-
 def _kernels_seconds(
     cost: CpuCost, kernels: Sequence[XlaKernel], steps: LoopStepCosts | None = None, slices: Collection[int] = ()
 ) -> tuple[float, int]:
@@ -233,7 +229,7 @@ def _loops_baseline(cost: CpuCost) -> tuple[float, int]:
             continue
         body, p = cost.body(i), parts(op)
         steps = steps_of(body.graph, cost.machine.profile)
-        each, bytes_each = _kernels_seconds(body, _kernels_of(body), steps, frozenset(p.in_xs))
+        each, bytes_each = _kernels_seconds(body, kernels_of(body, folded_into(body, _FOLDED)), steps, frozenset(p.in_xs))
         inner, inner_bytes = _loops_baseline(body)
         stored = [v for y, v in zip(p.ys, p.in_ys, strict=True) if _is_stored(cost, y)]
         each += sum(steps.kernel + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)

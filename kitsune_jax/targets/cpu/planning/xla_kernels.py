@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import RegionCost
 from kitsune_jax.targets.cpu.profile import xla
@@ -326,18 +326,12 @@ def row_kernels(graph: Graph) -> RowKernels:
     """The ops of ``graph`` that are connected to a reduction that keeps many rows, by ops that such kernels have."""
     fits = [_fits(graph, op) for op in graph.ops]
     producers, consumers = graph.producers(), graph.consumers()
-    found: set[int] = set()
-    for root, op in enumerate(graph.ops):
-        if root in found or not fits[root] or OPS[op.kind].family != "reduce":
-            continue
-        found.add(root)
-        work = [root]
-        while work:
-            here = graph.ops[work.pop()]
-            near = {producers[v] for v in here.inputs if v in producers} | {c for v in here.outputs for c in consumers.get(v, ())}
-            new = {i for i in near if fits[i]} - found
-            found |= new
-            work += new
+
+    def near(i: int) -> list[int]:
+        makers = [producers[v] for v in graph.ops[i].inputs if v in producers]
+        return [j for j in (*makers, *(c for v in graph.ops[i].outputs for c in consumers.get(v, ()))) if fits[j]]
+
+    found = reached((i for i, op in enumerate(graph.ops) if fits[i] and OPS[op.kind].family == "reduce"), near)
     results = set(graph.outputs)
     made = (v for i in found for v in graph.ops[i].outputs if v not in results)
     return RowKernels(frozenset(found), frozenset(v for v in made if found.issuperset(consumers.get(v, ()))))

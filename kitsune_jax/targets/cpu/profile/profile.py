@@ -210,7 +210,11 @@ def shipped(name: str) -> Profile:
     """
     match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d{0,3})", name)
     if match is None or match[1] not in FAMILIES:
-        raise ValueError(f"no CPU profile {name!r}: expected <family>-<cores>, family one of {', '.join(shipped_names())}")
+        families = ", ".join(shipped_names())
+        raise ValueError(
+            f"{name!r} is not a CPU profile: write <family>-<cores>, such as zen5-8, with one of the families {families}; "
+            "to plan for a GPU, choose the platform 'cuda'"
+        )
     return _derived(name, FAMILIES[match[1]], int(match[2]))
 
 

@@ -497,7 +497,7 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
     """One arrangement for each size of a cluster and number of lanes that fits a loop whose weights no CTA can hold alone.
 
     All CTAs of a cluster run the same tiles through the same steps. Each keeps its columns of every weight, computes its columns of
-    every value, and passes those that the next product contracts to the others through their shared memory (``stage/products.py``).
+    every value, and passes those that the next product contracts to the others through their shared memory (``stage/split.py``).
     A product that contracts more than it makes, as in a gradient through time, passes partial sums instead (``stage/facts.py``).
     Raises ``Infeasible`` with the reason where no cluster holds the weights.
     """

@@ -22,9 +22,9 @@ from kitsune_jax.planning.cost import GATHER, SCATTER, Access, DotWork, RegionCo
 from kitsune_jax.planning.plan import KIB
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.ir import RowOperand, RowProduct
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
+from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, TILE_ROWS, padded, table_bytes
 
 # --- Costs of single ops ----------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def fed_by(cost: RegionCost) -> dict[int, int]:
     """op -> product, for ops that only stack or gather the operands of a product for each row, or pick from its result.
 
     They belong to the product's stage: it copies its operands to shared memory row by row from their places in memory
-    (``stage/products.py``), so stacked operands never exist as a whole and gathered rows are best gathered there.
+    (``stage/instructions.py``), so stacked operands never exist as a whole and gathered rows are best gathered there.
     """
     found: dict[int, int] = {}
     for product in row_products_of(cost, cost.region.ops):
@@ -511,7 +511,7 @@ def useful_gradient_split(first: int, second: int, split: int) -> int:
 # --- Storage: registers and shared memory that a stage needs ----------------------------------------------------------------------
 
 _WORKING_REGISTERS = 24  # addresses, counters and temporaries of a consumer thread, as compiled kernels use them
-_PRODUCT_REGISTERS = 56  # of a product for each row: sums, fragments, addresses (``stage/products.py``)
+_PRODUCT_REGISTERS = 56  # of a product for each row: sums, fragments, addresses (``stage/instructions.py``)
 _ELEMENTWISE_COLUMNS = 32  # in flight in an elementwise loop: four 16-byte rows of 16-bit values
 _RESERVED_BYTES = 2 * KIB  # barriers, and aligning the first swizzled chunk to 1024 bytes
 _BEAM = 64  # placements that are searched side by side; a chain of layers has four

@@ -26,7 +26,7 @@ from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.blocks import NotBlocked
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.loop_bounds import met, tile_starts
+from kitsune_jax.program.loop_bounds import tile_iterations, tile_starts
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
 from kitsune_jax.targets.cuda.planning.arrangements import Arranged, GpuRegion, over_clusters, spatial
@@ -214,7 +214,7 @@ def _plan_of_lanes(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: t
         rows = np.asarray(round_rows)
 
         def times(loop: Instr, rows: np.ndarray = rows) -> float:
-            return float(len(met(wide, loop, rows)))
+            return float(len(tile_iterations(wide, loop, rows)))
 
         tile = work.of(body, times)
         seconds.append(lanes * tile.period(lanes, machine.tile_seconds))

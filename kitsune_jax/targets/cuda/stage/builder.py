@@ -1,4 +1,4 @@
-"""The state of a stage while it is lowered: the place (*home*) of each value, and the loops that evaluate values.
+"""The state of a stage while it is lowered: the home of each value (``stage_ir.Home``), and the loops that evaluate values.
 
 Comes in: ``Facts`` of the stage, and a ``Shape`` with which the code generator tries to fit it. Goes out: nodes of the device IR in
 the order in which they run; loops over blocks are ``Evaluate`` nodes still.
@@ -13,136 +13,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
-from kitsune_jax.targets.cuda.ir import Action, Address, Expr, Keep, KeepAddress, Node, Operand, Ref, Rows, ScratchFold, ScratchList
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage.facts import Facts
-
-# --- Homes of values --------------------------------------------------------------------------------------------------------------
-
-
-class Home(Node):
-    """The place of a value. A pending value (``Expression``, ``Multiply``) is evaluated by the first loop that reads it; it is then
-    kept in registers or in an image in shared memory if it is read again."""
-
-
-class Number(Home):
-    value: Scalar
-
-
-class Expression(Home):
-    """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated wherever it is read."""
-
-    template: str
-    operands: tuple[int, ...]
-
-
-class Multiply(Home):
-    """A matmul, whose products the first loop that reads it issues.
-
-    ``product``: the value that names its accumulators. ``weight``: index of its recipe. ``pieces``: the values that make up its K.
-    ``bias``: (vector that the accumulators start from, its width); ``start``: the value that they start from, for a product of one
-    chunk of columns. ``operands``: the pieces, once they have homes.
-    """
-
-    product: int
-    weight: int
-    shape: tiles.WeightShape
-    pieces: tuple[int, ...]
-    bias: tuple[Address, int] | None = None
-    operands: tuple[Operand, ...] = ()
-    start: int | None = None
-
-
-class InRegisters(Home):
-    """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
-    row). ``owner``: the object whose registers they are (``stage/fitting.py``)."""
-
-    ref: Ref
-    form: str
-    owner: Ref
-
-
-class InImage(Home):
-    """A register image, or the entry of a queue (whose ref is a "pop")."""
-
-    ref: Ref
-    form: str
-    owner: Ref
-
-
-class InArray(Home):
-    """Rows of a streamed input array."""
-
-    rows: Rows
-    array: int
-
-
-class InVector(Home):
-    """A stationary vector, or the scalar ``scalar`` that was loaded from it."""
-
-    address: Address
-    scalar: Ref | None = None
-
-
-class InScratch(Home):
-    """Columns of the warp's scratch rows, listed by the vector at ``table``; -1 means ``fill``. ``fold``: each is the fold of
-    several columns, of which the vector lists the first, or the sum of a list of columns, of which the vector lists the start."""
-
-    table: Address
-    fill: Expr | None
-    fold: ScratchFold | ScratchList | None = None
-
-
-class LoopNumber(Home):
-    """The number of a loop's iteration, which is the same for all rows."""
-
-    ref: Ref
-
-
-class Splat(Home):
-    """One number per row (or a constant), read as a tile."""
-
-    of: int
-
-
-class Parts(Home):
-    """Whole blocks of other values: (value, first block there, blocks)."""
-
-    parts: tuple[tuple[int, int, int], ...]
-
-
-class StageValue(Node):
-    """``n``: columns of a row; ``row``: there is one number per row; ``slab``: if the value is a slab of a wider one, the number of
-    groups of columns of that, else 0."""
-
-    n: int
-    dtype: str
-    row: bool
-    home: Home | None = None
-    slab: int = 0
-
-    @property
-    def width(self) -> int:
-        return tiles.padded(self.n)
-
-    @property
-    def form(self) -> str:
-        """The form of its elements in registers. Masks are bits, but not slabs: other stages read several slabs as one value."""
-        return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
-
-    @property
-    def registers(self) -> int:
-        """32-bit registers of a thread."""
-        return 2 if self.row else tiles.registers(self.width, self.form)
-
-
-def queue_form(dtype: str, slabs: bool) -> str:
-    """The form of the elements of a queue's entries. ``slabs``: a split stage writes or reads the queue."""
-    return StageValue(2, dtype, False, slab=slabs).form
-
+from kitsune_jax.targets.cuda.stage_ir import (
+    Expression,
+    Home,
+    InArray,
+    InImage,
+    InRegisters,
+    InVector,
+    LoopNumber,
+    Multiply,
+    Number,
+    Parts,
+    Splat,
+    StageValue,
+)
 
 # --- Lowering a stage -------------------------------------------------------------------------------------------------------------
 
@@ -172,9 +63,9 @@ class StageCodeBuilder:
     chunk of the accumulators of a wide matmul is alive at a time.
     """
 
-    def __init__(self, facts: Facts, shape: Shape, split: int, lanes: int, slab_queues: frozenset[int]):
+    def __init__(self, facts: Facts, shape: Shape, lanes: int, slab_queues: frozenset[int]):
         self.facts, self.program, self.shape = facts, facts.program, shape
-        self.split, self.lanes, self.slab_queues = split, lanes, slab_queues
+        self.split, self.lanes, self.slab_queues = facts.split, lanes, slab_queues
         self.instrs = facts.instrs  # of the stage, or of the loop body being lowered
         self.nodes: list[Node] = []
         self.prologue: list[Node] = []  # once per tile, before all else
@@ -199,7 +90,7 @@ class StageCodeBuilder:
         self.repeated = False  # a loop body is being lowered
         self.panels: dict[int, tuple[int, int, int]] = {}  # offset of a panel -> (the value in it, its width, its end)
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
-        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/products.py``)
+        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/split.py``)
         self.counter = 0
 
     def add(self, *nodes: Node) -> None:
@@ -229,17 +120,14 @@ class StageCodeBuilder:
         self.uses[self.root(x)] += self.uses[v] - 1
         self.names[v] = x
 
-    def is_slab(self, v: int) -> bool:
-        return v in self.facts.slabs
-
     def new(self, instr: Instr, home: Home | None = None) -> StageValue:
         """The new value that ``instr`` makes."""
         (v,) = instr.outputs
         t = self.program.values[v]
         if t.dtype not in pointwise.COMPUTE:
             raise CannotLower(f"{t.dtype} has no code on the GPU")
-        n, slab = math.prod(t.shape), self.facts.slabs.get(v, 0)
-        self.values[v] = StageValue(n // self.split if slab else n, t.dtype, n == 1, home, slab)
+        n = math.prod(t.shape)
+        self.values[v] = StageValue(n // self.split.parts(v), t.dtype, n == 1, home, self.split.slabs.get(v, 0))
         return self.values[v]
 
     def settle(self, v: int, home: Home) -> None:
@@ -277,7 +165,7 @@ class StageCodeBuilder:
     def set_row(self, v: int, expr: Expr) -> None:
         """Evaluate a row value into its two registers."""
         ref = Ref("r", v)
-        self.add(ir.SetRow(ref, self.values[v].dtype, expr))
+        self.add(st.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, InRegisters(ref, "row", ref))
 
     def row(self, v: int) -> Expr:
@@ -301,7 +189,7 @@ class StageCodeBuilder:
         assert isinstance(home, InVector)
         if v not in self.scalars:
             self.scalars[v] = Ref("s", v)
-            load = ir.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
+            load = frame.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
             (self.setup if load.once else self.nodes).append(load)
         self.settle(v, dataclasses.replace(home, scalar=self.scalars[v]))
         return self.scalars[v]
@@ -311,21 +199,21 @@ class StageCodeBuilder:
         v = self.root(v)
         if v not in self.row_tiles:
             self.row_tiles[v] = Ref("k", v)
-            self.add(ir.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
+            self.add(st.RowTile(self.row_tiles[v], self.row(v), self.value(v).dtype))
         return self.row_tiles[v]
 
     def rows(self, role: str, k: int) -> ir.Rows:
         array = self.program.inputs[k] if role == "in" else self.program.outputs[k]
         staged = role == "in" and k in self.shape.staged
         self.name_axes()
-        self.once_per_tile(frame_ir.addresses_of(array, role, k, staged))
-        return frame_ir.rows_of(array, role, k, staged)
+        self.once_per_tile(frame.addresses_of(array, role, k, staged))
+        return frame.rows_of(array, role, k, staged)
 
     def address_number(self, ref: Ref, stored: bool = False) -> int:
         """The number of the addresses of ``ref`` among those that the lane keeps in shared memory."""
         if ref not in self.addresses:
             self.addresses[ref] = len(self.addresses)
-            self.add(KeepAddress(ref, self.addresses[ref], stored))
+            self.add(st.KeepAddress(ref, self.addresses[ref], stored))
         return self.addresses[ref]
 
     def name_axes(self) -> None:
@@ -361,7 +249,7 @@ class StageCodeBuilder:
             self.prepare(v)  # before this loop, which may read the same operands
         actions += self._keep_reread(width, actions)
         products = tuple(self._products(width, actions))
-        self.add(ir.Evaluate(width, tuple(actions), products, self._homes([a.value for a in actions])))
+        self.add(st.Evaluate(width, tuple(actions), products, self._homes([a.value for a in actions])))
         for a in actions:
             if isinstance(a, Keep) and not a.push:
                 owner = Ref("v", a.value)
@@ -455,10 +343,10 @@ class StageCodeBuilder:
     def single_column(self, v: int) -> None:
         """Add a matmul with one column of results, which one thread of each quad passes to the others."""
         self.prepare(v)
-        self.add(ir.SingleColumn(v, ((v, self.values[v]),)))
+        self.add(st.SingleColumn(v, ((v, self.values[v]),)))
         self.set_row(v, ir.Read("first column", Ref("d", v, "_0"), "float32"))
 
-    def _operand(self, v: int, shape: tiles.WeightShape) -> Operand:
+    def _operand(self, v: int, shape: tiles.WeightShape) -> st.Operand:
         value, dtype = self.value(v), shape.dtype
         home, width = value.home, value.width
         if self.shape.copies and isinstance(home, InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
@@ -466,23 +354,23 @@ class StageCodeBuilder:
             ref = self._name_of_copy(v)
             self.add(ir.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
-            return Operand("copy", ref, width, dtype, ref)
+            return st.Operand("copy", ref, width, dtype, ref)
         if isinstance(home, InArray) and not value.row:
             if tiles.blocks(width) <= _NARROW:
                 ref = self._name_of_copy(v)
                 self.evaluate(width, [Keep(v, ref, value.form, push=True)])
-                return Operand("array", ref, width, dtype, ref)
+                return st.Operand("array", ref, width, dtype, ref)
             if not home.rows.strides:
-                return Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
+                return st.Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
         if value.row:
-            return Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
+            return st.Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
         if not isinstance(home, (InImage, InRegisters)):
             self.materialize(v)
         home = self.value(v).home
         if isinstance(home, InImage):
-            return Operand("image", home.ref, width, dtype, home.owner)
+            return st.Operand("image", home.ref, width, dtype, home.owner)
         assert isinstance(home, InRegisters)
-        return Operand("registers", home.ref, width, dtype, home.owner)
+        return st.Operand("registers", home.ref, width, dtype, home.owner)
 
     def _name_of_copy(self, v: int) -> Ref:
         self.counter += 1

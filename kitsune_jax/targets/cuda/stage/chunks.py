@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage.split import ExchangeWaits
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -36,15 +38,12 @@ _GROUP = 2  # Product::kGroup
 Homes = dict[int, StageValue]
 
 
-def expand_chunks(
-    nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool
-) -> tuple[ir.Node, ...]:
-    """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, unless they are ``resident``; ``overlap``: two may
-    be in flight."""
-    expansion = _Chunks(weights, resident, depth, overlap)
+def expand_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
+    """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, or 0 for resident weights; ``overlap``: two chunks
+    may be in flight."""
+    expansion = _Chunks(weights, depth, overlap)
     found = tuple(expansion.of(nodes))
-    if expansion.exchanges.keys() != expansion.awaited:
-        raise CannotLower("columns of other CTAs that no product waits for have no code on the GPU")
+    expansion.waits.check()
     return found
 
 
@@ -58,44 +57,40 @@ class _ProductState:
 
 
 class _Chunks:
-    def __init__(self, weights: Sequence[WeightRecipe], resident: bool, depth: int, overlap: bool):
-        self.weights, self.resident, self.depth, self.overlap = weights, resident, depth, overlap
+    def __init__(self, weights: Sequence[WeightRecipe], depth: int, overlap: bool):
+        self.weights, self.resident, self.depth, self.overlap = weights, not depth, depth, overlap
         self.state: dict[int, _ProductState] = {}
         self.nodes: list[ir.Node] = []
         self.homes: Homes = {}  # of the values that the current loop reads
         self.layer_bytes = 0  # of the weights of a layer, in a loop over layers
         self.loop = NO_LOOP  # the number of the loop around the current nodes
         self.counter = itertools.count()
-        self.exchanges: dict[ir.Ref, int] = {}  # ring between the CTAs of a cluster -> the loop whose steps have an entry in it
-        self.awaited: set[ir.Ref] = set()  # the rings that have been waited for
+        self.waits = ExchangeWaits()
         self.crowded = False  # do the products in flight have more chunks than the ring holds?
 
     def of(self, nodes: Iterable[ir.Node]) -> list[ir.Node]:
         outer, self.nodes = self.nodes, []
         for node in nodes:
             match node:
-                case ir.Evaluate():
+                case st.Evaluate():
                     self._evaluate(node)
-                case ir.SingleColumn(v, homes):
+                case st.SingleColumn(v, homes):
                     self._advance([_product(dict(homes), v)], 0)
-                case ir.LayerLoop(_, first, count, body):
+                case st.LayerLoop(_, first, count, body):
                     self.layer_bytes = sum(r.shape.slab_bytes for r in self.weights[first : first + count])
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.layer_bytes = 0
-                case ir.CountedLoop(body=body):
+                case st.CountedLoop(body=body):
                     around, self.loop = self.loop, node.number.of
                     self.nodes.append(dataclasses.replace(node, body=tuple(self.of(body))))
                     self.loop = around
                 case _:
-                    if isinstance(node, ir.Entry) and node.queue.kind == "exchange":
-                        self.exchanges[node.queue] = self.loop
-                    if isinstance(node, ir.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
-                        self.awaited.add(node.queue)
+                    self.waits.see(node, self.loop)
                     self.nodes.append(node)
         found, self.nodes = self.nodes, outer
         return found
 
-    def _evaluate(self, loop: ir.Evaluate) -> None:
+    def _evaluate(self, loop: st.Evaluate) -> None:
         homes = dict(loop.homes)
         products = [_product(homes, v) for v in loop.products]
         self.homes = homes
@@ -130,7 +125,7 @@ class _Chunks:
                 pending = 1 if next_too else 0 if rolling else len(products) - 1 - k
                 owners = tuple(o.owner for o in p.operands)
                 ref = _accumulators(p, state.completed)
-                self.nodes.append(ir.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
+                self.nodes.append(st.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
                 state.completed += 1
 
     def _state(self, p: Multiply) -> _ProductState:
@@ -155,9 +150,9 @@ class _Chunks:
         self._check_weights(self.weights[p.weight])
         if self.resident:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
-            weights = ir.Resident(p.weight, offset, self.layer_bytes)
+            weights = st.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
-        for o in map(self._with_wait, p.operands):
+        for o in (self.waits.before(o, self.loop) for o in p.operands):
             feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
             if rolling:  # the numbers of blocks that ``Product`` waits for
@@ -172,24 +167,15 @@ class _Chunks:
         ref = _accumulators(p, chunk)
         registers = columns // 2 + fragments
         product = p.weight, chunk, shape.k_chunks, registers, p.start is not None
-        self.nodes.append(ir.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
+        self.nodes.append(st.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
         state.issued += 1
-
-    def _with_wait(self, o: ir.Operand) -> ir.Operand:
-        """``o``, which waits for the columns of other CTAs if it is the first to multiply with them."""
-        if o.owner.kind != "exchange" or o.owner in self.awaited:
-            return o
-        if self.exchanges[o.owner] != self.loop:
-            raise CannotLower("columns of other CTAs that only an inner loop multiplies with have no code on the GPU")
-        self.awaited.add(o.owner)
-        return dataclasses.replace(o, awaited=True)
 
     def _start(self, p: Multiply, chunk: int) -> None:
         """Copy the value that the product is added to into the accumulators of ``chunk``."""
         assert p.start is not None
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
-        loop = ir.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
+        loop = st.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
         self.nodes.append(_BlockRange(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
@@ -219,7 +205,7 @@ def _accumulators(p: Multiply, chunk: int) -> ir.Ref:
     return ir.Ref("d", p.product, f"_{chunk}")
 
 
-def _declarations(loop: ir.Evaluate, homes: Homes) -> list[ir.Node]:
+def _declarations(loop: st.Evaluate, homes: Homes) -> list[ir.Node]:
     """Registers of the values that the loop keeps, and of masks that it writes to images."""
     found: list[ir.Node] = []
     for a in loop.actions:
@@ -229,7 +215,7 @@ def _declarations(loop: ir.Evaluate, homes: Homes) -> list[ir.Node]:
     return found
 
 
-def _borders(loop: ir.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
+def _borders(loop: st.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
     """The blocks at which a loop is split, so that between two of them every source is in one place."""
     borders = {0, tiles.blocks(loop.width)}
     for p in products:
@@ -251,7 +237,7 @@ class _BlockRange:
     operator is listed once."""
 
     def __init__(
-        self, loop: ir.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
+        self, loop: st.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
     ):
         self.source, self.homes, self.first, self.last, self.masks, self.counter = loop, homes, first, last, masks, counter
         self.steps: list[ir.BlockStep] = []
@@ -333,6 +319,8 @@ class _BlockRange:
                     if at <= self.first - shift < at + blocks:
                         return self._read(part, shift + at - first)
                     at += blocks
+            case Expression("{0}", (operand,)):  # a conversion between types that are computed in the same one
+                return self._read(operand, shift)
             case Expression(template, operands):
                 expr = ir.Apply(template, tuple(self._read(x, shift) for x in operands))
                 name = self._name("t")
@@ -353,7 +341,7 @@ class _BlockRange:
     def _array_block(self, v: int, rows: ir.Rows, shift: int) -> ir.Ref:
         value = self.homes[v]
         self.reads[rows.ref] = None
-        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.n if value.slab else 0, value.slab or 1))
+        return self._fetch(v, shift, lambda ref: ir.ArrayBlock(ref, rows, shift, value.part))
 
     def _image_block(self, v: int, image: ir.Ref, form: str, shift: int) -> ir.Ref:
         return self._fetch(v, shift, lambda ref: ir.ImageBlock(ref, image, form, shift))
@@ -382,20 +370,26 @@ def with_ping_pong(nodes: Sequence[ir.Node]) -> tuple[tuple[ir.Node, ...], bool]
     """
     found: list[ir.Node] = []
     for node in nodes:
-        body = _body_with_turns(node.body) if isinstance(node, ir.CountedLoop) else None
+        body = _body_with_turns(node.body) if isinstance(node, st.CountedLoop) else None
         if body is None:
             found.append(node)
         else:
-            assert isinstance(node, ir.CountedLoop)
-            found += [ir.Turn("take"), dataclasses.replace(node, body=body), ir.Turn("give")]
+            assert isinstance(node, st.CountedLoop)
+            found += [st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")]
     return tuple(found), len(found) > len(nodes)
 
 
 def _body_with_turns(body: Sequence[ir.Node]) -> tuple[ir.Node, ...] | None:
     """The body of a loop that the lane enters and leaves with the turn; None if it has less than two products."""
-    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, ir.Issue)]
+    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, st.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]
     if not later or later[0] < first[-1]:
         return None
-    return (*body[: first[-1] + 1], ir.Turn("give"), *body[first[-1] + 1 : later[0]], ir.Turn("take"), *body[later[0] :])
+    return (
+        *body[: first[-1] + 1],
+        st.Turn("give"),
+        *body[first[-1] + 1 : later[0]],
+        st.Turn("take"),
+        *body[later[0] :],
+    )

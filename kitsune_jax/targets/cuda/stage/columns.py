@@ -16,9 +16,12 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
+from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -29,7 +32,6 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Number,
     Parts,
     Splat,
-    StageCodeBuilder,
     StageValue,
 )
 
@@ -89,7 +91,7 @@ def _broadcast_stationary(at: StageCodeBuilder, instr: Instr) -> None:
         at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
         return
     address = at.layer_vectors.get(v) or at.vector(broadcast_recipe(at, instr))
-    at.settle(v, InVector(ir.Address(address.at, value.width if at.is_slab(v) else 0, address.layer)))
+    at.settle(v, InVector(ir.Address(address.at, value.width if value.slab else 0, address.layer)))
 
 
 def is_vector(at: StageCodeBuilder, instr: Instr) -> bool:
@@ -104,10 +106,10 @@ def broadcast_recipe(at: StageCodeBuilder, instr: Instr) -> VectorRecipe:
     shape, dims = at.program.values[x].shape, tuple(instr["dims"])
     kept = [d for d in range(len(shape)) if dims[d] != 0]  # the row dimension has extent 1
     row_shape = tuple(instr["shape"])[1:]
-    split, groups = at.split if at.is_slab(instr.outputs[0]) else 1, at.facts.slabs.get(instr.outputs[0], 1)
-    width = tiles.padded(math.prod(t.shape) // split)
+    ctas, groups = at.split.parts(instr.outputs[0]), at.split.groups(instr.outputs[0])
+    width = tiles.padded(math.prod(t.shape) // ctas)
     kept_shape, kept_dims = tuple(shape[d] for d in kept), tuple(dims[d] - 1 for d in kept)
-    return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, split, groups=groups)
+    return VectorRecipe(x, kept_shape, kept_dims, row_shape, width, ctas, groups=groups)
 
 
 def _move(at: StageCodeBuilder, instr: Instr) -> None:
@@ -115,7 +117,7 @@ def _move(at: StageCodeBuilder, instr: Instr) -> None:
     index = _index(at, instr, sources)
     sources = [at.root(x) for x in sources]
     value = at.new(instr)
-    if instr.kind == "slice" and value.slab and at.facts.slabs.get(instr.inputs[0], 1) > 1:
+    if instr.kind == "slice" and value.slab and at.split.groups(instr.inputs[0]) > 1:
         _slab_of_group(at, instr, value, int(index[0, 1]) // len(index))
         return
     if instr.kind == "concatenate" and value.slab == len(sources) > 1 and all(at.value(x).slab == 1 for x in sources):
@@ -124,8 +126,7 @@ def _move(at: StageCodeBuilder, instr: Instr) -> None:
     if value.slab and len(sources) == 1 and at.value(sources[0]).row:
         at.settle(instr.outputs[0], Splat(sources[0]))
         return
-    if any(at.is_slab(x) for x in (instr.outputs[0], *sources)):
-        raise CannotLower(f"{instr.kind} of columns that are split over CTAs has no code on the GPU")
+    at.split.refuse(instr.kind, instr.outputs[0], *sources)
     place(at, instr, index, sources)
 
 
@@ -148,7 +149,7 @@ def place(at: StageCodeBuilder, instr: Instr, index: np.ndarray, sources: list[i
         at.settle(v, Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
         ref = ir.Ref("r", v)
-        at.add(ir.LoadRow(ref, rows, int(index[0, 1])))
+        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
         at.settle(v, InRegisters(ref, "row", ref))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         _settle_blocks(at, v, parts)
@@ -265,13 +266,13 @@ def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
         starts.append(words)
         words += at.value(x).width
     at.scratch_words = max(at.scratch_words, words | 1)
-    at.add(ir.SyncWarp())  # earlier readers of the rows are done
+    at.add(st.SyncWarp())  # earlier readers of the rows are done
     for x, start in zip(sources, starts, strict=True):
         if at.value(x).row:
-            at.add(ir.RowToScratch(start, at.row(x)))
+            at.add(st.RowToScratch(start, at.row(x)))
         else:
             at.evaluate(at.value(x).width, [ir.ToScratch(x, start)])
-    at.add(ir.SyncWarp())
+    at.add(st.SyncWarp())
     return starts
 
 
@@ -336,14 +337,13 @@ def _settle(at: StageCodeBuilder, v: int, home: InScratch) -> None:
         at.set_row(v, ir.SumOfList(dtype, home.table, home.fold.columns, 0))
     else:
         which = ir.Ref("pick", v)
-        at.setup.append(ir.LoadScalar(which, "int32", home.table, True))
+        at.setup.append(frame.LoadScalar(which, "int32", home.table, True))
         at.set_row(v, ir.FromScratch(dtype, index=which, fill=home.fill))
 
 
 def _check(at: StageCodeBuilder, instr: Instr) -> None:
     x, index = instr.inputs
-    if at.is_slab(x) or at.is_slab(instr.outputs[0]):
-        raise CannotLower(f"a {instr.kind} of columns that are split over CTAs has no code on the GPU")
+    at.split.refuse(f"a {instr.kind}", x, instr.outputs[0])
     if at.program.values[index].dtype not in ("int32", "uint32"):
         raise CannotLower(f"a {instr.kind} by {at.program.values[index].dtype} indices has no code on the GPU")
 

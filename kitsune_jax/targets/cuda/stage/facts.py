@@ -1,6 +1,6 @@
-"""Facts about a stage before it is lowered: aliases, readers, values split over CTAs, and rows that one thread owns.
+"""Facts about a stage before it is lowered: aliases, readers, how its columns are split over CTAs, rows that one thread owns.
 
-Comes in: a stage of a tile program, and the number of slabs that it is split into. Goes out: ``Facts``.
+Comes in: a stage of a tile program, and the number of CTAs that share it. Goes out: ``Facts``.
 """
 
 from __future__ import annotations
@@ -8,199 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
+from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import compared_values, is_other_name
 from kitsune_jax.targets.cuda import pack, tiles
 from kitsune_jax.targets.cuda.pack import WeightSlices
 from kitsune_jax.targets.cuda.stage.simplify import rounded_results
-from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
-
-# --- Slabs: values whose columns are split over the CTAs of a stage ---------------------------------------------------------------
-
-Joined = Mapping[int, Sequence[int]]  # concatenations that only matmuls read -> their parts
-
-
-def slabs_of_stage(instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, joined: Joined) -> dict[int, int]:
-    """The slabs, each with the number of its groups of columns. Raises ``CannotLower`` where the stage cannot be split.
-
-    The results of matmuls are slabs, and so are values that a pointwise operator combines with slabs. A matmul's operand is no
-    slab, because it contracts all columns. Of a weight gradient, the operand whose columns become those of the accumulators is one.
-
-    A loop carries slabs from step to step, so its products may read them: the CTAs then exchange their columns
-    (``stage/products.py``). A value that is sliced into equal parts, as the gates of an LSTM, has as many groups of columns, and a
-    slab of it is a slab of each group. A product that contracts more bytes than its sums have, as that of the cotangents of gates,
-    is *partial*: each CTA multiplies its columns with its rows of the weights, and the CTAs exchange the sums.
-    """
-    if split == 1:
-        return {}
-    if any(i.block is not None for i in instrs):
-        return _loop_slabs(instrs, program, split, joined)
-
-    found = {v for i in instrs if i.kind == "matmul" for v in i.outputs}
-    for v in found:
-        _check_columns(program, v, split)
-    _spread(instrs, program, found)
-    for i in instrs:
-        if i.kind == "matmul_sink":
-            found = _with_gradient_slab(i, instrs, program, split, lanes, found)
-    if any(i.kind == "matmul" and i.inputs[0] in found for i in instrs):
-        raise CannotLower("a matmul reads columns that are split over CTAs")
-    return dict.fromkeys(sorted(found), 1)
-
-
-def _check_columns(program: TileProgram, v: int, parts: int) -> None:
-    columns = _columns(program, v)
-    if columns % (parts * BLOCK_COLUMNS):
-        raise CannotLower(f"{columns} columns are not {parts} slabs of whole blocks of {BLOCK_COLUMNS}")
-
-
-def _with_gradient_slab(
-    gradient: Instr, instrs: Sequence[Instr], program: TileProgram, split: int, lanes: int, found: set[int]
-) -> set[int]:
-    """``found`` and the operand of ``gradient`` to split: the one that needs fewest registers and leaves the other whole."""
-    first, second = gradient.inputs
-    half = is_half(program.values[first].dtype)
-    for shape in gradient_shapes(_columns(program, first), _columns(program, second), half, split, lanes):
-        rows, columns = (second, first) if shape.swapped else (first, second)
-        slabs = {*found, columns}
-        _spread(instrs, program, slabs)
-        if rows not in slabs:
-            return slabs
-    raise CannotLower(f"a weight gradient does not fit the registers of {split} CTAs")
-
-
-def _columns(program: TileProgram, v: int) -> int:
-    return math.prod(program.values[v].shape)
-
-
-def _is_wide(program: TileProgram, v: int) -> bool:
-    return program.values[v].tile and _columns(program, v) != 1
-
-
-_NOT_POINTWISE = frozenset({"matmul", "load", "pop", "push", "store", *SINKS})
-
-
-def _spread(instrs: Sequence[Instr], program: TileProgram, found: set[int]) -> None:
-    """Add to ``found`` all values that pointwise operators combine with slabs."""
-    changed = True
-    while changed:
-        changed = False
-        for i in instrs:
-            if i.kind in _NOT_POINTWISE or not i.outputs:
-                continue
-            here = [v for v in (*i.inputs, *i.outputs) if _is_wide(program, v)]
-            if any(v in found for v in here) and not all(v in found for v in here):
-                found.update(here)
-                changed = True
-
-
-class _SplitClasses:
-    """Classes (union-find) of values whose columns are split in the same way."""
-
-    def __init__(self) -> None:
-        self.parent: dict[int, int] = {}
-
-    def of(self, v: int) -> int:
-        while (up := self.parent.setdefault(v, v)) != v:
-            self.parent[v] = v = self.parent.setdefault(up, up)
-        return v
-
-    def join(self, values: Iterable[int]) -> None:
-        first, *others = map(self.of, values)
-        for v in others:
-            self.parent[self.of(v)] = self.of(first)
-
-
-def _loop_slabs(instrs: Sequence[Instr], program: TileProgram, split: int, joined: Joined) -> dict[int, int]:
-    body = tuple(walk(instrs))
-    if not any(i.kind == "matmul" for i in body):
-        raise CannotLower("a loop with no weights cannot be split by columns")
-    if any(i.kind in SINKS for i in body):
-        raise CannotLower("sums over the steps of a loop whose weights are split over CTAs have no code on the GPU")
-    classes, parts = _SplitClasses(), list[tuple[int, int]]()  # (a value, an equal part of it)
-    for i in body:
-        parts += _equal_parts(i, program, joined)
-        for values in _split_alike(i, program):
-            classes.join(values)
-    whole = {classes.of(x): _columns(program, x) // _columns(program, part) for x, part in parts}
-    if any(_columns(program, x) != whole[classes.of(x)] * _columns(program, p) or classes.of(p) in whole for x, p in parts):
-        raise CannotLower("columns that are sliced into parts of several sizes cannot be split over CTAs")
-    found = {classes.of(v) for i in body if i.kind == "matmul" for v in i.outputs}
-    while more := {classes.of(b) for x in parts for a, b in (x, x[::-1]) if classes.of(a) in found} - found:
-        found |= more
-    slabs = {v: whole.get(classes.of(v), 1) for v in sorted(classes.parent) if classes.of(v) in found}
-    for v, groups in slabs.items():
-        _check_columns(program, v, split * groups)
-    sums = partial_products(instrs, program, slabs, joined)
-    for i in body:
-        if i.kind == "matmul" and i.outputs[0] not in sums and any(slabs.get(v, 1) > 1 for v in _pieces(i.inputs[0], joined)):
-            raise CannotLower("a product of sliced columns and others cannot be split over CTAs")
-    return slabs
-
-
-def _split_alike(instr: Instr, program: TileProgram) -> list[list[int]]:
-    """Groups of values of ``instr`` whose columns must be split in the same way."""
-    if instr.block is not None:
-        count = len(instr.block.carries)
-        places = zip(instr.inputs[-count:], instr.block.carries, instr.block.results, instr.outputs, strict=True) if count else ()
-        groups = [[v for v in place if _is_wide(program, v)] for place in places]
-    elif instr.kind in ("slice", "concatenate", "store", "store_slice"):
-        groups = [[v] for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]
-    elif instr.kind == "matmul":
-        groups = [[v] for v in (instr.inputs[0], *instr.outputs) if _is_wide(program, v)]
-    else:
-        groups = [[v for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]]
-        if len({_columns(program, v) for v in groups[0]}) > 1:
-            groups = [[v] for v in groups[0]]  # it moves columns, which has no code for slabs
-    return [group for group in groups if group]
-
-
-def partial_products(instrs: Sequence[Instr], program: TileProgram, found: Mapping[int, int], joined: Joined) -> frozenset[int]:
-    """The results of partial products. ``found``: slab -> its groups."""
-    body, sums = tuple(walk(instrs)), set[int]()
-    makers = {v: i for i in body for v in i.outputs}
-    for i in body:
-        pieces = _pieces(i.inputs[0], joined) if i.kind == "matmul" else []
-        if not pieces or any(p not in found or _is_loaded(p, makers) for p in pieces):
-            continue
-        size = 2 if is_half(program.values[i.inputs[0]].dtype) else 4
-        contracted = size * _columns(program, i.inputs[0])
-        if contracted > SUM_BYTES * _columns(program, i.outputs[0]) or any(found[p] > 1 for p in pieces):
-            sums.update(i.outputs)
-    return frozenset(sums)
-
-
-def _is_loaded(v: int, makers: Mapping[int, Instr]) -> bool:
-    """Is ``v`` from an array, of which every CTA can read all columns?"""
-    while v in makers and makers[v].kind == "reshape":
-        v = makers[v].inputs[0]
-    return v in makers and makers[v].kind in ("load", "load_slice")
-
-
-def _pieces(x: int, joined: Joined) -> list[int]:
-    """The values whose columns make up operand ``x`` of a product."""
-    found = [x]
-    while any(p in joined for p in found):
-        found = [part for p in found for part in joined.get(p, (p,))]
-    return found
-
-
-def _equal_parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[tuple[int, int]]:
-    """(a value, an equal part of its columns) for a slice or a concatenation."""
-    if instr.kind == "slice":
-        (x,), (part,) = instr.inputs, instr.outputs
-        if _is_wide(program, x) and len(program.values[x].shape) == 1:
-            return [(x, part)]
-    if instr.kind == "concatenate" and instr.outputs[0] not in joined and instr["dimension"] == 1:
-        (x,) = instr.outputs
-        if _is_wide(program, x) and len(program.values[x].shape) == 1:
-            return [(x, part) for part in instr.inputs]
-    return []
-
+from kitsune_jax.targets.cuda.stage.split import ColumnSplit
 
 # --- Facts ------------------------------------------------------------------------------------------------------------------------
 
@@ -209,13 +25,12 @@ def _equal_parts(instr: Instr, program: TileProgram, joined: Collection[int]) ->
 class Facts:
     """``names``: alias -> value. ``uses``: instructions that read each value. ``joined``: concatenation that only matmuls, or other
     such concatenations, read -> its parts, which need not be moved. ``panel_sums``: (weight gradient, its operand, the sum over the
-    rows that is made from the operand's panel). ``slabs``: slab -> its groups of columns (``slabs_of_stage``); ``partial``: results
-    of partial products. ``stacked``: concatenation with adjacent columns -> its parts; ``only_multiplied``: those that only
-    products for each row, or other such concatenations, read; ``row_pieces``: the values that make up the operands of these
-    products. ``taken``: product for each row -> the ``take`` that alone reads it. ``slices``: weights that change from tile to
-    tile. ``rounded``: float32 value -> its only 16-bit form. ``coarse``: see ``coarse_exponentials``. ``compared``: values with the
-    same bits in every context (``program.passes.compared_values``); ``rounded_results``: 16-bit values that are rounded when they
-    are made, as ``jax.jit`` does (``stage/simplify.py``).
+    rows that is made from the operand's panel). ``stacked``: concatenation with adjacent columns -> its parts; ``only_multiplied``:
+    those that only products for each row, or other such concatenations, read; ``row_pieces``: the values that make up the operands
+    of these products. ``taken``: product for each row -> the ``take`` that alone reads it. ``slices``: weights that change from
+    tile to tile. ``rounded``: float32 value -> its only 16-bit form. ``coarse``: see ``coarse_exponentials``. ``compared``: values
+    with the same bits in every context (``program.passes.compared_values``); ``rounded_results``: 16-bit values that are rounded
+    when they are made, as ``jax.jit`` does (``stage/simplify.py``).
     """
 
     program: TileProgram
@@ -224,8 +39,7 @@ class Facts:
     uses: Counter[int]
     joined: dict[int, tuple[int, ...]]
     panel_sums: tuple[tuple[Instr, int, Instr], ...]
-    slabs: dict[int, int]
-    partial: frozenset[int]
+    split: ColumnSplit
     stacked: dict[int, tuple[int, ...]]
     only_multiplied: frozenset[int]
     row_pieces: frozenset[int]
@@ -249,8 +63,8 @@ class Facts:
         return [v] if parts is None else [p for part in parts for p in self.pieces_of(part)]
 
 
-def facts_of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> Facts:
-    """The facts of stage ``stage``. Raises ``CannotLower`` where it cannot be split over ``split`` CTAs."""
+def facts_of_stage(program: TileProgram, stage: int, ctas: int, lanes: int) -> Facts:
+    """The facts of stage ``stage``. Raises ``CannotLower`` where its columns cannot be split over ``ctas`` CTAs."""
     instrs = program.stages[stage].body
     names: dict[int, int] = {}
     uses: Counter[int] = Counter()
@@ -276,7 +90,6 @@ def facts_of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> 
     stacked = _stacked(program, body)
     compared = compared_values(program)
     joined = _joined(program, body)
-    shared = slabs_of_stage(instrs, program, split, lanes, joined)
     found = Facts(
         program,
         instrs,
@@ -284,8 +97,7 @@ def facts_of_stage(program: TileProgram, stage: int, split: int, lanes: int) -> 
         uses,
         joined,
         sums,
-        shared,
-        partial_products(instrs, program, shared, joined),
+        ColumnSplit.of(instrs, program, ctas, lanes, joined),
         stacked,
         _only_multiplied(stacked, readers),
         frozenset(),

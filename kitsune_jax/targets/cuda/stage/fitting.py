@@ -11,20 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.targets.cuda import frame_ir, ir, tiles
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
-from kitsune_jax.targets.cuda.ir import Node, Ref, TopsStart, address_bytes
+from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import chunks, facts
+from kitsune_jax.targets.cuda.stage import chunks, facts, split
 from kitsune_jax.targets.cuda.stage import loops as bodies
-from kitsune_jax.targets.cuda.stage import products as exchanges
-from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder, StageValue
+from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import StageValue
 
 # --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
-
-# Registers of a sink by sorted indices (``stage/segment.h``): addresses and the open segment; the runs of a tile, and the walk
-# down.
-_SEGMENTS, _RUNS = 10, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,9 +52,9 @@ class _Span:
 
 def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
     """The liveness of values that nodes keep and of accumulators in flight; addresses and temporaries are not counted."""
-    held, spans, of = sum(_held(node) for node in setup), list[_Span](), dict[Ref, list[_Span]]()
+    held, spans, of = sum(node.held for node in setup), list[_Span](), dict[Ref, list[_Span]]()
     moment = 0
-    for moment, (owner, registers) in enumerate(_events(nodes), 1):
+    for moment, (owner, registers) in enumerate((event for node in nodes for event in node.events()), 1):
         if registers is None:
             for span in of.get(owner, ()):
                 span.last = moment
@@ -74,51 +72,6 @@ def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
             alive[s.owner.of] = alive.get(s.owner.of, 0) + s.registers
     lives = {owner: (min(s.first for s in mine), max(s.last for s in mine)) for owner, mine in of.items()}
     return Liveness(held, peak, tuple(sorted(alive, key=lambda v: (-alive[v], v))), lives, moment)
-
-
-def _held(node: Node) -> int:
-    match node:
-        case ir.SinkStart(width=width):
-            return width // 4 or 1
-        case ir.GradientStart(shape=shape):
-            return shape.registers
-        case ir.PanelSumStart():
-            return 2
-        case ir.SegmentStart(width=width, tops=tops):
-            return -(-width // 128) * (1 if tops is None else 2) + _SEGMENTS
-    return 0
-
-
-def _events(nodes: Iterable[Node]) -> Iterable[tuple[Ref, int | None]]:
-    """(owner, registers that it gets) or (owner, None) for a read, in the order in which the device runs."""
-    for node in nodes:
-        match node:
-            case ir.Alive(owner, registers):
-                yield owner, registers
-            case ir.Issue(ref=ref, registers=registers):
-                yield ref, registers
-            case ir.BlockLoop(reads=owners) | ir.Complete(owners=owners):
-                yield from ((owner, None) for owner in owners)
-            case ir.SegmentRuns(ref):
-                yield Ref("runs", ref.of), _RUNS
-            case ir.RowRuns(ref):
-                yield ref, _RUNS
-            case ir.JoinSegments(ref, runs):
-                yield runs or Ref("runs", ref.of), None
-            case ir.TableRows(ref) | ir.SummedRows(ref):
-                yield ref, 4  # two addresses
-            case ir.FoldedRows(ref):
-                yield ref, 3  # three indices
-            case ir.SetRow(ref) | ir.LoadRow(ref) | ir.FoldQuad(ref) if ref.kind == "r":
-                yield ref, 2
-            case ir.LayerLoop(body=body):
-                yield from _events(body)
-            case ir.CountedLoop(body=body):
-                inside = list(_events(body))
-                made = {owner for owner, registers in inside if registers is not None}
-                yield from inside
-                # The next iteration reads again what this one reads of the code around the loop.
-                yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)
 
 
 # --- The least depth of the ring of streamed weights ------------------------------------------------------------------------------
@@ -141,10 +94,10 @@ def _product_events(nodes: Iterable[Node]) -> Iterator[Node]:
     """Products, waits and turns in the order of the code; loops twice, because an iteration starts with products of the one
     before."""
     for node in nodes:
-        if isinstance(node, ir.CountedLoop | ir.LayerLoop):
+        if isinstance(node, st.CountedLoop | st.LayerLoop):
             body = list(_product_events(node.body))
             yield from (*body, *body)
-        elif isinstance(node, ir.Complete | ir.Turn) or (isinstance(node, ir.Issue) and node.weights is None):
+        elif isinstance(node, st.Complete | st.Turn) or (isinstance(node, st.Issue) and node.weights is None):
             yield node
 
 
@@ -152,16 +105,16 @@ def _chunks_in_flight(events: Sequence[Node]) -> int:
     """The most chunks of the products that a lane has in flight."""
     most, flying = 0, dict[object, int]()
     for node in events:
-        if isinstance(node, ir.Issue):
+        if isinstance(node, st.Issue):
             held, left = _rolling_chunks(node) if node.rolling else (node.k_chunks, node.k_chunks)
             most = max(most, sum(flying.values()) + held)
             flying[node.ref] = left
-        elif isinstance(node, ir.Complete):
+        elif isinstance(node, st.Complete):
             flying.pop(node.ref, None)
     return most
 
 
-def _rolling_chunks(issue: ir.Issue) -> tuple[int, int]:
+def _rolling_chunks(issue: st.Issue) -> tuple[int, int]:
     """(most chunks that a rolling product holds, chunks that it holds at its end) (``feed_rolling``, ``step_fetched``)."""
     per, held, end, released = 2 if tiles.is_half(issue.dtype) else 1, 0, 0, 0
     for operand, first, done in issue.feeds:
@@ -179,9 +132,9 @@ def _chunks_in_turn(events: Sequence[Node]) -> int:
     most = own = 0
     has_turn = False
     for node in events:
-        if isinstance(node, ir.Turn):
+        if isinstance(node, st.Turn):
             has_turn, own = node.what == "take", 0
-        elif isinstance(node, ir.Issue) and has_turn:
+        elif isinstance(node, st.Issue) and has_turn:
             own += node.k_chunks
             most = max(most, own)
     return most
@@ -266,20 +219,20 @@ class Fitted:
     weight_bytes: int
 
     @property
-    def fetches(self) -> list[ir.Issue]:
+    def fetches(self) -> list[st.Issue]:
         """Chunks of weights in the order of their use, in which the loader brings them."""
         return [issue for _, issue in _issues(self.lowered.nodes)]
 
     @property
-    def loops(self) -> list[tuple[ir.CountedLoop | None, tuple[ir.Issue, ...]]]:
+    def loops(self) -> list[tuple[st.CountedLoop | None, tuple[st.Issue, ...]]]:
         """The same, grouped by the loop around them (None: no loop)."""
         runs = itertools.groupby(_issues(self.lowered.nodes), key=lambda found: found[0])
         return [(loop, tuple(issue for _, issue in run)) for loop, run in runs]
 
     @property
-    def packed(self) -> list[ir.Issue]:
+    def packed(self) -> list[st.Issue]:
         """Chunks of weights in the order of memory, where equal blocks of several loops are stored once."""
-        known, found = set[tuple[object, ...]](), list[ir.Issue]()
+        known, found = set[tuple[object, ...]](), list[st.Issue]()
         for loop, issues in self.loops:
             if loop is not None:
                 blocks = self.blocks_of(issues)
@@ -289,7 +242,7 @@ class Fitted:
             found += issues
         return found
 
-    def blocks_of(self, issues: Sequence[ir.Issue]) -> tuple[object, ...]:
+    def blocks_of(self, issues: Sequence[st.Issue]) -> tuple[object, ...]:
         """A key of the blocks that ``issues`` of a loop multiply with, equal for loops that share them."""
         found = []
         for i in issues:
@@ -322,14 +275,14 @@ def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: i
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
     """The arrays whose tiles stage ``s`` should copy to shared memory."""
     loads = {i["array"] for i in program.stages[s].body if i.kind == "load"}
-    return frozenset(k for k in loads if frame_ir.is_staged(program, program.inputs[k]))
+    return frozenset(k for k in loads if frame.is_staged(program, program.inputs[k]))
 
 
 class _Fitter:
     def __init__(self, program: TileProgram, s: int, a: Arrangement):
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
         self.facts = facts.facts_of_stage(program, s, a.split[s], a.lanes)
-        self.split, self.slab_queues = a.split[s], a.slab_queues(program)
+        self.slab_queues = a.slab_queues(program)
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         self.sums_last = several and a.lanes < 3
@@ -338,14 +291,14 @@ class _Fitter:
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
         """Run all passes over the stage. ``in_turns``: allow ping-pong."""
-        at = StageCodeBuilder(self.facts, shape, self.split, self.a.lanes, self.slab_queues)
+        at = StageCodeBuilder(self.facts, shape, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
-        exchanges.release_entries(at, {})
-        at.add(*(ir.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
-        nodes = chunks.expand_chunks(at.nodes, at.weights, self.resident, depth, shape.overlap)
+        split.release_entries(at, {})
+        at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
+        nodes = chunks.expand_chunks(at.nodes, at.weights, 0 if self.resident else depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
             nodes, takes_turns = chunks.with_ping_pong(nodes)
-            at.setup += [ir.Turn("first")] if takes_turns else []
+            at.setup += [st.Turn("first")] if takes_turns else []
         return Lowered(
             tuple(at.setup),
             tuple(at.prologue),
@@ -460,19 +413,19 @@ def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
     return frozenset(found), most > 1
 
 
-def exchanges_of(lowered: Lowered) -> list[ir.Exchange]:
-    return [n for n in lowered.setup if isinstance(n, ir.Exchange)]
+def exchanges_of(lowered: Lowered) -> list[st.Exchange]:
+    return [n for n in lowered.setup if isinstance(n, st.Exchange)]
 
 
 def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMemory:
     images = place_images(shape.images, lowered)
     rows = max((at + lowered.image_bytes(v) for v, at in images.items()), default=0)
     segments = rows + tiles.aligned(tiles.TILE_ROWS * lowered.scratch_words * 4)
-    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, ir.SegmentStart | TopsStart)))
-    found = [p for p in lowered.prologue if isinstance(p, ir.Panel)]
+    panels = segments + tiles.aligned(sum(n.bytes for n in lowered.setup if isinstance(n, frame.SegmentStart | frame.TopsStart)))
+    found = [p for p in lowered.prologue if isinstance(p, frame.Panel)]
     staged = panels + tiles.aligned(max((p.at + tiles.panel_bytes(p.width, tiles.is_half(p.dtype)) for p in found), default=0))
-    products = staged + tiles.aligned(sum(frame_ir.staged_bytes(program.inputs[k]) for k in shape.staged))
-    exchanges = products + tiles.aligned(address_bytes(lowered.addresses) + lowered.product_bytes)
+    products = staged + tiles.aligned(sum(frame.staged_bytes(program.inputs[k]) for k in shape.staged))
+    exchanges = products + tiles.aligned(st.address_bytes(lowered.addresses) + lowered.product_bytes)
     end = exchanges + sum(n.bytes for n in exchanges_of(lowered))
     return LaneMemory(images, rows, segments, panels, staged, products, exchanges, end)
 
@@ -493,14 +446,14 @@ def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
     return placed
 
 
-def _issues(nodes: Iterable[Node], loop: ir.CountedLoop | None = None) -> Iterator[tuple[ir.CountedLoop | None, ir.Issue]]:
+def _issues(nodes: Iterable[Node], loop: st.CountedLoop | None = None) -> Iterator[tuple[st.CountedLoop | None, st.Issue]]:
     """All products, each with the loop around it."""
     for node in nodes:
-        if isinstance(node, ir.Issue):
+        if isinstance(node, st.Issue):
             yield loop, node
-        elif isinstance(node, ir.LayerLoop):
+        elif isinstance(node, st.LayerLoop):
             one = [issue for _, issue in _issues(node.body)]
             for layer in range(node.layers):
                 yield from ((loop, dataclasses.replace(i, weight=i.weight + layer * node.weights)) for i in one)
-        elif isinstance(node, ir.CountedLoop):
+        elif isinstance(node, st.CountedLoop):
             yield from _issues(node.body, node)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr
-from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.program.ir import ArrayType, Instr, TileProgram
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import columns, outputs, products
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage import columns, outputs, split
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -28,7 +31,6 @@ from kitsune_jax.targets.cuda.stage.builder import (
     InVector,
     Multiply,
     Splat,
-    StageCodeBuilder,
     StageValue,
     queue_form,
 )
@@ -46,8 +48,7 @@ def lower_table(at: StageCodeBuilder, instr: Instr) -> None:
     """
     (table, index), (v,) = instr.inputs, instr.outputs
     at.new(instr)
-    if at.is_slab(v):
-        raise CannotLower("a gather of columns that are split over CTAs has no code on the GPU")
+    at.split.refuse("a gather", v)
     t, count = at.program.values[table], at.value(index).n
     if t.dtype not in pointwise.ITEM_SIZE:
         raise CannotLower(f"a table of {t.dtype} has no code on the GPU")
@@ -74,7 +75,7 @@ def _indices(at: StageCodeBuilder, index: int) -> list[Expr]:
     for column in range(value.n):
         at.counter += 1
         ref = Ref("index", at.counter, f"_{column}")
-        at.add(ir.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
+        at.add(st.SetRow(ref, value.dtype, ir.FromScratch(value.dtype, column=column)))
         found.append(ir.Read("row", ref, value.dtype))
     return found
 
@@ -86,14 +87,14 @@ def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Exp
     size = n * pointwise.ITEM_SIZE[t.dtype]
     table = Ref("table", instr.inputs[0])
     at.add(ir.TableRows(ref, table, index, t.shape[0], size, _fill_row(at, instr, n, t.dtype)))
-    rows = ir.Rows(ref, t.dtype, n, str(frame_ir.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
+    rows = ir.Rows(ref, t.dtype, n, str(frame.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
     if n > 1:
         at.settle(v, InArray(rows, -1))
         if v in at.facts.row_pieces:
             at.address_number(ref)  # now, so that no address stays in registers until the product
         return
     kept = Ref("r", ref.of, ref.part)
-    at.add(ir.LoadRow(kept, rows))
+    at.add(st.LoadRow(kept, rows))
     at.settle(v, InRegisters(kept, "row", kept))
 
 
@@ -120,7 +121,7 @@ def _read_rows(at: StageCodeBuilder, instr: Instr, value: StageValue, rows: ir.R
     (v,) = instr.outputs
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.LoadRow(ref, rows))
+        at.add(st.LoadRow(ref, rows))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InArray(rows, instr["array"]))
@@ -131,11 +132,11 @@ def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
     (x, *numbers) = instr.inputs
     value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
     if value.row:
-        at.add(ir.StoreRow(rows, at.row(x), at.split > 1))
-    elif at.split > 1 and not value.slab:
+        at.add(st.StoreRow(rows, at.row(x), at.split.ctas > 1))
+    elif at.split.ctas > 1 and not value.slab:
         raise CannotLower("a loop that is split by columns cannot store a value that is not")
     else:
-        at.evaluate(value.width, [Store(x, rows, value.n if value.slab else 0, value.slab or 1)])
+        at.evaluate(value.width, [Store(x, rows, value.part)])
 
 
 def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: object) -> ir.Rows:
@@ -166,7 +167,7 @@ def _rows_of_slice(array: ArrayType, role: str, ref: Ref, columns: list[tuple[in
     size = pointwise.ITEM_SIZE[array.dtype]
     if not contiguous:
         return ir.Rows(ref, array.dtype, n, str(size), tuple(reversed(columns)), False)
-    access = frame_ir.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
+    access = frame.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
 
 
@@ -174,6 +175,130 @@ def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> ir.RowAddresse
     size = pointwise.ITEM_SIZE[array.dtype]
     strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
     return ir.RowAddresses(ref, ir.parameter(role, k), strides, False)
+
+
+# --- Products for each row: both operands stream ----------------------------------------------------------------------------------
+
+_WORKING = 56  # registers of a thread during the product: 16 sums, fragments, addresses
+_Layout = tuple[int, bool]  # (free elements, is K the outer dimension?)
+
+
+def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
+    """Lower the ``dot`` ``instr``, whose result, or the ``take`` that alone reads it, gets an image. Raises ``CannotLower``.
+
+    A warp multiplies the operands of one row after the other. It copies them to shared memory piece by piece: rows of arrays and
+    tables from global memory, values of the stage from the warp's scratch rows.
+    """
+    x, y = instr.inputs
+    dtype, other = (at.program.values[v].dtype for v in (x, y))
+    if dtype != other or dtype not in pointwise.OPERAND or instr["accumulate"] != "float32":
+        raise CannotLower(f"a product for each row of {dtype} and {other} has no code on the GPU")
+    at.split.refuse_stage("a product for each row")
+    k, of_x, of_y = row_product_shape(at.program, instr)
+    value = at.new(instr)
+    if value.row:
+        _inner_product(at, instr, x, y)
+        return
+    copied = _copied(at, dtype, k, dict.fromkeys(((x, of_x), (y, of_y))))
+    operands = [st.RowOperand(of[0], of[1], copied[v, of]) for v, of in ((x, of_x), (y, of_y))]
+    taken = at.facts.taken.get(instr.outputs[0])
+    list_ = fill = None
+    if taken is not None:
+        at.done.add(taken)
+        value = at.new(taken)
+        list_, fill = columns.take_columns(at, taken, 0), columns.fill_value(taken, value.dtype)
+    (v,) = (taken or instr).outputs
+    image, rows, store = Ref("image", v), None, at.facts.only_store(v)
+    if store is not None and not at.rows("out", store["array"]).strides:
+        at.done.add(store)
+        found = at.rows("out", store["array"])
+        rows = st.ToRows(at.address_number(found.ref, stored=True), int(found.access) >= 4)
+    same = operands[0] == operands[1]
+    node = st.RowProduct(rows or image, dtype, k, operands[0], None if same else operands[1], value.dtype, value.n, list_, fill)
+    at.product_bytes = max(at.product_bytes, node.bytes)
+    work = Ref("work", v)
+    at.add(st.SyncWarp(), ir.Alive(work, _WORKING), node, ir.Alive(work))
+    if rows is None:
+        at.once_per_tile(ir.Image(image))
+        at.must_be_images.add(v)
+        at.add(ir.Alive(Ref("v", v), 0))
+        at.settle(v, InImage(image, value.form, Ref("v", v)))
+
+
+def row_product_shape(program: TileProgram, instr: Instr) -> tuple[int, _Layout, _Layout]:
+    """(K, layout of x, layout of y). Raises ``CannotLower`` where the dimensions are in another order."""
+    x, y = (program.values[v].rows_first for v in instr.inputs)
+    if any(x[d] != 1 for d in instr["x_batch"]):
+        raise CannotLower("a product for each row with further batch dimensions has no code on the GPU")
+    pairs = sorted((a, b) for a, b in zip(instr["x_contract"], instr["y_contract"], strict=True) if x[a] != 1)
+    if [b for _, b in pairs] != sorted(b for _, b in pairs):
+        raise CannotLower("a product for each row that contracts dimensions in another order has no code on the GPU")
+    k = math.prod(x[a] for a, _ in pairs)
+    return k, _operand_layout(x, [a for a, _ in pairs]), _operand_layout(y, [b for _, b in pairs])
+
+
+def _operand_layout(dims: Sequence[int], contract: Sequence[int]) -> _Layout:
+    real = [d for d, n in enumerate(dims) if d and n != 1]
+    free = [d for d in real if d not in contract]
+    if real not in ([*free, *contract], [*contract, *free]):
+        raise CannotLower("a product for each row that contracts dimensions between others has no code on the GPU")
+    return math.prod(dims[d] for d in free), bool(free) and bool(contract) and free[0] > contract[0]
+
+
+def _inner_product(at: StageCodeBuilder, instr: Instr, x: int, y: int) -> None:
+    """A product with one number for a row: a sum over the columns."""
+    (v,) = instr.outputs
+    ref = Ref("r", v)
+    product = at.unnamed(StageValue(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
+    at.add(st.StartFold(ref, "Sum", "float32"))
+    at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
+    at.add(st.FoldQuad(ref, "Sum"))
+    at.settle(v, InRegisters(ref, "row", ref))
+
+
+def _copied(
+    at: StageCodeBuilder, dtype: str, k: int, operands: dict[tuple[int, _Layout], None]
+) -> dict[tuple[int, _Layout], tuple[st.Copied, ...]]:
+    """The copies that bring the elements of each operand to its slot."""
+    pieces = {v: at.facts.pieces_of(v) for v, _ in operands}
+    computed: dict[int, None] = {}
+    for p in dict.fromkeys(at.root(p) for of in pieces.values() for p in of):
+        if not _is_in_rows(at, p, dtype):
+            computed[p] = None
+    starts = dict(zip(computed, columns.to_scratch(at, list(computed)) if computed else [], strict=True))
+    found = {}
+    for v, (free, across) in operands:
+        run, first, parts = free if across else k, 0, list[st.Copied]()
+        for p in map(at.root, pieces[v]):
+            part = _copy_of_piece(at, p, starts.get(p), first, run)
+            parts[-1:] = _joined(parts[-1], part) if parts else [part]
+            first += at.value(p).n
+        found[v, (free, across)] = tuple(parts)
+    return found
+
+
+def _is_in_rows(at: StageCodeBuilder, v: int, dtype: str) -> bool:
+    home = at.value(v).home
+    return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
+
+
+def _copy_of_piece(at: StageCodeBuilder, v: int, start: int | None, first: int, run: int) -> st.Copied:
+    value = at.value(v)
+    if start is not None:
+        return st.Copied("scratch", start, 1, first, value.n)
+    assert isinstance(value.home, InArray)
+    rows, unit = value.home.rows, 16 // pointwise.ITEM_SIZE[value.dtype]
+    how = "staged" if rows.access == "kStaged" else "elements"
+    if rows.access == "16" and not (first % unit or value.n % unit or run % unit):
+        how = "async"
+    return st.Copied(how, at.address_number(rows.ref), 1, first, value.n)
+
+
+def _joined(a: st.Copied, b: st.Copied) -> list[st.Copied]:
+    """``a`` and ``b`` as one copy if they are of the same kind and their addresses are consecutive."""
+    if a.how == b.how != "scratch" and a.count == b.count and a.source + a.pieces == b.source:
+        return [st.Copied(a.how, a.source, a.pieces + 1, a.first, a.count)]
+    return [a, b]
 
 
 # --- All instructions -------------------------------------------------------------------------------------------------------------
@@ -202,11 +327,10 @@ def _pop(at: StageCodeBuilder, instr: Instr) -> None:
     value, q, (v,) = at.new(instr), instr["queue"], instr.outputs
     form = queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
-    slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    at.add(ir.QueueCall(queue, "rd_acquire"), ir.Entry(pop, queue, slab))
+    at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, value.slab_vectors(form)))
     if value.row:
         ref = Ref("r", v)
-        at.add(ir.PopRow(ref, Ref("e", v), pop, value.dtype))
+        at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, InImage(pop, form, Ref("v", v)))
@@ -270,15 +394,14 @@ def _row_index(at: StageCodeBuilder, instr: Instr) -> None:
         at.set_row(v, index)
         return
     row, ref = -1 - v, Ref("index", v)
-    at.add(ir.SetRow(ref, value.dtype, index))
+    at.add(st.SetRow(ref, value.dtype, index))
     at.values[row] = StageValue(1, value.dtype, True, InRegisters(ref, "row", ref))
     at.settle(v, Splat(row))
 
 
 def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
     (x,), (v,) = instr.inputs, instr.outputs
-    if at.is_slab(x):
-        raise CannotLower("a reduction along columns that are split over CTAs has no code on the GPU")
+    at.split.refuse("a reduction", x)
     if at.value(x).row:
         at.alias(instr, x)
         return
@@ -286,9 +409,9 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
         columns.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
     value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(ir.StartFold(ref, how, value.dtype))
+    at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(ir.FoldQuad(ref, how))
+    at.add(st.FoldQuad(ref, how))
     at.settle(v, InRegisters(ref, "row", ref))
     if how not in _ORDERED:
         _rounded(at, v)
@@ -297,16 +420,16 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
 def _matmul(at: StageCodeBuilder, instr: Instr) -> None:
     if instr in at.done:
         return
-    (v,), pieces = instr.outputs, products.exchanged_pieces(at, instr.inputs[0])
-    if v in at.facts.partial:
+    (v,), pieces = instr.outputs, at.split.pieces(instr.inputs[0])
+    if v in at.split.partial:
         x = at.root(instr.inputs[0])
-        group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.facts.partial and at.root(i.inputs[0]) == x]
+        group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.split.partial and at.root(i.inputs[0]) == x]
         at.done.update(group)
-        products.reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
+        split.reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
         for i in group:
             _rounded(at, i.outputs[0])
         return
-    product = _product(at, instr, [products.all_gather(at, x) for x in pieces])
+    product = _product(at, instr, [split.all_gather(at, x) for x in pieces])
     at.settle(v, product)
     if at.value(v).row:
         at.single_column(v)
@@ -332,7 +455,7 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
     template = pointwise.rounded("dot_general", "{0}", value.dtype)
     if value.row:
         ref = Ref("r", v, "_rounded")
-        at.add(ir.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
+        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
         at.settle(v, InRegisters(ref, "row", ref))
     else:
         at.settle(v, Expression(template, (at.unnamed(value),)))
@@ -354,16 +477,10 @@ def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:
     order = [free[p - before] for p in instr["out_perm"] if p >= before]
     if of_w.dtype != of_x.dtype or of_x.dtype not in pointwise.OPERAND:
         raise CannotLower(f"a matrix product of {of_x.dtype} and {of_w.dtype} has no code on the GPU")
-    operands = products.exchanged_pieces(at, x)
-    pieces = tuple(math.prod(at.program.values[p].shape) for p in operands)
-    n = math.prod(of_w.shape[d] for d in order)
     permutation, slices = (*(b for _, b in pairs), *batch, *order), at.facts.slices.of(at.program, w)
-    groups, runs = at.facts.slabs.get(instr.outputs[0], 1), tuple[int, ...]()
-    if instr.outputs[0] in at.facts.partial:  # all columns for the CTA's part of K
-        parts = [(k, at.facts.slabs[p]) for k, p in zip(pieces, operands, strict=True)]
-        runs = tuple(k // g for k, g in parts for _ in range(g))
-        pieces, n = tuple(k // at.split for k in pieces), n * at.split
-    shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split, at.most_columns(operands))
+    pieces, n, runs = at.split.weight(instr.outputs[0], x, lambda v: math.prod(at.program.values[v].shape))
+    shape = tiles.WeightShape(pieces, n, of_x.dtype, at.split.ctas, at.most_columns(at.split.pieces(x)))
+    groups = at.split.groups(instr.outputs[0])
     return WeightRecipe(w, permutation, len(pairs) + len(batch), shape, slices, groups, runs)
 
 
@@ -378,7 +495,7 @@ _HANDLERS: dict[str, Callable[[StageCodeBuilder, Instr], None]] = {
     "run_max": outputs.lower_run_max,
     "take": columns.lower_take,
     "put": columns.lower_put,
-    "dot": products.lower_row_product,
+    "dot": lower_row_product,
     "matmul": _matmul,
     "matmul_sink": outputs.lower_gradient,
     **dict.fromkeys(REDUCTIONS, _reduce),

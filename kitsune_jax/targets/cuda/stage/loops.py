@@ -14,9 +14,12 @@ from typing import Any
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
-from kitsune_jax.targets.cuda.stage import columns, instructions, products
-from kitsune_jax.targets.cuda.stage.builder import (
+from kitsune_jax.targets.cuda.stage import columns, instructions, split
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage.facts import is_rounding
+from kitsune_jax.targets.cuda.stage_ir import (
     Expression,
     InArray,
     InImage,
@@ -26,10 +29,8 @@ from kitsune_jax.targets.cuda.stage.builder import (
     Multiply,
     Parts,
     Splat,
-    StageCodeBuilder,
     StageValue,
 )
-from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
 # --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 
@@ -58,13 +59,13 @@ def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> 
     at.repeated = True
     known = at.gathered
     with at.body_of_loop() as body:
-        products.begin_all_gathers(at, block.body, carries)
+        split.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
-        products.release_entries(at, known)
+        split.release_entries(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
-    at.add(ir.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
+    at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
     for v, carry in zip(instr.outputs, carries, strict=True):
         at.values[at.root(v)] = at.values[carry]
 
@@ -82,9 +83,9 @@ def _seen_blocks(at: StageCodeBuilder, instr: Instr) -> tuple[Ref | None, str]:
     axis, step, low, high, which = within
     inner = math.prod(at.program.axes[axis + 1 :])
     bounds = (inner, at.program.axes[axis], step, low, high, instr["count"], *_shift(at, instr))
-    found = [node for node in at.prologue if isinstance(node, ir.SeenBlocks)]
-    ref = next((node.ref for node in found if node == ir.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
-    at.once_per_tile(ir.SeenBlocks(ref, *bounds))
+    found = [node for node in at.prologue if isinstance(node, st.SeenBlocks)]
+    ref = next((node.ref for node in found if node == st.SeenBlocks(node.ref, *bounds)), Ref("seen", len(found)))
+    at.once_per_tile(st.SeenBlocks(ref, *bounds))
     return ref, which
 
 
@@ -139,7 +140,7 @@ def _give_home(at: StageCodeBuilder, v: int) -> None:
 def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
     """Give ``carry`` a home that holds ``initial``."""
     source = at.value(initial)
-    if at.is_slab(carry) and not source.slab:
+    if carry in at.split.slabs and not source.slab:
         raise CannotLower("a loop that is split over CTAs cannot start from the same numbers for all rows")
     value = dataclasses.replace(source, home=None)
     at.values[carry] = value
@@ -258,7 +259,7 @@ def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
         return home.ref
     at.counter += 1
     ref = Ref("r", v, f"_{at.counter}")
-    at.add(ir.SetRow(ref, at.value(v).dtype, at.row(v)))
+    at.add(st.SetRow(ref, at.value(v).dtype, at.row(v)))
     return ref
 
 
@@ -420,7 +421,7 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
         for instr in run.segments[0]:
             instructions.lower_instruction(at, instr)
         handover.pass_on(out)
-    at.add(ir.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
+    at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
     at.values[entry] = value

@@ -13,9 +13,12 @@ import numpy as np
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
-from kitsune_jax.targets.cuda import frame_ir, ir, pointwise, tiles
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.stage import columns, facts
-from kitsune_jax.targets.cuda.stage.builder import InScratch, StageCodeBuilder, queue_form
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage_ir import InScratch, queue_form
 
 # --- Weight gradients -------------------------------------------------------------------------------------------------------------
 
@@ -38,18 +41,18 @@ def lower_gradient(at: StageCodeBuilder, instr: Instr) -> None:
             continue  # written already, with another effect or for an earlier gradient
         _declare(at, v, panel)
         if at.value(v).row:
-            at.add(ir.RowToPanel(panel.ref, at.row_tile(v)))
+            at.add(st.RowToPanel(panel.ref, at.row_tile(v)))
         else:
             at.evaluate(panel.width, [ir.ToPanel(v, panel.ref)])
     gradient, shape = ir.Ref("gradient", instr["sink"]), _shape(at, instr)
-    at.setup.append(ir.GradientStart(gradient, dtype, x, y, shape))
+    at.setup.append(frame.GradientStart(gradient, dtype, x, y, shape))
     sums = []
     for v, panel in ((x_value, x), (y_value, y)):
         for i in (i for g, of, i in at.facts.panel_sums if g == instr and of == v):
             sums.append(ir.Ref("columns", i["sink"]))
-            n = math.prod(at.program.sinks[i["sink"]].shape)
-            at.setup.append(ir.PanelSumStart(sums[-1], panel, n // at.split if at.is_slab(v) else n, at.is_slab(v), gradient))
-    at.add(ir.AddGradient(gradient, tuple(sums)))
+            n, ctas = math.prod(at.program.sinks[i["sink"]].shape), at.split.parts(v)
+            at.setup.append(frame.PanelSumStart(sums[-1], panel, n // ctas, ctas > 1, gradient))
+    at.add(st.AddGradient(gradient, tuple(sums)))
     at.done.add(instr)
 
 
@@ -70,45 +73,47 @@ def early_panel(at: StageCodeBuilder, effect: Instr) -> list[ir.ToPanel]:
     return [ir.ToPanel(root, panel.ref)]
 
 
-def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, ir.Panel], tuple[int, ir.Panel]]:
+def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, frame.Panel], tuple[int, frame.Panel]]:
     """The operand whose columns are the rows of the accumulators, and the other operand, each with its panel."""
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
     behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
-    return (x, ir.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (y, ir.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind))
+    return (x, frame.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (
+        y,
+        frame.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind),
+    )
 
 
 def _width(at: StageCodeBuilder, v: int) -> int:
     """Columns of the panel of ``v``, which may not have been made yet."""
-    columns = math.prod(at.program.values[v].shape)
-    return tiles.padded(columns // at.split if at.is_slab(v) else columns)
+    return tiles.padded(math.prod(at.program.values[v].shape) // at.split.parts(v))
 
 
-def _holds(at: StageCodeBuilder, v: int, panel: ir.Panel) -> bool:
+def _holds(at: StageCodeBuilder, v: int, panel: frame.Panel) -> bool:
     """Does ``panel`` still hold ``v``? In a step of a loop, the gradients of two weights may share a cotangent."""
     return at.repeated and at.panels.get(panel.at, ())[:2] == (at.root(v), panel.width)
 
 
-def _declare(at: StageCodeBuilder, v: int, panel: ir.Panel) -> None:
+def _declare(at: StageCodeBuilder, v: int, panel: frame.Panel) -> None:
     """Note that ``panel`` holds ``v``, and that panels that it overlaps are overwritten."""
     at.once_per_tile(panel)
     end = panel.at + tiles.panel_bytes(panel.width, tiles.is_half(panel.dtype))
     at.panels = {place: of for place, of in at.panels.items() if place >= end or of[2] <= panel.at}
     at.panels[panel.at] = at.root(v), panel.width, end
     if panel.width % 64:
-        at.setup.append(ir.ClearPanel(panel))
+        at.setup.append(frame.ClearPanel(panel))
 
 
 def _shape(at: StageCodeBuilder, instr: Instr) -> tiles.GradientShape:
     """The shape of a gradient's accumulators. In a split stage its slabs must be those of the stage."""
     n = [math.prod(at.program.values[v].shape) for v in instr.inputs]
     half = tiles.is_half(at.program.values[instr.inputs[0]].dtype)
-    shapes = tiles.gradient_shapes(n[0], n[1], half, at.split, at.lanes)
-    if at.split > 1:
-        slabs = [at.is_slab(v) for v in instr.inputs]
+    shapes = tiles.gradient_shapes(n[0], n[1], half, at.split.ctas, at.lanes)
+    if at.split.ctas > 1:
+        slabs = [v in at.split.slabs for v in instr.inputs]
         shapes = [s for s in shapes if slabs == [s.swapped, not s.swapped]]
     if not shapes:
-        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {at.split} CTAs")
+        raise CannotLower(f"a weight gradient of {n[0]} x {n[1]} does not fit the registers of {at.split.ctas} CTAs")
     return shapes[0]
 
 
@@ -122,16 +127,15 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     the sink joins them as it joins tiles (``stage/online.h``).
     """
     (x, index), (v,) = instr.inputs, instr.outputs
-    if at.split > 1:
-        raise CannotLower("the largest scores of segments in a stage that is split by columns have no code on the GPU")
+    at.split.refuse_stage("a sum that is scaled by the largest scores of segments")
     value, source = at.new(instr), at.root(x)
     runs, tops = _runs(at, index, instr["n"]), ir.Ref("tops", v)
     columns.to_scratch(at, [source])
-    start = ir.TopsStart(tops, value.n, at.segment_bytes)
+    start = frame.TopsStart(tops, value.n, at.segment_bytes)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.tops[v] = tops, runs
-    at.add(ir.FindTops(tops, runs))
+    at.add(st.FindTops(tops, runs))
     if value.row:
         at.set_row(v, ir.FromScratch(value.dtype, column=0))
     else:
@@ -144,18 +148,18 @@ def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:
     key = at.root(index), rows
     if key not in at.runs:
         at.runs[key] = ir.Ref("of_index", key[0])
-        at.add(ir.RowRuns(at.runs[key], at.row(index), rows))
+        at.add(st.RowRuns(at.runs[key], at.row(index), rows))
     return at.runs[key]
 
 
-def online_scaling(at: StageCodeBuilder, instr: Instr) -> tuple[ir.Tops, ir.Ref]:
+def online_scaling(at: StageCodeBuilder, instr: Instr) -> tuple[frame.Tops, ir.Ref]:
     """(the scaling of the rows of a sink by the largest scores, their runs)."""
     v, _, scores = instr.inputs
     if at.root(scores) not in at.tops:
         raise CannotLower("a sum that is scaled by other numbers than the largest scores of its runs has no code on the GPU")
     tops, runs = at.tops[at.root(scores)]
     shape = at.program.values[scores].shape
-    return ir.Tops(tops, math.prod(shape), bool(instr["finite"])), runs
+    return frame.Tops(tops, math.prod(shape), bool(instr["finite"])), runs
 
 
 # --- Effects ----------------------------------------------------------------------------------------------------------------------
@@ -202,12 +206,11 @@ def _with_same_value(at: StageCodeBuilder, instr: Instr) -> list[Instr]:
 def _push(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v,), q = instr.inputs, instr["queue"]
     value, queue, push = at.value(v), ir.Ref("queue", q), ir.Ref("push", q)
-    acquire, release = ir.QueueCall(queue, "wr_acquire"), ir.QueueCall(queue, "wr_release")
+    acquire, release = st.QueueCall(queue, "wr_acquire"), st.QueueCall(queue, "wr_release")
     if value.row:
-        return _Effect((acquire, ir.PushRow(queue, at.row(v), _once(at, v)), release))
+        return _Effect((acquire, st.PushRow(queue, at.row(v), at.split.once(v)), release))
     form = queue_form(value.dtype, q in at.slab_queues)
-    slab = tiles.image_vectors(value.width, form) if at.is_slab(v) else 0
-    entry = ir.Entry(push, queue, slab, write=True, once=_once(at, v))
+    entry = st.Entry(push, queue, value.slab_vectors(form), write=True, once=at.split.once(v))
     return _Effect((acquire, entry), ir.Keep(v, ir.Ref("q", q), form, to=push, push=True, reads=1), (release,))
 
 
@@ -215,15 +218,10 @@ def _store(at: StageCodeBuilder, instr: Instr) -> _Effect:
     (v,), value = instr.inputs, at.value(instr.inputs[0])
     if value.row:
         row = at.row(v)
-        return _Effect((ir.StoreRow(at.rows("out", instr["array"]), row, _once(at, v)),))
-    if _once(at, v):
+        return _Effect((st.StoreRow(at.rows("out", instr["array"]), row, at.split.once(v)),))
+    if at.split.once(v):
         raise CannotLower("a stage that is split by columns cannot store a value that is not")
-    return _Effect((), ir.Store(v, at.rows("out", instr["array"]), value.n if value.slab else 0, value.slab or 1))
-
-
-def _once(at: StageCodeBuilder, v: int) -> bool:
-    """Must only one CTA output ``v``? All CTAs of a split stage have the values that are no slabs."""
-    return at.split > 1 and not at.is_slab(v)
+    return _Effect((), ir.Store(v, at.rows("out", instr["array"]), value.part))
 
 
 def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
@@ -235,12 +233,11 @@ def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
     scalar = value.row or len(instr["axes"]) == rank + 1
     if not scalar and tuple(instr["axes"]) != (0,):
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
-    if at.split > 1:
-        raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
+    at.split.refuse_stage("a sink")
     apart = not value.row or facts.has_scalar_rows(at.program)
-    at.setup.append(ir.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
+    at.setup.append(frame.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
     if value.row:
-        return _Effect((ir.FoldRow(ref, how, sink.dtype, at.row(v)),))
+        return _Effect((st.FoldRow(ref, how, sink.dtype, at.row(v)),))
     return _Effect((), ir.Fold(v, how, ref, stream=True, scalar=scalar))
 
 
@@ -251,8 +248,7 @@ def _sink_at(at: StageCodeBuilder, instr: Instr) -> _Effect:
         raise CannotLower(f"a sink by {sink.how} has no code on the GPU")
     if not at.value(index).row:
         raise CannotLower("a sink by several indices of a row has no code on the GPU")
-    if at.split > 1:
-        raise CannotLower("a sink of a stage that is split by columns has no code on the GPU")
+    at.split.refuse_stage("a sink")
     if instr.get("unordered"):
         return _atomic_fold(at, v, index, k)
     how, ref, width = HOW[sink.how], ir.Ref("segments", k), value.width
@@ -263,17 +259,17 @@ def _sink_at(at: StageCodeBuilder, instr: Instr) -> _Effect:
             "at most; sort the indices, or use fewer rows"
         )
     tops, found = online_scaling(at, instr) if len(instr.inputs) > 2 else (None, None)
-    start = ir.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
+    start = frame.SegmentStart(ref, how, sink.dtype, width, value.n, at.segment_bytes, rows, tops)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.scratch_words = max(at.scratch_words, tiles.block(width) | 1)
-    runs: ir.Node = ir.SegmentRuns(ref, at.row(index), sink.shape[0], not rows)
+    runs: ir.Node = st.SegmentRuns(ref, at.row(index), sink.shape[0], not rows)
     if found is not None:
-        runs = ir.BeginSegments(ref, found)
-    join = ir.JoinSegments(ref, found)
+        runs = st.BeginSegments(ref, found)
+    join = st.JoinSegments(ref, found)
     if value.row:
-        return _Effect((runs, ir.SyncWarp(), ir.RowToSegments(ref, how, sink.dtype, at.row(v), found), join))
-    return _Effect((runs, ir.SyncWarp()), ir.ToSegments(v, ref, how, sink.dtype, found), (join,))
+        return _Effect((runs, st.SyncWarp(), st.RowToSegments(ref, how, sink.dtype, at.row(v), found), join))
+    return _Effect((runs, st.SyncWarp()), ir.ToSegments(v, ref, how, sink.dtype, found), (join,))
 
 
 def _atomic_fold(at: StageCodeBuilder, v: int, index: int, k: int) -> _Effect:
@@ -287,15 +283,15 @@ def _atomic_fold(at: StageCodeBuilder, v: int, index: int, k: int) -> _Effect:
         raise CannotLower(f"a {sink.how} of {narrow} by atomic operations has no code in a call of several phases on the GPU")
     if sink.how != "sum":
         out, n = ir.parameter("out", sink.array), value.n
-        to = ir.FoldedRows(ref, HOW[sink.how], sink.dtype, value.width, out, at.row(index), sink.shape[0], n)
+        to = st.FoldedRows(ref, HOW[sink.how], sink.dtype, value.width, out, at.row(index), sink.shape[0], n)
         if value.row:
-            return _Effect((to, ir.FoldRowAt(ref, at.row(v))))
+            return _Effect((to, st.FoldRowAt(ref, at.row(v))))
         at.scratch_words = max(at.scratch_words, tiles.block(value.width) | 1)
-        return _Effect((to, ir.SyncWarp()), ir.FoldToRows(v, ref))
-    rows = ir.SummedRows(ref, ir.parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
+        return _Effect((to, st.SyncWarp()), ir.FoldToRows(v, ref))
+    rows = st.SummedRows(ref, ir.parameter("out", sink.array), at.row(index), sink.shape[0], value.n)
     if value.row:
-        return _Effect((rows, ir.AddRow(ref, at.row(v))))
-    return _Effect((rows,), ir.AddToRows(v, ref, value.n, frame_ir.contiguous_access(value.n, "float32", 4 * value.n)))
+        return _Effect((rows, st.AddRow(ref, at.row(v))))
+    return _Effect((rows,), ir.AddToRows(v, ref, value.n, frame.contiguous_access(value.n, "float32", 4 * value.n)))
 
 
 _MAKERS = {"push": _push, "store": _store, "sink": _sink, "sink_at": _sink_at}

@@ -1,0 +1,876 @@
+"""The statements of a stage: rows, queues, products, loops, sums by indices; and the homes of the values that they compute.
+
+Like ``ir.py``, which has expressions and the loops over blocks, this is data with the C++ that each node prints: calls of the
+functions in ``cuda/include/kitsune/stage``.
+"""
+
+from __future__ import annotations
+
+from kitsune_jax.ops.graph import Scalar
+from kitsune_jax.targets.cuda import pointwise, tiles
+from kitsune_jax.targets.cuda.ir import (
+    Action,
+    Address,
+    Constant,
+    Events,
+    Expr,
+    Identity,
+    Node,
+    Ref,
+    Rows,
+    ScratchFold,
+    ScratchList,
+    Slab,
+    Spelling,
+    each_row,
+    flag,
+    indented,
+    segment_word,
+)
+
+
+def _once(once: bool) -> str:
+    return "if (slab == 0) " if once else ""
+
+
+# --- Values with one number per row, in two registers -----------------------------------------------------------------------------
+
+
+class SetRow(Node):
+    ref: Ref
+    dtype: str
+    expr: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        row = at.name(self.ref)
+        return [f"{pointwise.COMPUTE[self.dtype]} {row}[2];", *each_row(f"{row}[h] = {self.expr.text(at)};")]
+
+    def events(self) -> Events:
+        yield from _row_events(self.ref)
+
+
+def _row_events(ref: Ref) -> Events:
+    if ref.kind == "r":
+        yield ref, 2
+
+
+class LoadRow(Node):
+    """Load the number in ``column`` of each row."""
+
+    ref: Ref
+    rows: Rows
+    column: int = 0
+
+    def lines(self, at: Spelling) -> list[str]:
+        dtype, behind = self.rows.dtype, self.column * pointwise.ITEM_SIZE[self.rows.dtype]
+        starts = [f"{self.rows.name(at)}[{h}]" for h in range(2)]
+        if behind:
+            starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
+        loads = [f"load_one<{pointwise.ELEMENT[dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
+        return [f"const {pointwise.COMPUTE[dtype]} {at.name(self.ref)}[2] = {{{', '.join(loads)}}};"]
+
+    def events(self) -> Events:
+        yield from _row_events(self.ref)
+
+
+class PopRow(Node):
+    ref: Ref
+    entry: Ref
+    pop: Ref
+    dtype: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        type_, entry = pointwise.COMPUTE[self.dtype], at.name(self.entry)
+        words = f"from_word<{type_}>({entry}.x), from_word<{type_}>({entry}.y)"
+        return [f"const U4 {entry} = {at.name(self.pop)}(0);", f"const {type_} {at.name(self.ref)}[2] = {{{words}}};"]
+
+
+class StartFold(Node):
+    ref: Ref
+    how: str
+    dtype: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        identity = Identity(self.how, self.dtype).text(at)
+        return [f"{pointwise.COMPUTE[self.dtype]} {at.name(self.ref)}[2] = {{{identity}, {identity}}};"]
+
+
+class FoldQuad(Node):
+    ref: Ref
+    how: str
+
+    code = "fold_quad<{how}>({ref});"
+
+    def events(self) -> Events:
+        yield from _row_events(self.ref)
+
+
+class FoldRow(Node):
+    sink: Ref
+    how: str
+    dtype: str
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        sink, x = at.name(self.sink), f"{pointwise.COMPUTE[self.dtype]}({self.row.text(at)})"
+        return each_row(f"if (valid[h]) {sink} = {self.how}::fold({sink}, {x});")
+
+
+class StoreRow(Node):
+    rows: Rows
+    row: Expr
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        where = f"{self.rows.name(at)}[h], valid[h] && lane.q == 0, {self.row.text(at)}"
+        return each_row(f"{_once(self.once)}store_one<{pointwise.ELEMENT[self.rows.dtype]}>({where});")
+
+
+class RowToScratch(Node):
+    column: int
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        return each_row(f"if (lane.q == 0) rows.put(lane, h, {self.column}, to_word({self.row.text(at)}));")
+
+
+class RowTile(Node):
+    """A row value as the first column of a tile of 8: the operand of a product with K = 1."""
+
+    ref: Ref
+    row: Expr
+    dtype: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        element, numbers = pointwise.ELEMENT[self.dtype], [self.row.of_row(at, h) for h in range(2)]
+        if tiles.is_half(self.dtype):
+            type_, items = "u32", [f"lane.q == 0 ? pack<{element}>({x}, 0.0f) : 0" for x in numbers]
+        else:
+            type_, items = "float", [f"lane.q == 0 ? {x} : 0.0f, 0.0f" for x in numbers]
+        return [f"{type_} {at.name(self.ref)}[{2 if tiles.is_half(self.dtype) else 4}] = {{{', '.join(items)}}};"]
+
+
+class SyncWarp(Node):
+    """Order the accesses of a warp to its scratch rows: earlier reads before later writes, and earlier writes before reads."""
+
+    code = "syncwarp();"
+
+
+# --- Products for each row, whose operands pass through shared memory row by row --------------------------------------------------
+
+_WARPS = tiles.GROUP_THREADS // 32
+_MOST_OF_TWO_SLOTS = 1 << 14  # most bytes of two slots of a warp; wider operands get one slot
+
+
+class KeepAddress(Node):
+    """Store the addresses of the rows ``ref`` as number ``number`` of those that the lane has in shared memory. ``stored``: the
+    rows are written, so addresses beyond the stream are null."""
+
+    ref: Ref
+    number: int
+    stored: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        rows = [f"{f'!valid[{h}] ? nullptr : ' if self.stored else ''}{at.name(self.ref)}_row[{h}]" for h in range(2)]
+        return [f"row_addresses.keep(lane, {self.number}, {', '.join(rows)});"]
+
+
+class Copied(Node):
+    """Elements of an operand from ``first`` on, ``count`` of each of ``pieces`` sources. ``how``: "async" (16 bytes at a time),
+    "elements" or "staged", from kept addresses number ``source`` on; or "scratch", from column ``source`` of the scratch rows."""
+
+    how: str
+    source: int
+    pieces: int
+    first: int
+    count: int
+
+    def line(self, operand: str) -> str:
+        if self.how == "scratch":
+            return f"{operand}.copy_scratch<{self.first}, {self.count}>(rows.base + row * rows.pitch + {self.source});"
+        where = f"[&](int piece) {{ return row_addresses.get(row, {self.source} + piece); }}"
+        if self.how == "async":
+            return f"{operand}.copy_async<{self.first}, {self.count}, {self.pieces}>({where});"
+        return f"{operand}.copy<{self.first}, {self.count}, {self.pieces}, {flag(self.how == 'staged')}>({where});"
+
+
+class RowOperand(Node):
+    """``free`` times K elements of a row. ``across``: K is the outer dimension. ``copied``: their sources."""
+
+    free: int
+    across: bool
+    copied: tuple[Copied, ...]
+
+    def slot_bytes(self, k: int, size: int) -> int:
+        """``RowOperand::kBytes`` of stage/row_product.h."""
+        run, runs = (self.free, k) if self.across else (k, self.free)
+        return runs * (-(-run * size // 16) | 1) * 16
+
+
+class ToRows(Node):
+    """Write to the rows at kept addresses number ``number``. ``pairs``: the rows start at multiples of four bytes."""
+
+    number: int
+    pairs: bool
+
+
+class RowProduct(Node):
+    """x y^T of each row, of operands of ``dtype``, written to the image ``to`` of a value of dtype ``out`` with ``columns``
+    columns, or to the rows of an array. ``y`` is None where it is x. ``picks``: a vector with the element of the product for each
+    column, or -1 for ``fill``."""
+
+    to: Ref | ToRows
+    dtype: str
+    k: int
+    x: RowOperand
+    y: RowOperand | None
+    out: str
+    columns: int
+    picks: Address | None
+    fill: Expr | None
+
+    @property
+    def others(self) -> RowOperand:
+        return self.y or self.x
+
+    @property
+    def slots(self) -> int:
+        return 2 if 2 * self._slot <= _MOST_OF_TWO_SLOTS else 1
+
+    @property
+    def _slot(self) -> int:
+        size = 2 if tiles.is_half(self.dtype) else 4
+        return self.x.slot_bytes(self.k, size) + (self.y.slot_bytes(self.k, size) if self.y else 0)
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a lane (``RowProduct::kBytes``)."""
+        return _WARPS * (self.slots * self._slot + -(-self.x.free * self.others.free // 4) * 16)
+
+    def lines(self, at: Spelling) -> list[str]:
+        x, y, element = self.x, self.others, pointwise.ELEMENT[self.out]
+        flags = ", ".join(map(flag, (x.across, y.across, self.y is None)))
+        columns = "const AllColumns columns;"
+        if self.picks is not None:
+            assert self.fill is not None
+            columns = f"const PickedColumns columns{{{at.address(self.picks)}, {self.fill.text(at)}}};"
+        if isinstance(self.to, ToRows):
+            template = f"{element}, {self.columns}, {flag(self.to.pairs)}"
+            put = f"store_product<{template}>(row_addresses.get(row, {self.to.number}), "
+        else:
+            put = f"put_row<{element}, {tiles.padded(self.columns)}, {self.columns}>({at.name(self.to)}, row, "
+        return [
+            "{",
+            f"  using Rows = RowProduct<{pointwise.OPERAND[self.dtype]}, {x.free}, {y.free}, {self.k}, {flags}, {self.slots}>;",
+            f"  static_assert(Rows::kBytes == {self.bytes});",
+            f"  {columns}",
+            "  Rows{row_work}.rows(",
+            "      [&](int row, const Rows::X& x, const Rows::Y& y) {",
+            "        (void)row, (void)y;",
+            *(f"        {copied.line('x')}" for copied in x.copied),
+            *(f"        {copied.line('y')}" for copied in (self.y.copied if self.y else ())),
+            "      },",
+            f"      [&](int row, const u32* sums) {{ {put}[&](int c) {{ return columns.get(sums, c); }}); }});",
+            "}",
+        ]
+
+
+class RowMemory(Node):
+    """The lane's memory for products: ``addresses`` for each row at byte ``at``, and ``bytes`` of work space from ``work`` on. A
+    warp uses its own part for all products, because only the warp itself knows when one is done."""
+
+    addresses: int
+    at: int
+    work: int
+    bytes: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        found = [f"u8* const row_work = scratch + {self.work} + thread_id() % kGroupThreads / 32 * {self.bytes // 4};"]
+        if self.addresses:
+            type_ = f"RowAddresses<{self.addresses}>"
+            found.append(f"const {type_} row_addresses = {type_}::at(scratch + {self.at});")
+            found.append(f"static_assert({type_}::kBytes == {address_bytes(self.addresses)});")
+        return found
+
+
+def address_bytes(count: int) -> int:
+    """Shared memory of a lane for ``count`` addresses of each of its rows (``RowAddresses::kBytes``)."""
+    return tiles.TILE_ROWS * 8 * count
+
+
+# --- Sinks by indices: by runs of sorted ones, atomically, and those of a segment softmax -----------------------------------------
+
+_RUNS = 16  # registers of the runs of a tile, and of the walk down (``stage/segment.h``)
+
+
+class SegmentRuns(Node):
+    """Before the blocks of a tile: the runs of equal ``index`` among its rows, or, if not ``sorted``, the indices themselves.
+    ``rows``: of the result."""
+
+    ref: Ref
+    index: Expr
+    rows: int
+    sorted: bool = True
+
+    def lines(self, at: Spelling) -> list[str]:
+        of, kind = self.ref.of, "Runs" if self.sorted else "Members"
+        return [
+            f"const i64 ids{of}[2] = {{{self.index.of_rows(at)}}};",
+            f"const {kind} runs{of} = {kind}::of(ids{of}, valid, {self.rows}ll);",
+            f"{at.name(self.ref)}.begin(runs{of});",
+        ]
+
+    def events(self) -> Events:
+        yield Ref("runs", self.ref.of), _RUNS
+
+
+class RowToSegments(Node):
+    """Fold a tile that has one number per row."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    row: Expr
+    runs: Ref | None = None
+
+    def lines(self, at: Spelling) -> list[str]:
+        runs = self.runs or Ref("runs", self.ref.of)
+        word = segment_word(at, runs, self.how, self.dtype, self.row.text(at))
+        return [
+            # The block has 8 columns, all with the same number.
+            *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {word});"),
+            f"{at.name(self.ref)}.block(rows, {at.name(runs)}, 0);",
+        ]
+
+
+class JoinSegments(Node):
+    ref: Ref
+    runs: Ref | None = None
+
+    code = "{ref}.join();"
+
+    def events(self) -> Events:
+        yield self.runs or Ref("runs", self.ref.of), None
+
+
+class SummedRows(Node):
+    """The addresses that the thread's two rows are added to: rows ``index`` of ``out``, which has ``rows`` rows of ``columns``
+    floats; null for an index out of range."""
+
+    ref: Ref
+    out: Constant
+    index: Expr
+    rows: int
+    columns: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        out, sizes = at.constant(self.out), f"{self.rows}ll, {self.columns}ll"
+        found = [f"summed_row({out}, {self.index.of_row(at, h)}, valid[{h}], {sizes})" for h in range(2)]
+        return [f"float* const {at.name(self.ref)}[2] = {{{', '.join(found)}}};"]
+
+    def events(self) -> Events:
+        yield self.ref, 4  # two addresses
+
+
+class AddRow(Node):
+    """Add one number of each row at ``ref``."""
+
+    ref: Ref
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        to = f"{at.name(self.ref)}[h]"
+        return each_row(f"if ({to} != nullptr && lane.q == 0) red_add({to}, {self.row.text(at)});")
+
+
+class FoldedRows(Node):
+    """The rows of ``out`` that ``index`` names, into which a tile of ``width`` columns is folded by ``how``. ``rows``, ``columns``,
+    ``dtype``: of ``out``."""
+
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    out: Constant
+    index: Expr
+    rows: int
+    columns: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        ids, type_ = f"ids_{at.name(self.ref)}", f"FoldedRows<{self.how}, {pointwise.COMPUTE[self.dtype]}, {self.width}>"
+        made = f"{type_}::of({at.constant(self.out)}, {self.columns}, {ids}, valid, {self.rows}ll)"
+        return [f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};", f"const {type_} {at.name(self.ref)} = {made};"]
+
+    def events(self) -> Events:
+        yield self.ref, 3  # three indices
+
+
+class FoldRowAt(Node):
+    """Fold a tile that has one number per row."""
+
+    ref: Ref
+    row: Expr
+
+    def lines(self, at: Spelling) -> list[str]:
+        return each_row(f"{at.name(self.ref)}.row(lane, h, {self.row.text(at)});")
+
+
+class RowRuns(Node):
+    """The runs of equal ``index`` among the rows of a warp, for all sums of a softmax. ``rows``: of the results."""
+
+    ref: Ref
+    index: Expr
+    rows: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        runs, ids = at.name(self.ref), f"ids_{at.name(self.ref)}"
+        return [
+            f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};",
+            f"const Runs {runs} = Runs::of({ids}, valid, {self.rows}ll);",
+        ]
+
+    def events(self) -> Events:
+        yield self.ref, _RUNS
+
+
+class FindTops(Node):
+    """Replace the scores in the warp's scratch rows by the largest ones of their runs."""
+
+    ref: Ref
+    runs: Ref
+
+    code = "{ref}.find(rows, {runs});"
+
+
+class BeginSegments(Node):
+    """Before the blocks of a tile: start a sum whose ``runs`` are known."""
+
+    ref: Ref
+    runs: Ref
+
+    code = "{ref}.begin({runs});"
+
+
+# --- Queues -----------------------------------------------------------------------------------------------------------------------
+
+
+class Exchange(Node):
+    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another."""
+
+    ring: Ref
+    vectors: int
+    depth: int
+
+    @property
+    def bytes(self) -> int:
+        return self.depth * self.vectors * tiles.GROUP_THREADS * 16
+
+
+def _count(queue: Ref) -> str:
+    """The counter of a queue's entries: a tile has one entry of each queue, but a ring of an exchange counts its own."""
+    return f"n_{queue.name}" if queue.kind == "exchange" else "n"
+
+
+class QueueCall(Node):
+    """``call``: rd_acquire, rd_release, wr_acquire or wr_release."""
+
+    queue: Ref
+    call: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        n = _count(self.queue)
+        return [f"{at.name(self.queue)}.{self.call}({n});", *([f"++{n};"] if n != "n" and self.call == "rd_release" else [])]
+
+
+class Entry(Node):
+    """Declare access to a queue's entry: ``ref(i)`` reads vector i, with ``write`` ``ref(i, v)`` writes it. ``slab``: vectors of a
+    slab, if the value is one; ``once``: only the first of the CTAs that have the value writes; ``of``: read the slab of CTA ``of``;
+    ``each``: every reader has its own entry."""
+
+    ref: Ref
+    queue: Ref
+    slab: int
+    write: bool = False
+    once: bool = False
+    of: int | None = None
+    each: bool = False
+
+    def lines(self, at: Spelling) -> list[str]:
+        queue, n, slab, given = at.name(self.queue), _count(self.queue), self.slab, "int i"
+        first = f"{self.of * slab} + " if self.of is not None else f"slab * {slab} + " if slab else ""
+        body = f"return {queue}.pop({n}, {first}i);"
+        if self.write:
+            given, body = "int i, U4 v", f"{_once(self.once)}{queue}.push({n}, {first}i, v);"
+        if self.each:
+            body = f"{queue}.push_to({n}, slab * {slab} + i % {slab}, v, i / {slab});"
+        return [f"const auto {at.name(self.ref)} = [&]({given}) {{ {body} }};"]
+
+
+class PushRow(Node):
+    queue: Ref
+    row: Expr
+    once: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        words = ", ".join(f"to_word({self.row.of_row(at, h)})" for h in range(2))
+        return [f"{_once(self.once)}{at.name(self.queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------------------
+
+
+class Operand(Node):
+    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the product)
+    or "image". ``dtype``: of the product. ``owner``: the object that must stay alive until the product is complete. ``awaited``:
+    the image is an entry of ring ``owner``, and this is the first wait for it."""
+
+    kind: str
+    ref: Ref
+    width: int
+    dtype: str
+    owner: Ref
+    rows: Rows | None = None
+    awaited: bool = False
+
+    @property
+    def fetched(self) -> bool:
+        return self.kind in ("rows", "image")
+
+    def source(self, at: Spelling) -> str:
+        """The C++ object from which the product reads the operand."""
+        type_ = pointwise.OPERAND[self.dtype]
+        if self.kind == "image":
+            return f"image_source<{type_}, {self.width}>([&](int i) {{ return {at.getter(self.ref)}(i); }})"
+        if self.rows is None:
+            return f"RegisterSource<{type_}, {self.width}>{{{at.name(self.ref)}}}"
+        row, element = self.rows.name(at), pointwise.ELEMENT[self.rows.dtype]
+        where = f"{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {self.rows.columns}, lane"
+        return f"RowSource<{type_}, {element}, {self.width}, {self.rows.access}>{{{where}}}"
+
+
+class Resident(Node):
+    """Weights in shared memory. ``weight``: number in the stage; ``offset``: in bytes; ``at``: set by the layout."""
+
+    weight: int
+    offset: int
+    layer: int
+    at: Constant | None = None
+
+
+class Issue(Node):
+    """Start the products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for
+    ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to."""
+
+    ref: Ref
+    columns: int
+    dtype: str
+    rolling: bool
+    weights: Resident | None  # None: streamed
+    bias: tuple[Address, int, int] | None  # (vector, its width, first block)
+    feeds: tuple[tuple[Operand, int, int], ...]  # with the first block of K, and the blocks that are complete before it
+    weight: int
+    chunk: int
+    k_chunks: int
+    registers: int
+    started: bool = False
+
+    def lines(self, at: Spelling) -> list[str]:
+        d, weights, found = at.name(self.ref), "weights", list[str]()
+        if self.weights is not None:
+            assert self.weights.at is not None
+            layer = f" + layer * {self.weights.layer}" if self.weights.layer else ""
+            weights = f"{d}_weights"
+            found.append(f"ResidentWeights<{self.columns}> {weights}{{shared + {at.constant(self.weights.at)}{layer}}};")
+        if not self.started:
+            found.append(f"float {d}[{self.columns // 2}];")
+        if self.bias is not None:
+            address, width, first = self.bias
+            found.append(f"start_from<{self.columns}, {width}>({d}, {at.address(address)}, lane, {first});")
+        flags = f"{flag(self.rolling)}, {flag(self.started or self.bias is not None)}"
+        template = f"{pointwise.OPERAND[self.dtype]}, {self.columns}, {flags}, decltype({weights})"
+        found.append(f"Product<{template}> {d}_product({d}, {weights});")
+        for operand, first, done in self.feeds:
+            if operand.awaited:
+                found.append(f"{at.name(operand.owner)}.rd_acquire({_count(operand.owner)});")
+            found.append(f"{d}_product.feed<{first}, {done}>({operand.source(at)});")
+        return [*found, f"{d}_product.commit();"]
+
+    def events(self) -> Events:
+        yield self.ref, self.registers
+
+
+class Complete(Node):
+    """Wait until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K are complete already."""
+
+    ref: Ref
+    pending: int
+    done: int
+    blocks: int
+    owners: tuple[Ref, ...]
+
+    code = "{ref}_product.complete<{pending}, {done}, {blocks}>();"
+
+    def events(self) -> Events:
+        yield from ((owner, None) for owner in self.owners)
+
+
+# --- Loops ------------------------------------------------------------------------------------------------------------------------
+
+
+class LayerLoop(Node):
+    """``weights``: of one layer, numbered consecutively from ``first_weight``."""
+
+    layers: int
+    first_weight: int
+    weights: int
+    body: tuple[Node, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {self.layers}; ++layer) {{", *indented(at.lines(self.body)), "}"]
+
+    def events(self) -> Events:
+        for node in self.body:
+            yield from node.events()
+
+
+class SeenBlocks(Node):
+    """Once per tile: those of ``count`` blocks of ``step`` elements that the rows of all lanes see. A row sees the elements whose
+    index is ``low`` to ``high`` more than the row's index on a stream axis (None: unbounded), which is the row over ``inner``,
+    modulo ``extent``. ``shift``: address of a number that, times ``sign``, is added to both bounds; ``guard``: "rows" or "elements"
+    (of ``size`` elements in all), as of a loop of the tile program (``program.ir``). Consumers and the loader find the blocks of
+    the first to the last row of the batch that the lanes of the CTA have."""
+
+    ref: Ref
+    inner: int
+    extent: int
+    step: int
+    low: int | None
+    high: int | None
+    count: int
+    shift: Address | None = None
+    sign: int = 1
+    guard: str = ""
+    size: int = 0
+
+    def lines(self, at: Spelling) -> list[str]:
+        low, high = ("false, 0" if bound is None else f"true, {bound}" for bound in (self.low, self.high))
+        template, rows = f"{self.inner}, {self.extent}, {self.step}, {low}, {high}", f"rows_at.first, rows_at.last, {self.count}"
+        made = f"of<{template}>({rows})"
+        if self.shift is not None:
+            guard = f"SeenBlocks::k{self.guard.capitalize()}, {self.size}"
+            number = f"from_word<i32>(bits(ld_global(p.{at.address(self.shift)})))"
+            made = f"shifted<{template}, {guard}>({rows}, {self.sign}, {number})"
+        return [f"const SeenBlocks {at.name(self.ref)} = SeenBlocks::{made};"]
+
+
+class CountedLoop(Node):
+    """``count`` iterations of ``body``, numbered by ``number``, from the last one down if ``reverse``. With ``seen``, only
+    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all"."""
+
+    number: Ref
+    count: int
+    reverse: bool
+    body: tuple[Node, ...]
+    seen: Ref | None = None
+    which: str = "all"
+
+    def lines(self, at: Spelling) -> list[str]:
+        n, index, count, of = at.name(self.number), at.name(self.number), str(self.count), ""
+        if self.reverse:
+            index, of = f"i_{n}", f"{self.count - 1} - i_{n}"
+        if self.seen is not None:
+            blocks, index = f"{at.name(self.seen)}.{self.which}", f"i_{n}"
+            count, of = f"{blocks}_count()", of or f"{blocks}_block({index})"
+        head = [f"const i32 {n} = {of};", f"(void){n};"] if of else []
+        loop = f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{"
+        return ["KITSUNE_NO_UNROLL", loop, *indented((*head, *at.lines(self.body))), "}"]
+
+    def events(self) -> Events:
+        inside = [event for node in self.body for event in node.events()]
+        made = {owner for owner, registers in inside if registers is not None}
+        yield from inside
+        # The next iteration reads again what this one reads of the code around the loop.
+        yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)
+
+
+class Turn(Node):
+    """The lanes of a CTA take turns at the tensor cores. ``what``: "take" (wait for this lane's turn), "give" (pass it to the next
+    lane); "first" and "last" start and end the turns at the beginning and end of the kernel."""
+
+    what: str
+
+    def lines(self, at: Spelling) -> list[str]:
+        first, last = ("if (group == kLanes - 1) ", "give"), ("if (group == 0) ", "take")
+        when, call = {"first": first, "last": last}.get(self.what, ("", self.what))
+        return [f"{when}{call}_turn<kLanes>(group);"]
+
+
+# --- Weight gradients -------------------------------------------------------------------------------------------------------------
+
+
+class RowToPanel(Node):
+    panel: Ref
+    tile: Ref
+
+    code = "{panel}.put(lane, 0, {tile}, valid);"
+
+
+class AddGradient(Node):
+    gradient: Ref
+    sums: tuple[Ref, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        adds = " ".join(f"{at.name(s)}.add(sink{s.of});" for s in self.sums)
+        meanwhile = f"[&] {{ {adds} }}" if self.sums else "[] {}"
+        return [f"{at.name(self.gradient)}.add(sum{self.gradient.of}, {meanwhile});"]
+
+
+# --- Homes of values --------------------------------------------------------------------------------------------------------------
+
+
+class Home(Node):
+    """The place of a value. A pending value (``Expression``, ``Multiply``) is evaluated by the first loop that reads it; it is then
+    kept in registers or in an image in shared memory if it is read again."""
+
+
+class Number(Home):
+    value: Scalar
+
+
+class Expression(Home):
+    """A pointwise operator (C++ with {0}, {1}, ... for its operands), evaluated wherever it is read."""
+
+    template: str
+    operands: tuple[int, ...]
+
+
+class Multiply(Home):
+    """A matmul, whose products the first loop that reads it issues.
+
+    ``product``: the value that names its accumulators. ``weight``: index of its recipe. ``pieces``: the values that make up its K.
+    ``bias``: (vector that the accumulators start from, its width); ``start``: the value that they start from, for a product of one
+    chunk of columns. ``operands``: the pieces, once they have homes.
+    """
+
+    product: int
+    weight: int
+    shape: tiles.WeightShape
+    pieces: tuple[int, ...]
+    bias: tuple[Address, int] | None = None
+    operands: tuple[Operand, ...] = ()
+    start: int | None = None
+
+
+class InRegisters(Home):
+    """``form``: "pair" (u32, two 16-bit values each), "bit" (u32, 32 booleans each), "word" (one element each) or "row" (one per
+    row). ``owner``: the object whose registers they are (``stage/fitting.py``)."""
+
+    ref: Ref
+    form: str
+    owner: Ref
+
+
+class InImage(Home):
+    """A register image, or the entry of a queue (whose ref is a "pop")."""
+
+    ref: Ref
+    form: str
+    owner: Ref
+
+
+class InArray(Home):
+    """Rows of a streamed input array."""
+
+    rows: Rows
+    array: int
+
+
+class InVector(Home):
+    """A stationary vector, or the scalar ``scalar`` that was loaded from it."""
+
+    address: Address
+    scalar: Ref | None = None
+
+
+class InScratch(Home):
+    """Columns of the warp's scratch rows, listed by the vector at ``table``; -1 means ``fill``. ``fold``: each is the fold of
+    several columns, of which the vector lists the first, or the sum of a list of columns, of which the vector lists the start."""
+
+    table: Address
+    fill: Expr | None
+    fold: ScratchFold | ScratchList | None = None
+
+
+class LoopNumber(Home):
+    """The number of a loop's iteration, which is the same for all rows."""
+
+    ref: Ref
+
+
+class Splat(Home):
+    """One number per row (or a constant), read as a tile."""
+
+    of: int
+
+
+class Parts(Home):
+    """Whole blocks of other values: (value, first block there, blocks)."""
+
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class StageValue(Node):
+    """``n``: columns of a row; ``row``: there is one number per row; ``slab``: if the value is a slab of a wider one, the number of
+    groups of columns of that, else 0."""
+
+    n: int
+    dtype: str
+    row: bool
+    home: Home | None = None
+    slab: int = 0
+
+    @property
+    def width(self) -> int:
+        return tiles.padded(self.n)
+
+    @property
+    def form(self) -> str:
+        """The form of its elements in registers. Masks are bits, but not slabs: other stages read several slabs as one value."""
+        return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
+
+    @property
+    def part(self) -> Slab | None:
+        return Slab(self.n, self.slab) if self.slab else None
+
+    def slab_vectors(self, form: str) -> int:
+        """Vectors of the slab in a queue's entry, which has those of all CTAs; 0 if the value is no slab."""
+        return tiles.image_vectors(self.width, form) if self.slab else 0
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers of a thread."""
+        return 2 if self.row else tiles.registers(self.width, self.form)
+
+
+def queue_form(dtype: str, slabs: bool) -> str:
+    """The form of the elements of a queue's entries. ``slabs``: a split stage writes or reads the queue."""
+    return StageValue(2, dtype, False, slab=slabs).form
+
+
+# --- Loops over columns, which ``stage/chunks.py`` expands ------------------------------------------------------------------------
+
+
+class Evaluate(Node):
+    """A loop over all blocks of tiles of ``width`` columns. ``homes``: the current place of every value that it reads."""
+
+    width: int
+    actions: tuple[Action, ...]
+    products: tuple[int, ...]
+    homes: tuple[tuple[int, StageValue], ...]
+
+
+class SingleColumn(Node):
+    """A whole product that has one column of results."""
+
+    value: int
+    homes: tuple[tuple[int, StageValue], ...]
