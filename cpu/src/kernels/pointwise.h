@@ -6,6 +6,12 @@
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
+// The operation of one or two numbers that an opcode stands for. A specialisation needs no line in vector_ops.h:
+//   template <> struct Operation<Opcode::op_name> { static float apply(float x); static double apply(double x); };
+// If `apply` is a template, it must compile for all types of integers and floats.
+template <Opcode>
+struct Operation;
+
 template <class T>
 struct Bits;
 template <>

@@ -123,6 +123,35 @@ void map_double3(int64_t n, void* dst, const void* a, const void* b, const void*
   }
 }
 
+// ---- loops over operations that pointwise.h declares by their opcode
+
+template <class Op, class T, int Operands, class = void>
+struct Declared {  // no such operation, or not for this type
+  static constexpr VectorFn kLoop = nullptr;
+};
+template <class Op, class T>
+struct Declared<Op, T, 1, decltype(void(Op::apply(T{})))> {
+  static constexpr VectorFn kLoop = &map_unary<Op, T>;
+};
+template <class Op, class T>
+struct Declared<Op, T, 2, decltype(void(Op::apply(T{}, T{})))> {
+  static constexpr VectorFn kLoop = &map_binary<Op, T>;
+};
+
+template <class T>
+VectorFn declared_function(Opcode op) {
+  if constexpr (!TypeTraits<T>::kBool) {
+    switch (op) {
+#define KITSUNE_DECLARED(name, operands, gives_bool) \
+  case Opcode::op_##name: return Declared<Operation<Opcode::op_##name>, T, operands>::kLoop;
+      KITSUNE_OPCODES(KITSUNE_DECLARED)
+#undef KITSUNE_DECLARED
+      default: break;
+    }
+  }
+  return nullptr;
+}
+
 // ---- loops over float vectors; the tail goes through a zero-padded vector
 
 template <VF (*F)(VF)>
@@ -346,7 +375,8 @@ inline VectorFn vector_function(Opcode op, DType compute) {
     if constexpr (TypeTraits<T>::kSixteen) {
       return nullptr;
     } else {
-      return function_of<T>(op);
+      const VectorFn function = function_of<T>(op);
+      return function ? function : declared_function<T>(op);
     }
   });
 }
