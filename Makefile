@@ -11,7 +11,7 @@ PY          := $(VENV)/bin/python
 PYTEST_ARGS ?=
 JOBS        ?= auto
 SEEDS       ?= 20
-# Objects of the units of each instruction set: the extension, its wheels and the C++ tests share them.
+# Objects of the CPU library: the extension, its wheels and the C++ tests share them.
 export KERNEL_OBJECTS ?= $(CURDIR)/build/kernels
 GPU_CHECK_ARGS ?=
 TRUST_ARGS  ?=

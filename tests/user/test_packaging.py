@@ -140,7 +140,7 @@ def isa_flags(setup_py: dict[str, Any]) -> Callable[[str, str], list[str]]:
     return setup_py["isa_flags"]
 
 
-def test_objects_of_isa_units_are_kept_by_all_that_they_are_made_of(
+def test_objects_without_python_are_kept_by_all_that_they_are_made_of(
     setup_py: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept_object, tree = setup_py["kept_object"], tmp_path / "tree"
@@ -152,7 +152,8 @@ def test_objects_of_isa_units_are_kept_by_all_that_they_are_made_of(
     monkeypatch.delenv("KERNEL_OBJECTS", raising=False)
     assert kept_object(str(unit), []) is None
     monkeypatch.setenv("KERNEL_OBJECTS", str(tmp_path / "kept"))
-    assert kept_object(str(unit.with_name("executor.cc")), []) is None
+    assert kept_object(str(unit.with_name("module.cc")), []) is None
+    assert kept_object(str(tree / "cuda" / "src" / "launch.cc"), []) is None
     found = [kept_object(str(unit), ["-O3"])]
     assert found[0].parent == tmp_path / "kept" and kept_object(str(unit), ["-O3"]) == found[0]
     found.append(kept_object(str(unit), ["-O2"]))
