@@ -114,6 +114,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(parents=True)
         path.write_text(text)
     monkeypatch.setattr(mutations, "ROOT", tmp_path / "source")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take most of the time of such small runs
     return tmp_path / "source"
 
 
