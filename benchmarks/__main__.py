@@ -91,7 +91,8 @@ def documents(folder: Path = store.RESULTS) -> tuple[dict[str, str], dict[str, s
     """What stands between the markers of the README, and between those of docs/measured.md, by the marker's name."""
     results = store.newest(folder)
     readme = {table.SUMMARY: table.summary(results), "grid": grid_report.markdown(grid.newest(folder))}
-    return readme, {name: table.markdown(results, mode) for name, mode in table.PARTS.items()}
+    tables = {name: table.markdown(table.of_cpus(results), mode) for name, mode in table.PARTS.items()}
+    return readme, {**tables, table.DEVICES: table.devices(results), table.PLANS: table.plans(store.measured_plans(folder))}
 
 
 def _parser() -> argparse.ArgumentParser:
