@@ -177,7 +177,7 @@ def what(record: Record) -> str:
         (
             record["title"],
             f"{count_text(record['rows'])} {record.get('unit', 'rows')}",
-            _DTYPE.get(record["dtype"], record["dtype"]),
+            str(_DTYPE.get(record["dtype"], record["dtype"])),
         )
     )
 
