@@ -51,6 +51,10 @@ LIBRARY_APP_NAMES = (
     "gymnax_pendulum",
     "optax_in_a_loop",
 )
+# Attention at the sizes of FlashAttention-3's paper, by the size of a head: ``scripts/gpu/attention.py`` measures it on GPUs.
+ATTENTION_NAMES = tuple(
+    f"attention_{dim}_{mask}{gradient}" for gradient in ("", "_gradient") for dim in (128, 64) for mask in ("causal", "full")
+)
 APP_NAMES = (*ROW_APP_NAMES, *GRAPH_APP_NAMES, *SEQUENCE_APP_NAMES, *LIBRARY_APP_NAMES)
 DTYPE_NAMES = ("f32", "bf16")
 MODE_NAMES = ("infer", "train")
@@ -63,7 +67,7 @@ def case_key(record: dict[str, Any]) -> tuple[Any, ...]:
 def _order(record: dict[str, Any]) -> tuple[Any, ...]:
     return (
         record["platform"],
-        APP_NAMES.index(record["app"]),
+        (*APP_NAMES, *ATTENTION_NAMES).index(record["app"]),
         record["mode"],
         record["rows"],
         DTYPE_NAMES.index(record["dtype"]),
@@ -94,14 +98,25 @@ def load(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
+def _files(folder: Path) -> list[Path]:
+    # ``benchmarks.grid``, ``benchmarks.offchip`` and ``benchmarks.lower`` keep their records in the same folder.
+    found = (*folder.glob("*.json"), *folder.glob("*/*.json"))
+    return [path for path in found if not path.name.startswith(("grid-", "offchip-", "lower-"))]
+
+
+def measured_plans(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
+    """The planner's candidates that were measured, newest last: ``arrangement``, ``lanes``, ``stages``, and the seconds
+    ``modelled`` and measured, by application."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for content in sorted(map(load, _files(folder)), key=lambda c: c["date"]):
+        found |= content.get("plans", {})
+    return found
+
+
 def newest(folder: Path = RESULTS) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """(machine, records) for every machine that has files; of records of one case the newest, ordered by case."""
     machines: dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]] = {}
-    # ``benchmarks.grid``, ``benchmarks.offchip`` and ``benchmarks.lower`` keep their records in the same folder.
-    files = [
-        p for p in (*folder.glob("*.json"), *folder.glob("*/*.json")) if not p.name.startswith(("grid-", "offchip-", "lower-"))
-    ]
-    for content in sorted((load(path) for path in files), key=lambda c: c["date"]):
+    for content in sorted(map(load, _files(folder)), key=lambda c: c["date"]):
         slug = machine_slug(content["machine"])
         records = machines[slug][1] if slug in machines else {}
         records.update({case_key(r): {**r, "date": content["date"]} for r in content["cases"]})

@@ -6,6 +6,7 @@ Comes in: what ``store.newest`` gives. Goes out: Markdown, put between two marke
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,6 @@ _HEAD = (
     "bytes moved (model)",
 )
 
-_GPU_HEAD = (
-    "application",
-    "`jax.jit`",
-    "pipeline",
-    "vs `jax.jit`",
-    "TFLOP/s",
-    "of what the device can (model / measured)",
-    "error: `jax.jit` / pipeline",
-    "operators pipelined",
-    "bytes moved (model)",
-)
-
 _TRAIN_HEAD = (
     "training step",
     "`jax.jit`",
@@ -52,12 +41,14 @@ _TRAIN_HEAD = (
     "bytes moved (model)",
     "memory: `jax.jit` / network / network, recomputing / step",
 )
-_TRAIN_GPU_HEAD = tuple(h for h in _TRAIN_HEAD if "microbatched" not in h)
 
-PARTS = {"benchmarks": "infer", "training": "train"}  # between which markers of the document which mode's tables stand
+PARTS = {"benchmarks": "infer", "training": "train"}  # between which markers of the document which mode's tables of CPUs stand
+DEVICES, PLANS = "devices", "plans"  # between which markers of it the tables of GPUs stand, and the plans measured there
 SUMMARY = "summary"  # between which markers of the README the ratios alone stand
 
-Results = list[tuple[dict[str, Any], list[dict[str, Any]]]]
+Record = dict[str, Any]
+Results = list[tuple[dict[str, Any], list[Record]]]
+Columns = dict[str, Callable[[Record], str]]  # by their heads: the cell of a record, "" where the record has no such number
 
 
 def markdown(results: Results, mode: str = "infer") -> str:
@@ -66,6 +57,29 @@ def markdown(results: Results, mode: str = "infer") -> str:
     tables = [_TABLES[mode](machine, records) for machine, records in chosen if records]
     option = "" if mode == "infer" else f" --mode {mode}"
     return "\n\n".join(tables) or f"No measurement is stored yet: `python -m benchmarks run --all{option}` makes them."
+
+
+def of_cpus(results: Results) -> Results:
+    return [(machine, records) for machine, records in results if "gpu" not in machine]
+
+
+def devices(results: Results) -> str:
+    """The tables of the GPUs among ``results``, those of training steps behind the others."""
+    gpus = [(machine, records) for machine, records in results if "gpu" in machine]
+    modes = [mode for mode in PARTS.values() if any(r["mode"] == mode for _, records in gpus for r in records)]
+    return "\n\n".join(markdown(gpus, mode) for mode in modes) or markdown([])
+
+
+def plans(measured: dict[str, list[Record]]) -> str:
+    """The plans of each application, modelled and measured: a row for each arrangement, two columns for each application."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for name, found in measured.items():
+        for plan in found:
+            of = (plan["arrangement"], str(plan["lanes"]), str(plan["stages"]))
+            rows.setdefault(of, {})[name] = f"{1e3 * plan['modelled']:.3f} ms | {1e3 * plan['seconds']:.3f} ms"
+    heads = [f"{name}: {what}" for name in measured for what in ("modelled", "measured")]
+    cells = [[*of, *(times.get(name, "- | -") for name in measured)] for of, times in sorted(rows.items())]
+    return "\n".join(_lines(("arrangement", "lanes", "stages", *heads), cells))
 
 
 def summary(results: Results) -> str:
@@ -96,23 +110,24 @@ def _name(machine: dict[str, Any]) -> str:
     return ", ".join((cpu, f"{machine['cores']} cores", *widest[:1]))
 
 
-def _inference(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+def _inference(machine: dict[str, Any], records: list[Record]) -> str:
     if "gpu" in machine:
-        return f"{_gpu_caption(machine, records)}\n\n" + "\n".join(_lines(_GPU_HEAD, [_gpu_row(r) for r in records]))
+        return f"{_gpu_caption(machine, records)}\n\n{_gpu_lines('application', _GPU, records)}"
     lines = _lines(_HEAD, [_row(r) for r in records])
     return f"{_caption(machine, records)}\n\n" + "\n".join(lines) + f"\n\n{_first_calls(records)}"
 
 
-def _training(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
-    gpu = "gpu" in machine
-    lines = _lines(_TRAIN_GPU_HEAD if gpu else _TRAIN_HEAD, [_train_row(r, gpu) for r in records])
-    return f"{_train_caption(machine, records, gpu)}\n\n" + "\n".join(lines)
+def _training(machine: dict[str, Any], records: list[Record]) -> str:
+    if "gpu" in machine:
+        return f"{_gpu_train_caption(machine, records)}\n\n{_gpu_lines('training step', _GPU_TRAIN, records)}"
+    lines = _lines(_TRAIN_HEAD, [_train_row(r) for r in records])
+    return f"{_train_caption(machine, records)}\n\n" + "\n".join(lines)
 
 
 _TABLES = {"infer": _inference, "train": _training}
 
 
-def _lines(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+def _lines(head: Sequence[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
 
 
@@ -135,24 +150,12 @@ def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     )
 
 
-def _gpu_caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+def _train_caption(machine: dict[str, Any], records: list[Record]) -> str:
     return (
-        f"{_gpu(machine)}, {_when(records)}"
-        "float32 is tf32 in both columns, JAX's default. What the device can is the least time of the case by a machine model, and "
-        "by the rates that a library's matmul and a copy reached on this device."
-    )
-
-
-def _train_caption(machine: dict[str, Any], records: list[dict[str, Any]], gpu: bool) -> str:
-    memory = (
-        "what XLA allocates for intermediates."
-        if gpu
-        else "how far the first step raises the resident memory of a process: intermediates, pipelines' tiles and sums, results."
-    )
-    return (
-        f"{_gpu(machine) if gpu else _cpu(machine)}, {_when(records)}"
+        f"{_cpu(machine)}, {_when(records)}"
         "in brackets the quartiles of the ratio within a round; error is that of the worst parameter's gradient against float64, "
-        f"in norm; memory is {memory}{' float32 is tf32 in all columns, as JAX has it by default.' if gpu else ''}"
+        "in norm; memory is how far the first step raises the resident memory of a process: intermediates, pipelines' tiles and "
+        "sums, results."
     )
 
 
@@ -164,28 +167,17 @@ def _gpu(machine: dict[str, Any]) -> str:
     return f"{machine['gpu']['name']}, driver {machine['gpu'].get('driver_version', 'unknown')}"
 
 
-def _gpu_row(record: dict[str, Any]) -> list[str]:
-    columns, explain, roofline = record["columns"], record["explain"], record.get("roofline", {})
-    seconds = columns["pipeline"]["median"]
-    floors = [roofline.get("model"), roofline.get("measured")]
-    return [
-        _what(record),
-        *(f"{1e3 * columns[c]['median']:.3f} ms" for c in ("jit", "pipeline")),
-        _ratio(record["speedup"].get("jit")),
-        f"{record['flops'] / seconds / 1e12:.0f}" if "flops" in record else "not counted",
-        " / ".join(f"{100 * floor['seconds'] / seconds:.0f} %" if floor else "no model" for floor in floors),
-        f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
-        f"{explain['ops_pipelined']} of {explain['ops_total']}",
-        f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
-    ]
+def what(record: Record) -> str:
+    """Application, size and dtype of a record.
 
-
-def _what(record: dict[str, Any]) -> str:
+    >>> what({"title": "NeRF", "rows": 65536, "dtype": "bf16"})
+    'NeRF, 65 536 rows, bfloat16'
+    """
     return ", ".join(
         (
             record["title"],
             f"{count_text(record['rows'])} {record.get('unit', 'rows')}",
-            _DTYPE.get(record["dtype"], record["dtype"]),
+            str(_DTYPE.get(record["dtype"], record["dtype"])),
         )
     )
 
@@ -193,7 +185,7 @@ def _what(record: dict[str, Any]) -> str:
 def _row(record: dict[str, Any]) -> list[str]:
     columns, speedup, explain = record["columns"], record["speedup"], record["explain"]
     return [
-        _what(record),
+        what(record),
         *(_milliseconds(columns.get(c), 1) for c in ("jit", "blocked", "pipeline")),
         *(_ratio(speedup.get(c)) for c in ("jit", "jit_hugepages", "blocked")),
         f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
@@ -202,16 +194,13 @@ def _row(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _train_row(record: dict[str, Any], gpu: bool) -> list[str]:
+def _train_row(record: Record) -> list[str]:
     columns, speedup, explain = record["columns"], record["speedup"], record["explain"]["whole"]
-    shown = ("jit", "network", "whole") if gpu else ("jit", "microbatched", "network", "whole")
-    against = [("whole", "jit"), ("network", "jit")] if gpu else [("whole", "jit"), ("whole", "microbatched"), ("network", "jit")]
-    taken = "temp_bytes" if gpu else "peak_bytes"
-    memory = [record["memory"].get(c, {}).get(taken) for c in ("jit", "network", "recompute", "whole")]
+    memory = [record["memory"].get(c, {}).get("peak_bytes") for c in ("jit", "network", "recompute", "whole")]
     return [
-        _what(record),
-        *(_milliseconds(columns.get(c), 3 if gpu else 1) for c in shown),
-        *(_ratio(speedup[column].get(base)) for column, base in against),
+        what(record),
+        *(_milliseconds(columns.get(c), 1) for c in ("jit", "microbatched", "network", "whole")),
+        *(_ratio(speedup[column].get(base)) for column, base in (("whole", "jit"), ("whole", "microbatched"), ("network", "jit"))),
         " / ".join(f"{columns[c]['errors']['mean']:.1e}" for c in ("jit", "whole")),
         f"{explain['ops_pipelined']} of {explain['ops_total']}",
         f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
@@ -224,7 +213,10 @@ def _milliseconds(column: dict[str, Any] | None, digits: int) -> str:
 
 
 def _ratio(speedup: dict[str, Any] | None) -> str:
-    return f"**{speedup['median']:.2f}x** ({speedup['q1']:.2f} to {speedup['q3']:.2f})" if speedup else "not measured"
+    if not speedup:
+        return "not measured"
+    quartiles = f" ({speedup['q1']:.2f} to {speedup['q3']:.2f})" if "q1" in speedup else ""
+    return f"**{speedup['median']:.2f}x**{quartiles}"
 
 
 def _first_calls(records: list[dict[str, Any]]) -> str:
@@ -237,6 +229,153 @@ def _first_calls(records: list[dict[str, Any]]) -> str:
         f"Tracing, lowering and compiling, the worst of these cases: {cold['pipeline']:.2f} s against {cold['jit']:.2f} s with "
         f"`jax.jit` the first time in a process, {warm['pipeline']:.2f} s against {warm['jit']:.2f} s after that."
     )
+
+
+# --- GPUs: columns that no record has a number for are left out ------------------------------------------------------------------
+
+_OTHERS = {"cudnn": "cuDNN", "torch_compile": "torch.compile", "torch_cudnn": "cuDNN, by PyTorch,", "torch": "PyTorch"}
+_BUSY = "while other processes compiled"  # the note of a case whose kernels of XLA were chosen on a busy device
+
+
+def _gpu_lines(first: str, columns: Columns, records: list[Record]) -> str:
+    rows = [[cell(r) for cell in columns.values()] for r in records]
+    kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
+    heads = [first, *(head for k, head in enumerate(columns) if k in kept)]
+    names = [f"{what(r)}{' *' if r.get('note') == _BUSY else ''}" for r in records]
+    return "\n".join(_lines(heads, [[name, *(row[k] or "-" for k in kept)] for name, row in zip(names, rows, strict=True)]))
+
+
+def _gpu_caption(machine: dict[str, Any], records: list[Record]) -> str:
+    floor = (
+        "What the device can is the least time of the case by a machine model, and by the rates that a library's matmul and a copy "
+        "reached on this device."
+    )
+    return _of_notes(machine, records, floor if any("roofline" in r for r in records) else "")
+
+
+def _gpu_train_caption(machine: dict[str, Any], records: list[Record]) -> str:
+    memory = "Memory is what XLA allocates for intermediates."
+    return _of_notes(machine, records, memory if any("memory" in r for r in records) else "")
+
+
+def _of_notes(machine: dict[str, Any], records: list[Record], more: str) -> str:
+    """The caption of a table of a GPU; ``more``: its last sentence."""
+    parts = [f"{_gpu(machine)}, {_when(records)}float32 is tf32 in all columns, JAX's default."]
+    if any(_differs(r) for r in records):
+        parts.append("The difference is that of the worst array, its norm over that of the result of `jax.jit`.")
+    if any(r.get("note") == _BUSY for r in records):
+        parts.append("\\*: XLA chose its kernels while other processes used the device.")
+    return " ".join([*parts, *([more] if more else [])])
+
+
+def _time(column: str) -> Callable[[Record], str]:
+    return lambda r: f"{1e3 * r['columns'][column]['median']:.3f} ms" if column in r["columns"] else ""
+
+
+def _against(column: str, base: str) -> Callable[[Record], str]:
+    """How many times as fast as column ``base`` is ``column`` of a training step."""
+
+    def cell(record: Record) -> str:
+        speedup = record["speedup"].get(column, {}).get(base)
+        return _ratio(speedup) if speedup else ""
+
+    return cell
+
+
+def _explained(record: Record) -> dict[str, Any]:
+    return dict(record["explain"]["whole"] if record["mode"] == "train" else record["explain"])
+
+
+def _modelled(record: Record) -> str:
+    regions = _explained(record).get("regions")
+    if regions is None:
+        return ""
+    seconds = sum(region["seconds"] for region in regions)
+    return f"{1e3 * seconds:.3f} ms" if regions and record.get("calls", 1) else "left to XLA"
+
+
+def _library(record: Record) -> str:
+    """The fastest of the other libraries."""
+    found = [(record["columns"][c]["median"], name) for c, name in _OTHERS.items() if c in record["columns"]]
+    return f"{min(found)[1]} {1e3 * min(found)[0]:.3f} ms" if found else ""
+
+
+def _teraflops(record: Record) -> str:
+    column = "whole" if record["mode"] == "train" else "pipeline"
+    return f"{record['flops'] / record['columns'][column]['median'] / 1e12:.0f}" if record.get("flops") else ""
+
+
+def _floor(record: Record) -> str:
+    if "roofline" not in record:
+        return ""
+    seconds = record["columns"]["pipeline"]["median"]
+    floors = [record["roofline"].get(kind) for kind in ("model", "measured")]
+    return " / ".join(f"{100 * floor['seconds'] / seconds:.0f} %" if floor else "no model" for floor in floors)
+
+
+def _errors(record: Record) -> str:
+    columns = record["columns"]
+    if record["mode"] == "train":
+        shown = [columns[c]["errors"]["mean"] for c in ("jit", "whole") if "errors" in columns[c]]
+    else:
+        shown = [columns[c]["max_rel_error"] for c in ("jit", "pipeline") if "max_rel_error" in columns[c]]
+    return " / ".join(f"{error:.1e}" for error in shown)
+
+
+def _differs(record: Record) -> str:
+    return f"{record['difference']:.1e}" if "difference" in record else ""
+
+
+def _coverage(record: Record) -> str:
+    explain = _explained(record)
+    counted = "ops_total" in explain
+    return f"{explain['ops_pipelined']} of {explain['ops_total']}" if counted else f"{100 * explain['coverage']:.0f} %"
+
+
+def _moved(record: Record) -> str:
+    explain = _explained(record)
+    if "traffic_pipeline" not in explain:
+        return ""
+    return f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}"
+
+
+def _memory(record: Record) -> str:
+    if "memory" not in record:
+        return ""
+    shown = [record["memory"].get(c, {}).get("temp_bytes") for c in ("jit", "network", "recompute", "whole")]
+    return " / ".join("not measured" if b is None else byte_text(b) for b in shown)
+
+
+_GPU: Columns = {
+    "`jax.jit`": _time("jit"),
+    "pipeline": _time("pipeline"),
+    "vs `jax.jit`": lambda r: _ratio(r["speedup"].get("jit")),
+    "modelled": _modelled,
+    "another library": _library,
+    "TFLOP/s": _teraflops,
+    "of what the device can (model / measured)": _floor,
+    "error: `jax.jit` / pipeline": _errors,
+    "difference from `jax.jit`": _differs,
+    "operators pipelined": _coverage,
+    "bytes moved (model)": _moved,
+}
+_GPU_TRAIN: Columns = {
+    "`jax.jit`": _time("jit"),
+    "network pipelined": _time("network"),
+    "step pipelined": _time("whole"),
+    "step vs `jax.jit`": _against("whole", "jit"),
+    "network vs `jax.jit`": _against("network", "jit"),
+    "modelled": _modelled,
+    "another library": _library,
+    "gradient's error: `jax.jit` / step": _errors,
+    "difference from `jax.jit`": _differs,
+    "operators pipelined": _coverage,
+    "bytes moved (model)": _moved,
+    "memory: `jax.jit` / network / network, recomputing / step": _memory,
+}
+
+
+# --- Markers ----------------------------------------------------------------------------------------------------------------------
 
 
 def markers(name: str) -> tuple[str, str]:

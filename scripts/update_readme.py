@@ -1,7 +1,8 @@
-"""Write the generated parts of README.md and of docs/measured.md: the quick start, its report for a named machine model, and the
-benchmarks' tables.
+"""Write the generated parts of README.md, docs/measured.md and docs/gpu-verified.md: the quick start, its report for a named
+machine model, the benchmarks' tables, and the kernel families that ran on a GPU.
 
-Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: both, between markers. Run by ``make table``.
+Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: all three, between markers. Run by ``make
+table``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def main() -> int:
     import kitsune_jax as kj
     from benchmarks import __main__ as command
     from benchmarks import table
+    from scripts import gpu_record
 
     quickstart = ROOT / "examples" / "quickstart.py"
     code = quickstart.read_text().split('"""', 2)[2].strip()
@@ -29,7 +31,8 @@ def main() -> int:
     report = kj.explain(names["mlp"], platform="cpu", device=DEVICE)(names["params"], names["x"])
     measured, tables = command.documents()
     shown = {"quickstart": f"```python\n{code}\n```", "explain": f"```text\n{report}\n```", **measured}
-    for path, parts in ((command.README, shown), (command.TABLES, tables)):
+    verified = {gpu_record.FAMILIES: gpu_record.families()}
+    for path, parts in ((command.README, shown), (command.TABLES, tables), (gpu_record.VERIFIED, verified)):
         changed = [name for name, text in parts.items() if table.update(path, text, name)]
         print(f"{path.name}: {', '.join(changed)} updated" if changed else f"{path.name} is up to date")
     return 0

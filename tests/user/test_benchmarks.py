@@ -20,9 +20,12 @@ from benchmarks.machine import machine_slug
 from benchmarks.measure import Effort, _thunks, first_call, max_relative_error, measure
 from benchmarks.roofline import Ceilings, floor_seconds
 from benchmarks.timing import interleaved, paired_speedup, summary
+from scripts import gpu_record
 
 TINY = Effort(rounds=3, seconds=5.0)
-EMPTY_TABLES = "".join("\n".join(table.markers(name)) + "\n" for name in ("training", "grid", table.SUMMARY))
+EMPTY_TABLES = "".join(
+    "\n".join(table.markers(name)) + "\n" for name in ("training", table.DEVICES, table.PLANS, "grid", table.SUMMARY)
+)
 
 
 @pytest.mark.parametrize("app", list(APPS))
@@ -178,13 +181,51 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         store.newest(tmp_path)
 
 
-@pytest.mark.parametrize("part", [table.SUMMARY, *table.PARTS])
+@pytest.mark.parametrize("part", [table.SUMMARY, *table.PARTS, table.DEVICES, table.PLANS])
 def test_documents_hold_the_tables_of_what_is_stored(part: str) -> None:
-    text = (TABLES if part in table.PARTS else README).read_text()
-    begin, end = table.markers(part)
-    inside = text[text.index(begin) + len(begin) : text.index(end)]
     wanted = {name: made for document in documents() for name, made in document.items()}
-    assert inside.strip() == wanted[part].strip()
+    assert _between_markers(README if part == table.SUMMARY else TABLES, part) == wanted[part].strip()
+
+
+def test_the_table_of_families_on_a_gpu_is_that_of_the_records() -> None:
+    assert _between_markers(gpu_record.VERIFIED, gpu_record.FAMILIES) == gpu_record.families()
+
+
+def _between_markers(path: Path, name: str) -> str:
+    text, (begin, end) = path.read_text(), table.markers(name)
+    return text[text.index(begin) + len(begin) : text.index(end)].strip()
+
+
+def test_the_record_of_a_gpu_is_what_the_run_wrote() -> None:
+    """Every number is the run's: the stored file is made anew, and some cells are read from what the run wrote."""
+    folder = store.RESULTS / "h200"
+    measured = json.loads((folder / "record-2026-11-26" / "measured.json").read_text())
+    stored = store.load(folder / "2026-11-26.json")
+    assert gpu_record.converted(measured, "2026-11-26") == stored
+    (gat,) = (r for r in stored["cases"] if (r["app"], r["mode"]) == ("gat", "infer"))
+    (run,) = measured["cases"]["gat f32 1000000"]
+    assert gat["columns"]["pipeline"]["median"] == pytest.approx(run["ms"]["pipeline"] / 1e3)
+    assert gat["speedup"]["jit"]["median"] == run["speedup"]["jit"] < 1  # losses are kept
+    assert gat["kernels"]["pipeline"][0]["seconds"] == pytest.approx(run["kernels_pipeline"][0]["us"] / 1e6)
+    assert len(stored["cases"]) == len(measured["cases"])
+    assert sum(of["programs"] for of in stored["programs"]) == len(measured["correctness"])
+    assert sum(of["right"] for of in stored["programs"]) == sum(of["ok"] for of in measured["correctness"].values())
+
+
+def test_a_column_that_no_record_of_a_gpu_has_is_left_out() -> None:
+    machine = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}}
+    record = {
+        **{"title": "a", "rows": 8, "dtype": "f32", "mode": "infer", "date": "2026-11-26", "commit": "37c0be6", "modified": None},
+        **{"columns": {"jit": {"median": 1e-3}, "pipeline": {"median": 2e-3}}, "speedup": {"jit": {"median": 0.5}}},
+        **{"explain": {"coverage": 0.5, "regions": []}, "versions": {"jax": "0.11.2"}, "note": "while other processes compiled"},
+    }
+    text = table.devices([(machine, [record])])
+    assert text.splitlines()[-3:] == [
+        "| application | `jax.jit` | pipeline | vs `jax.jit` | modelled | operators pipelined |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| a, 8 rows, float32 * | 1.000 ms | 2.000 ms | **0.50x** | left to XLA | 50 % |",
+    ]
+    assert "other processes used the device" in text
 
 
 def test_the_summary_has_the_largest_size_of_each_application() -> None:
