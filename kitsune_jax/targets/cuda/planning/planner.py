@@ -342,9 +342,8 @@ def why_separate_calls(joined: Sequence[GpuPlan], separate: float) -> str | None
 
 
 def candidates(cost: GpuCost) -> list[GpuPlan]:
-    """Every plan that fits the machine, fastest first by the model. Of plans about as fast as the fastest, vertical ones
-    come first (on an H200 each was faster than every spatial one of its network), then those with the fewest bytes through the L2,
-    which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
+    """Every plan that fits the machine, fastest first by the model. Plans about as fast as the fastest are ordered by the bytes
+    they move through the L2, which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
 
     *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
     cluster of two fetches each streamed weight once. *Spatial* (``spatial``): each stage has CTAs of its own.
@@ -370,12 +369,8 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
         raise Infeasible("; ".join(reasons))
     plans = [(region.plan(a), a) for a in arranged]
     best = min(p.seconds for p, _ in plans)
-
-    def order(pair: tuple[GpuPlan, Arranged]) -> tuple[float, bool, float, float, int]:
-        p, a = pair
-        return max(p.seconds, _INDIFFERENT * best), a.arrangement != "vertical", a.l2_bytes, p.seconds, -a.lanes
-
-    return [p for p, _ in sorted(plans, key=order)]
+    plans.sort(key=lambda pair: (max(pair[0].seconds, _INDIFFERENT * best), pair[1].l2_bytes, pair[0].seconds, -pair[1].lanes))
+    return [p for p, _ in plans]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -428,8 +423,6 @@ def _arranged(region: GpuRegion, ops: Ops, choice: _VerticalChoice, storage: Sto
     tiles = -(-region.tiles // ctas)
     rounds = -(-tiles // choice.lanes)
     independent = choice.lanes if choice.resident or _can_drift(cost, ops, choice) else 1
-    if independent == 1:  # lanes that take their weights together wait for their rows together, too
-        work = dataclasses.replace(work, alone=work.alone / choice.lanes)
     packed = packed_bytes(cost, ops)
     # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed * (1.0 if choice.resident else rounds / choice.cluster)
