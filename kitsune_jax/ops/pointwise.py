@@ -596,7 +596,7 @@ _UNARY = (
     _unary("digamma", _double(digamma), 60, "derivative of lgamma", **_SERIES, absolute=3e-6, relative=1e-5),
     _unary("bessel_i0e", _double(special.i0e), 30, "e**-|x| I0(x)", measured=False, ulps={"xla": 16}),
     _unary("bessel_i1e", _double(special.i1e), 30, "e**-|x| I1(x)", measured=False, ulps={"xla": 16}),
-    _unary("integer_pow", _with_params(integer_pow, "y"), 3, "x**y for a fixed integer y",
+    _unary("integer_pow", _with_params(lambda x, y: integer_pow(widen(x), y), "y"), 3, "x**y for a fixed integer y",
            NUMBERS, {"float": _integer_power(lambda y: abs(y) <= 64), "i32": _integer_power(lambda y: 0 <= y <= 64)},
            takes=("y",), immediates=("y",), exact=False, ulps={"xla": 8, "cuda": 8},
            samples=lambda dtype: [{"y": y} for y in ((-2, 0, 1, 2, 3, 7) if is_float(dtype) else (0, 1, 2, 3, 7))],

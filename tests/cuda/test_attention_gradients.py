@@ -211,7 +211,7 @@ def test_equal_bits_under_every_schedule() -> None:
     [
         ("queries in front of the keys count as seen", r"seen0\.whole_(count|block)", r"seen0.all_\1"),
         ("the mask's edge is left out", r"seen0\.edges_count\(\)", "0"),
-        ("statistics of other queries", r"static_cast<i64>\(number(\d+)\)", r"static_cast<i64>(i_number\1)"),
+        ("statistics of other queries", r"static_cast<i64>\(step_(\d+)\)", r"static_cast<i64>(i_step_\1)"),
     ],
 )
 def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
