@@ -246,8 +246,8 @@ inline FoldRowFn fold_row_function(int how, DType storage, bool wide) {
   });
 }
 
-// Folds of rows for which each common width has code of its own: sums, and extrema of floats. Others, such as products of bytes,
-// have a loop over the columns, in less than a tenth of the code.
+// Folds of rows for which each common width has code of its own: sums in float, double and int32, and extrema of floats. Others,
+// such as products, or sums of bytes, have a loop over the columns.
 template <class Op, class Acc>
 constexpr bool kByWidth = (kSame<Acc, float> && !kSame<Op, Mul>) || (kSame<Op, Add> && (kSame<Acc, double> || kSame<Acc, int32_t>));
 
