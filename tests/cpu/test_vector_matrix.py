@@ -45,3 +45,16 @@ def test_few_large_matrices_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KITSUNE_PROFILE", "emeraldrapids-2")
     report = kj.explain(filtered("bi,bij->bj"))(jnp.zeros((16, 64, 64)), jnp.zeros((128, 16, 64)))
     assert not report.regions, report
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("rows", [3, 50])
+def test_an_outer_product_of_a_taken_vector(rows: int, columns: int) -> None:
+    """The smaller operand comes first in a product kernel, but not where the product is elementwise."""
+    x, w, ids = array(rows, 32, 1), array(rows, 1, columns), np.array([31, 0, 7, 7, 2, 30])
+
+    def function(x: Any, w: Any, ids: Any) -> Any:
+        return jnp.take(x, ids, axis=1, mode="clip") @ w
+
+    got = jax.jit(kj.pipeline(function, force=True, strict=True))(x, w, ids)
+    np.testing.assert_allclose(got, np.asarray(x)[:, ids] @ np.asarray(w), rtol=1e-6)

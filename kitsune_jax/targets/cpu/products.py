@@ -377,7 +377,7 @@ def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
     contract_y, batch_y = ([d - 1 for d in instr[f"y_{name}"]] for name in ("contract", "batch"))
     free = [d for d in range(len(t.shape)) if d not in (*contract, *batch)]
     free_y = [d for d in range(len(u.shape)) if d not in (*contract_y, *batch_y)]
-    sides = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
+    sides = in_order = (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y))
     m, n, k = (math.prod(s.shape[d] for d in dims) for s, dims in ((t, free), (u, free_y), (t, contract)))
     lead = len(batch), len(batch) + len(free)
     groups = [tuple(range(lead[0])), tuple(range(*lead)), tuple(range(lead[1], len(result.shape)))]
@@ -385,7 +385,7 @@ def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
         m, n, sides = n, m, sides[::-1]
         groups[1:] = reversed(groups[1:])
     if k == 1 or m == 1 and (n * k <= _SMALL if n == 1 else not _is_matrix(stage.view(sides[1][0]), n * k, *sides[1][1])):
-        _multiply_and_sum(stage, instr, sides)
+        _multiply_and_sum(stage, instr, in_order)
         return
     (x, of_x), (y, (batch_y, free_y, contract_y)) = sides
     shared = _shared(stage.view(y), batch_y, free_y, contract_y)
@@ -447,7 +447,8 @@ def _matrices(stage: StageLowering, v: int, groups: Groups, dense: bool) -> tupl
 
 
 def _multiply_and_sum(stage: StageLowering, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
-    """Emit a product of vectors, or of a matrix and a vector, as elementwise products and their sums."""
+    """Emit a product of vectors, or of a matrix and a vector, as elementwise products and their sums. ``sides``: in the order in which
+    the result has their dimensions."""
     (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y)) = sides
     vx, vy = stage.view(x), stage.view(y)
     left: list[tuple[int | None, int | None]] = [*zip(batch, batch_y, strict=True)]
