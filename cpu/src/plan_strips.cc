@@ -150,7 +150,8 @@ class Planner {
     nodes_[v].place = static_cast<int>(order_.size());
     if (nodes_[v].partner >= 0) nodes_[nodes_[v].partner].place = nodes_[v].place;
     order_.push_back(v);
-    computed_ += nodes_[v].kind != Node::kBytes && nodes_[v].kind != Node::kPick;
+    computed_ +=
+        nodes_[v].kind == Node::kTabled ? nodes_[v].worth : nodes_[v].kind != Node::kBytes && nodes_[v].kind != Node::kPick;
   }
 
   DType storage_of(const Node& load) const { return x_.loads[static_cast<size_t>(load.operand)].ref.dtype; }
@@ -185,6 +186,7 @@ class Planner {
     const Node& node = nodes_[v];
     if (node.kind == Node::kBytes) return kernels_.special(StripKind::kLoadBool);
     if (node.kind == Node::kPick) return kernels_.special(StripKind::kPick);
+    if (node.kind == Node::kTabled) return kernels_.tabled(node.narrow, from != nullptr ? from[0] : From::kMemory);
     if (node.partner >= 0) return nullptr;
     const From* f = from != nullptr ? from : memory;
     if (node.kind == Node::kConvert) return kernels_.convert(node.type, node.operand_type, f[0]);
@@ -278,7 +280,7 @@ class Planner {
   }
 
   StripInstruction& append(StripFn fn) {
-    plan_.code.push_back({fn, {0, 0, 0, 0}, 0, 0, nullptr, {0, 0}});
+    plan_.code.push_back({fn, {0, 0, 0, 0}, 0, 0, nullptr, {0, 0}, nullptr});
     return plan_.code.back();
   }
   void append_store(int v, int32_t to, bool bytes) {
@@ -352,6 +354,10 @@ class Planner {
       const PickTable read(plan_.constants[static_cast<size_t>(node.table)].data(), kernels_.strip);
       if (std::all_of(read.read, read.read + kStripVectors, [](int32_t bits) { return bits == 1; }))
         i.fn = kernels_.special(StripKind::kPickOne);
+    }
+    if (node.kind == Node::kTabled) {
+      i.table = node.results.get();
+      plan_.tables.push_back(node.results);
     }
     for (int k = 0; k < node.count; ++k) i.operands[k] = nodes_[node.args[k]].slot;
     divide_by_factors(i, node, from[0]);

@@ -40,6 +40,7 @@ struct StripPlan {
   std::vector<StripIndex> indices;
   std::vector<StripInstruction> code;
   std::vector<Block> constants;
+  std::vector<std::shared_ptr<const float>> tables;
   int32_t buffers = 0;
   const StripKernels* kernels = nullptr;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "run_vector.h"
+#include "strip_tables.h"
 
 namespace kitsune::cpu {
 namespace {
@@ -31,6 +32,10 @@ class Builder {
     for (auto [store, v] : stored_)
       if (!reach(v)) return std::nullopt;
     if (!once() || !overlaps()) return std::nullopt;
+    StripNodes found{std::move(nodes_), std::move(reached_), std::move(stored_)};
+    use_tables(found, x_, c_, elements());
+    nodes_ = std::move(found.all), stored_ = std::move(found.stored);
+    count_again();
     return StripNodes{std::move(nodes_), std::move(reached_), std::move(stored_)};
   }
 
@@ -99,6 +104,19 @@ class Builder {
     if (y != 2 && y != 3) return compute(m.op, m.type, {x}, &m);
     const int square = compute(Opcode::op_mul, m.type, {x, x}, &m);
     return y == 2 ? square : compute(Opcode::op_mul, m.type, {x, square}, &m);
+  }
+
+  // Of the Vector, in a call.
+  int64_t elements() const {
+    int64_t found = c_.program.batch_rows;
+    for (int64_t extent : x_.extents) found *= extent;
+    return found;
+  }
+
+  void count_again() {
+    reached_.assign(nodes_.size(), false);
+    for (Node& node : nodes_) node.uses = 0, node.size = 1;
+    for (auto [store, v] : stored_) reach(v);
   }
 
   // Checks `v` and what it is computed of, and counts the uses.

@@ -1,6 +1,7 @@
 // The operations of a Vector program as a graph, for run_strips.h: what is computed of what, where strips have code for all of it.
 #pragma once
 
+#include <memory>
 #include <optional>
 
 #include "executor_internal.h"
@@ -9,7 +10,16 @@
 namespace kitsune::cpu {
 
 struct StripNode {
-  enum Kind : int8_t { kLoad, kConst, kIndex, kBytes, kPick, kCompute, kConvert } kind = kCompute;  // kBytes: a load of bools
+  enum Kind : int8_t {
+    kLoad,
+    kConst,
+    kIndex,
+    kBytes,
+    kPick,
+    kCompute,
+    kConvert,
+    kTabled
+  } kind = kCompute;  // kBytes: a load of bools
   Opcode op{};
   DType type{};          // of the result
   DType operand_type{};  // of operands, but for a select's predicate
@@ -25,6 +35,10 @@ struct StripNode {
   int last_read = -1;  // the last place that reads it
   int slot = -1;
   int table = -1;  // of a kPick, a load of some of a window's elements: the constant that says which
+  // Of a kTabled: the results of all numbers of the type `narrow`, by their bits; the operations whose time it saves.
+  std::shared_ptr<const float> results;
+  DType narrow{};
+  int worth = 0;
 };
 
 struct StripNodes {

@@ -394,6 +394,73 @@ void test_repeated_operands() {
   CHECK(!repeats({{4, 1024}, {4, 0}, {4, 1024}}), "%s", "dense columns");
 }
 
+// Functions of every number of a 16-bit type, which strips take from tables, where denormals are zeros: alone, of a rounded sum
+// with another operand, and two of one operand.
+void test_functions_of_16_bits(DType narrow) {
+  constexpr int64_t kRows = 512, kColumns = 128;
+  const Opcode round = narrow == DType::kBF16 ? Opcode::op_to_bfloat16 : Opcode::op_to_float16;
+  Vector v{{kColumns}, false, {}, {}, {}};
+  for (int64_t i = 0; i < 2; ++i) v.loads.push_back(operand(Space::kIn, i, narrow, 0, i == 0 ? kColumns : 0, {1}));
+  for (int64_t o = 0; o < 3; ++o) v.stores.push_back(operand(Space::kOut, o, o == 2 ? F32 : narrow, 0, kColumns, {1}));
+  v.code = {micro(Opcode::op_load, F32, 0, 0),
+            micro(Opcode::op_load, F32, 1, 1),
+            micro(Opcode::op_logistic, F32, 2, 0),
+            micro(round, F32, 2, 2),
+            micro(Opcode::op_mul, F32, 2, 2, 0),
+            micro(round, F32, 2, 2),
+            micro(Opcode::op_store, F32, 0, 0, 2),
+            micro(Opcode::op_add, F32, 3, 2, 1),
+            micro(round, F32, 3, 3),
+            micro(Opcode::op_tanh, F32, 4, 3),
+            micro(Opcode::op_store, F32, 0, 1, 4),
+            micro(Opcode::op_const, F32, 5, 0, 0, 0, {0.5}),
+            micro(Opcode::op_lt, F32, 6, 0, 5),
+            micro(Opcode::op_exp, F32, 7, 0),
+            micro(Opcode::op_pow, F32, 8, 5, 0),
+            micro(Opcode::op_select, F32, 9, 6, 7, 8),
+            micro(Opcode::op_store, F32, 0, 2, 9)};
+  const Array all{narrow, kRows * kColumns};
+  const Call call = one_part(program({kRows}, 96, {all, {narrow, kColumns}}, {all, all, {F32, kRows * kColumns}}, {v}));
+  auto results = [&] {
+    std::vector<int64_t> words = encode(call);
+    Executable exe(parse(words.data(), words.size()));
+    std::vector<uint16_t> every(static_cast<size_t>(all.elements));
+    for (size_t i = 0; i < every.size(); ++i) every[i] = static_cast<uint16_t>(i);
+    std::vector<Bytes> outs;
+    for (int64_t k = exe.call().operands; k < exe.call().operands + 3; ++k)
+      outs.emplace_back(static_cast<size_t>(all.elements) * item_size(exe.call().arrays[static_cast<size_t>(k)].dtype));
+    const void* in[] = {every.data(), every.data() + 0x3000};  // of the second operand ordinary numbers
+    void* out[] = {outs[0].data(), outs[1].data(), outs[2].data()};
+    ThreadPool pool(1);
+    const std::string error = exe.run(in, out, pool);
+    CHECK(error.empty(), "%s", error.c_str());
+    return outs;
+  };
+  const KernelTable with = kernels();
+  KernelTable without = with;
+  without.strips = nullptr;
+  set_kernels(&without);
+  const std::vector<Bytes> want = results();
+  set_kernels(&with);
+  const std::vector<Bytes> got = results();
+  set_kernels(nullptr);
+  set_isa(with.isa);
+  for (size_t o = 0; o < 3; ++o)
+    for (int64_t i = 0; i < all.elements; ++i) {
+      const DType type = o == 2 ? F32 : narrow;
+      const size_t byte = static_cast<size_t>(i) * item_size(type);
+      uint32_t bits[2] = {0, 0};
+      std::memcpy(&bits[0], &want[o][byte], item_size(type));
+      std::memcpy(&bits[1], &got[o][byte], item_size(type));
+      const uint32_t infinity = o == 2 ? 0x7f800000 : narrow == DType::kBF16 ? 0x7f80 : 0x7c00;
+      auto nan = [&](uint32_t x) { return (x & (o == 2 ? 0x7fffffff : 0x7fff)) > infinity; };
+      if (bits[0] == bits[1] || (nan(bits[0]) && nan(bits[1]))) continue;
+      CHECK(false, "%s [%s]: result %zu of operand %04x is %08x, not %08x", dtype_name(narrow), with.isa, o, unsigned(i), bits[1],
+            bits[0]);
+      break;
+    }
+}
+
 }  // namespace
 }  // namespace kitsune::cpu::test
 
@@ -421,6 +488,7 @@ int main() {
       _mm_setcsr(csr | 0x8040);
       test_quotients(seed + 4);
       test_constants(seed);
+      for (DType narrow : {BF16, DType::kF16}) test_functions_of_16_bits(narrow);
       _mm_setcsr(csr);
 #endif
     }

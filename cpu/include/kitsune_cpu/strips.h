@@ -27,6 +27,7 @@ struct StripInstruction {
   int32_t to, to2;      // slots, of what is written to memory
   VectorFn call;
   double imm[2];
+  const float* table;  // of `tabled`
 };
 
 // Instructions that are no opcode's.
@@ -58,6 +59,8 @@ struct StripKernels {
   StripFn (*special)(StripKind);
   // held <- operands[0] / operands[1], which is a constant with factors imm[0] and imm[1] (reciprocal.h). nullptr: there is none.
   StripFn (*divide_by_constant)(From);
+  // held <- table[the bits of operands[0]], whose numbers all are of the type `narrow` (kBF16 or kF16).
+  StripFn (*tabled)(DType narrow, From);
   // Runs instructions up to a kEnd; `at`: where each slot is; `vectors`: how many vectors of the strip anybody looks at.
   void (*run)(const StripInstruction*, char* const* at, int64_t vectors);
 };

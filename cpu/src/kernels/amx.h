@@ -167,16 +167,24 @@ struct TileSums {
   float* from = nullptr;  // rows of kTilePanel
   char* c = nullptr;
   int64_t columns = 0, rows = 0;
-  const float* late = nullptr;  // as Block::late
+  const float* late = nullptr;  // of rounded sums: kTilePanel numbers that are added behind the rounding
 };
 
-template <class C, class F>
-KITSUNE_INLINE void store_sums_row(C* to, const float* from, int64_t columns, const F& activation) {
+// A vector of sums, with the bias that the tiles did not begin with because the sums are rounded before it is added.
+template <class Round>
+KITSUNE_INLINE VF with_late_bias(const float* from, const float* late) {
+  VF v = load_vector<VF>(from);
+  if constexpr (kRounds<Round>) v = Round::apply(v) + load_vector<VF>(late);
+  return v;
+}
+
+template <class C, class Round, class F>
+KITSUNE_INLINE void store_sums_row(C* to, const float* from, const float* late, int64_t columns, const F& activation) {
 #if defined(__AVX512F__)
   if constexpr (!kSame<C, double>) {
-    VF low = activation(load_vector<VF>(from));
+    VF low = activation(with_late_bias<Round>(from, late));
     if (columns <= kFloats) return store_lanes(to, low, columns);
-    VF high = activation(load_vector<VF>(from + kFloats));
+    VF high = activation(with_late_bias<Round>(from + kFloats, late + kFloats));
 #if defined(__AVX512BF16__)
     if constexpr (kSame<C, BFloat16>) {
       const __mmask32 mask = ~__mmask32{0} >> (kTilePanel - columns);
@@ -189,7 +197,7 @@ KITSUNE_INLINE void store_sums_row(C* to, const float* from, int64_t columns, co
   }
 #endif
   alignas(64) float row[kTilePanel];
-  for (int64_t j = 0; j < columns; j += kFloats) store_vector(row + j, activation(load_vector<VF>(from + j)));
+  for (int64_t j = 0; j < columns; j += kFloats) store_vector(row + j, activation(with_late_bias<Round>(from + j, late + j)));
   if constexpr (kSame<C, float>) {
     __builtin_memcpy(to, row, size_t(columns) * sizeof(float));
   } else {
@@ -199,13 +207,15 @@ KITSUNE_INLINE void store_sums_row(C* to, const float* from, int64_t columns, co
 
 template <class C>
 __attribute__((noinline)) void store_sums(const GemmArgs& g, TileSums& s, int64_t count) {
-  if (g.rounds != DType::kF32) round_rows(g.rounds, count, kTilePanel, s.columns, s.late, s.from);
-  with_activation<kSame<C, BFloat16>>(g.act, g.act_a, g.act_b, g.rounds, [&](auto activation) {
-    for (int64_t r = 0; r < count; ++r) {
-      store_sums_row(reinterpret_cast<C*>(s.c), s.from, s.columns, activation);
-      s.from += kTilePanel;
-      s.c += size_t(g.ldc) * sizeof(C);
-    }
+  with_rounding(g.rounds, [&](auto round) {
+    using Round = decltype(round);
+    with_activation<C, Round>(g.act, g.act_a, g.act_b, [&](auto activation) {
+      for (int64_t r = 0; r < count; ++r) {
+        store_sums_row<C, Round>(reinterpret_cast<C*>(s.c), s.from, s.late, s.columns, activation);
+        s.from += kTilePanel;
+        s.c += size_t(g.ldc) * sizeof(C);
+      }
+    });
   });
   s.rows -= count;
 }
@@ -289,7 +299,10 @@ __attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
       earlier = last;
       last = {sums + (m0 - m) * kTilePanel, static_cast<char*>(g.c) + (m0 * g.ldc + n0) * c_bytes, columns,
               min_of(kTileRows, g.M - m0), nullptr};
-      if (rounds && g.bias) __builtin_memcpy(late[turn], bias, sizeof bias), last.late = late[turn];
+      if (rounds) {
+        for (int64_t j = 0; j < kTilePanel; ++j) late[turn][j] = g.bias ? bias[j] : -0.0f;  // which changes no sum
+        last.late = late[turn];
+      }
       turn = turn == 2 ? 0 : turn + 1;
     }
   }

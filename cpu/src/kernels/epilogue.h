@@ -8,31 +8,17 @@
 // exponential of a negative number and one quotient give without cancellation. At most 4 ulp, as the functions of vector_math.h;
 // gelu and silu of a negative number also have the error of their exponent's rounding, as the expression that users write has.
 //
+// Where the sums are rounded to 16 bits, an activation has 65 536 operands, and its results come from a table (Tabled): on a Xeon
+// with AMX a vector of them takes 2.3 ns, while the eight roundings of a gelu, each waiting for the one before, take 30.
+//
 // Functors with kCoarse are for results that are rounded to bfloat16 (vector_math.h).
 #pragma once
 
+#include "../activation_tables.h"
 #include "rounding.h"
 #include "vector_math.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
-
-// Sums that are rounded before their bias is added, and again (GemmArgs::rounds), `width` apart. `bias`: whole vectors, or nullptr.
-template <class Round>
-KITSUNE_INLINE void round_rows_to(int64_t rows, int64_t width, int64_t columns, const float* bias, float* sums) {
-  for (int64_t i = 0; i < rows; ++i, sums += width) {
-    for (int64_t j = 0; j < columns; j += kFloats) {
-      VF v = Round::apply(load_vector<VF>(sums + j));
-      if (bias != nullptr) v = Round::apply(v + load_vector<VF>(bias + j));
-      store_vector(sums + j, v);
-    }
-  }
-}
-
-__attribute__((noinline)) inline void round_rows(DType to, int64_t rows, int64_t width, int64_t columns, const float* bias,
-                                                 float* sums) {
-  to == DType::kBF16 ? round_rows_to<ToBFloat16>(rows, width, columns, bias, sums)
-                     : round_rows_to<ToFloat16>(rows, width, columns, bias, sums);
-}
 
 struct NoActivation {
   template <class V>
@@ -122,11 +108,13 @@ struct Tanh {
   KITSUNE_INLINE VF operator()(VF v) const { return tanh_as<kCoarse>(v); }
 };
 
-// Calls f with the functor of `kind`, whose parameters are a and b (GemmArgs::act_a, act_b); coarse where the results are bfloat16.
-// `Round`: what the steps of a function are rounded to, where its definition has several.
+// Calls f with the functor of a `kind` that has a table where the sums are rounded to `Round`. `kCoarse`: for results in bfloat16.
 template <bool kCoarse, class Round, class F>
-KITSUNE_INLINE void with_rounding(Activation kind, float a, float b, F&& f) {
+KITSUNE_INLINE void with_function(Activation kind, float a, float b, F&& f) {
   switch (kind) {
+    case Activation::kElu: return f(Elu<kCoarse>{a});
+    case Activation::kLogistic: return f(Logistic<kCoarse>{});
+    case Activation::kTanh: return f(Tanh<kCoarse>{});
     case Activation::kSilu: return f(Silu<kCoarse, Round>{a});
     case Activation::kGeluTanh: return f(GeluTanh<kCoarse, Round>{a, b});
     case Activation::kGeluErf: return f(GeluErf<kCoarse, Round>{a});
@@ -134,22 +122,82 @@ KITSUNE_INLINE void with_rounding(Activation kind, float a, float b, F&& f) {
   }
 }
 
-// `rounds`: the dtype that sums are rounded to, or float32.
-template <bool kCoarse = false, class F>
-KITSUNE_INLINE void with_activation(Activation kind, float a, float b, DType rounds, F&& f) {
-  switch (kind) {
-    case Activation::kNone: return f(NoActivation{});
-    case Activation::kRelu: return f(Relu{});
-    case Activation::kLeakyRelu: return f(LeakyRelu{a});
-    case Activation::kElu: return f(Elu<kCoarse>{a});
-    case Activation::kLogistic: return f(Logistic<kCoarse>{});
-    case Activation::kTanh: return f(Tanh<kCoarse>{});
-    default: break;
+// to[i] = the activation of from[i], which is rounded already, i < n: whole vectors. Denormals count as zeros, as in XLA's threads.
+template <bool kCoarse, class Round>
+void evaluate_as(const RoundedActivation& of, int64_t n, const float* from, float* to) {
+  with_function<kCoarse, Round>(of.kind, of.a, of.b, [&](auto function) {
+    for (int64_t i = 0; i < n; i += kFloats) {
+      VF v = load_vector<VF>(from + i);
+      store_vector(to + i, function(choose(abs_vector(v) < 0x1p-126f, copy_sign(VF{}, v), v)));
+    }
+  });
+}
+
+__attribute__((noinline)) inline void evaluate_rounded(const RoundedActivation& of, int64_t n, const float* from, float* to) {
+  if (of.rounds == DType::kBF16)
+    of.coarse ? evaluate_as<true, ToBFloat16>(of, n, from, to) : evaluate_as<false, ToBFloat16>(of, n, from, to);
+  else
+    of.coarse ? evaluate_as<true, ToFloat16>(of, n, from, to) : evaluate_as<false, ToFloat16>(of, n, from, to);
+}
+
+// The activation of sums, which it rounds first; without a table (RoundedActivation's limit) it computes them.
+template <class Round>
+struct Tabled {
+  RoundedActivation of;
+  const float* table;
+
+  KITSUNE_INLINE VF operator()(VF v) const {
+    if (table != nullptr) return look_up(table, Round::bits(v));
+    alignas(64) float sums[kFloats];
+    store_vector(sums, Round::apply(v));
+    evaluate_rounded(of, kFloats, sums, sums);
+    return load_vector<VF>(sums);
   }
+};
+
+// `activation` of rounded sums.
+template <class Round, class A>
+struct OfRounded {
+  A activation;
+  KITSUNE_INLINE VF operator()(VF v) const { return activation(Round::apply(v)); }
+};
+
+// Calls f with the functor of `kind`, whose parameters are a and b (GemmArgs::act_a, act_b). It rounds its operand to `Round`,
+// unless it is NotRounded. `C`: what the results are stored as. Storing rounds as well, which is enough for kNone and kRelu.
+template <class C, class Round, class F>
+KITSUNE_INLINE void with_activation(Activation kind, float a, float b, F&& f) {
+  constexpr bool kCoarse = kSame<C, BFloat16>;
+  if constexpr (!kRounds<Round>) {
+    switch (kind) {
+      case Activation::kNone: return f(NoActivation{});
+      case Activation::kRelu: return f(Relu{});
+      case Activation::kLeakyRelu: return f(LeakyRelu{a});
+      default: return with_function<kCoarse, Round>(kind, a, b, f);
+    }
+  } else {
+    constexpr bool kStoreRounds = kSame<C, typename Round::Storage>;
+    switch (kind) {
+      case Activation::kNone:
+        if constexpr (kStoreRounds) return f(NoActivation{});
+        return f(OfRounded<Round, NoActivation>{});
+      case Activation::kRelu:
+        if constexpr (kStoreRounds) return f(Relu{});
+        return f(OfRounded<Round, Relu>{});
+      case Activation::kLeakyRelu: return f(OfRounded<Round, LeakyRelu>{{a}});
+      default: break;
+    }
+    const RoundedActivation of{kind, a, b, Round::kType, kCoarse};
+    return f(Tabled<Round>{of, activation_table(of, &evaluate_rounded)});
+  }
+}
+
+// Calls f with a value of the type that `rounds` names: ToBFloat16, ToFloat16 or, of float32, NotRounded.
+template <class F>
+KITSUNE_INLINE void with_rounding(DType rounds, F&& f) {
   switch (rounds) {
-    case DType::kBF16: return with_rounding<kCoarse, ToBFloat16>(kind, a, b, f);
-    case DType::kF16: return with_rounding<kCoarse, ToFloat16>(kind, a, b, f);
-    default: return with_rounding<kCoarse, NotRounded>(kind, a, b, f);
+    case DType::kBF16: return f(ToBFloat16{});
+    case DType::kF16: return f(ToFloat16{});
+    default: return f(NotRounded{});
   }
 }
 

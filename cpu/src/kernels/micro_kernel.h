@@ -208,13 +208,14 @@ KITSUNE_INLINE void activate_rows(const Block& b, int rows, int64_t width, float
 // C: what activate_rows stores, or another type than float32 and the 16-bit ones for sums that stay where they are.
 template <class C>
 KITSUNE_INLINE void activate_as(const Block& b, int rows, int64_t width, float* sums) {
-  with_activation<kSame<C, BFloat16>>(b.act, b.act_a, b.act_b, b.rounds,
-                                      [&](auto activation) { activate_rows<C>(b, rows, width, sums, activation); });
+  with_rounding(b.rounds, [&](auto round) {
+    with_activation<C, decltype(round)>(b.act, b.act_a, b.act_b,
+                                        [&](auto activation) { activate_rows<C>(b, rows, width, sums, activation); });
+  });
   if constexpr (!kStoresMasked<C, VF>) store_rows<float>(b, rows, width, sums);
 }
 
 __attribute__((noinline)) inline void finish_rows(const Block& b, int rows, int64_t width, float* sums) {
-  if (b.rounds != DType::kF32) round_rows(b.rounds, rows, width, b.columns, nullptr, sums);
   switch (b.c_dtype) {
     case DType::kBF16: return activate_as<BFloat16>(b, rows, width, sums);
     case DType::kF16: return activate_as<Half>(b, rows, width, sums);

@@ -75,6 +75,16 @@ inline StripFn division_by_constant(From a) {
   return nullptr;
 }
 
+template <class Round>
+StripFn tabled_from(From a) {
+  constexpr Threaded kAll[] = {&tabled<Round, From::kHeld>, &tabled<Round, From::kMemory>, &tabled<Round, From::kNumber>};
+  return reinterpret_cast<StripFn>(kAll[int(a)]);
+}
+
+inline StripFn table_instruction(DType narrow, From a) {
+  return narrow == DType::kBF16 ? tabled_from<ToBFloat16>(a) : tabled_from<ToFloat16>(a);
+}
+
 inline StripFn float_instruction(Opcode op, const From* from) {
   switch (op) {
     case Opcode::op_neg: return unary_from<NegF>(from[0]);

@@ -55,6 +55,21 @@ KITSUNE_INSTRUCTION(function) {
   KITSUNE_NEXT;
 }
 
+// The results of numbers that `Round` leaves as they are, by table.
+template <class Round, From A>
+KITSUNE_INSTRUCTION(tabled) {
+  const char* a = A == From::kHeld ? nullptr : at[i->operands[0]];
+  const VF one = A == From::kNumber ? number(a) : VF{};
+  const float* table = i->table;
+#define KITSUNE_LANE(k) v##k = look_up(table, Round::bits_of_exact(operand<A, k>(v##k, a, one)));
+  KITSUNE_FIRST(KITSUNE_LANE)
+  if (vectors > kStripVectors / 2) {
+    KITSUNE_SECOND(KITSUNE_LANE)
+  }
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
 template <class Op, From A, From B>
 KITSUNE_INSTRUCTION(binary) {
   const char *a = A == From::kHeld ? nullptr : at[i->operands[0]], *b = B == From::kHeld ? nullptr : at[i->operands[1]];

@@ -16,8 +16,8 @@
 namespace kitsune::cpu::KITSUNE_ISA {
 
 const StripKernels strip_kernels = {
-    kStripVectors * kFloats, &strips::instruction,          &strips::conversion,
-    &strips::special,        &strips::division_by_constant, &strips::run,
+    kStripVectors * kFloats,       &strips::instruction,       &strips::conversion, &strips::special,
+    &strips::division_by_constant, &strips::table_instruction, &strips::run,
 };
 
 constexpr KernelTable kTable = {

@@ -447,8 +447,8 @@ def _matrices(stage: StageLowering, v: int, groups: Groups, dense: bool) -> tupl
 
 
 def _multiply_and_sum(stage: StageLowering, instr: Instr, sides: tuple[tuple[int, Groups], tuple[int, Groups]]) -> None:
-    """Emit a product of vectors, or of a matrix and a vector, as elementwise products and their sums. ``sides``: in the order in which
-    the result has their dimensions."""
+    """Emit a product of vectors, or of a matrix and a vector, as elementwise products and their sums. ``sides``: in the order in
+    which the result has their dimensions."""
     (x, (batch, free, contract)), (y, (batch_y, free_y, contract_y)) = sides
     vx, vy = stage.view(x), stage.view(y)
     left: list[tuple[int | None, int | None]] = [*zip(batch, batch_y, strict=True)]
