@@ -295,14 +295,12 @@ _FUNCTIONS = frozenset({"tanh", "logistic", "erf", "erfc", "exp", "expm1"})
 
 @dataclasses.dataclass(frozen=True)
 class Recognised:
-    """``result``: the value that activation ``name`` with ``parameters`` makes; ``absorbed``: the instructions that compute it;
-    ``roundings``: how many of their results the product's epilogue rounds to 16 bits, beside the last."""
+    """``result``: the value that activation ``name`` with ``parameters`` makes; ``absorbed``: the instructions that compute it."""
 
     name: str
     parameters: tuple[float, ...]
     result: int
     absorbed: tuple[int, ...]
-    roundings: int
 
 
 def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised | None:
@@ -337,9 +335,8 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
         queue = sorted({*queue, *flow.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
         cone = _inner_cone(flow, root, out, makers) if match is not None else None
-        roundings = _roundings(flow, cone, match[0], rounding) if match is not None and cone is not None else None
-        if match is not None and cone is not None and roundings is not None:
-            found = Recognised(*match, out, cone, roundings)
+        if match is not None and cone is not None and _rounds_as(flow, cone, match[0], rounding):
+            found = Recognised(*match, out, cone)
     return found
 
 
@@ -360,23 +357,20 @@ def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> t
     return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
 
 
-def _roundings(flow: Flow, cone: tuple[int, ...], name: str, rounding: Rounding) -> int | None:
-    """How many 16-bit results inside of ``cone`` activation ``name`` rounds too; None where it rounds others than ``cone``."""
+def _rounds_as(flow: Flow, cone: tuple[int, ...], name: str, rounding: Rounding) -> bool:
+    """Whether activation ``name`` rounds the 16-bit results that ``cone`` rounds."""
     # The epilogue's erfc rounds a float16 before, and takes the digits of a bfloat16.
     dtype = flow.dtype(flow.instruction(cone[0]).outputs[0])
     digits = rounding.takes_digits("erfc", dtype, dtype) == (dtype == "bfloat16")
     instrs = [i for i in map(flow.instruction, cone) if not is_other_name(flow.values, i)]
     rounded = sum(rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(map(flow.literal, i.inputs))) for i in instrs)
-    if rounded > 1:
-        kinds = sorted(i.kind for i in instrs)
-        alike = {
-            "silu": kinds == ["logistic", "mul"],
-            "gelu_tanh": any(_is_chain(flow, instrs, (*cube, *_GELU)) for cube in (("integer_pow",), ("square", "mul"))),
-            "gelu_erf": digits and kinds in (["erfc", "mul", "mul", "mul"], ["erfc", "mul", "mul", "mul", "neg"]),
-        }
-        if not alike.get(name, False):
-            return None
-    return max(0, rounded - 1)
+    kinds = sorted(i.kind for i in instrs)
+    alike = {
+        "silu": kinds == ["logistic", "mul"],
+        "gelu_tanh": any(_is_chain(flow, instrs, (*cube, *_GELU)) for cube in (("integer_pow",), ("square", "mul"))),
+        "gelu_erf": digits and kinds in (["erfc", "mul", "mul", "mul"], ["erfc", "mul", "mul", "mul", "neg"]),
+    }
+    return rounded <= 1 or alike.get(name, False)
 
 
 # jax.nn.gelu behind x**3: by a constant, + x, by a constant, tanh, + 1, by a half, by x. Other orders round other values.

@@ -215,8 +215,7 @@ class CpuWork:
     matmul before it applies to its accumulators. ``scores``: of an online sum, a row's scores, unless an earlier sum has the same.
     ``again``: in a step of a loop, whose operands were found before the first. ``narrow``: it concatenates rows of single elements,
     or folds interleaved ones. ``taken``: it reads rows, or their products, in place from a table. ``still``: in a step of a loop,
-    but the same for all rows: once per tile. ``roundings``: results that are rounded to 16 bits in registers: its own, for an op
-    of its group, or those inside of the activation.
+    but the same for all rows: once per tile. ``rounds``: its result is rounded to 16 bits in registers.
     """
 
     dtype: str
@@ -235,7 +234,7 @@ class CpuWork:
     narrow: bool = False
     taken: bool = False
     still: bool = False
-    roundings: int = 0
+    rounds: bool = False
 
 
 class CpuCost(RegionCost):
@@ -318,9 +317,9 @@ class CpuCost(RegionCost):
         sums = max(1, self.row_size(op.outputs[0])) if family in SCANS and not sink else 1
         picked = family in SCANS and not sink and folds_single_elements(self, i)
         spreads = spreads_short_runs(self, i) if family in _GROUPED else ()
-        roundings = self.roundings.get(i, int(family in _GROUPED and self._rounds(i)))
+        rounds = family in _GROUPED and not activation and self._rounds(i)
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, spreads, activation,
-                       narrow=picked, taken=taken, roundings=roundings)  # fmt: skip
+                       narrow=picked, taken=taken, rounds=rounds)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
         """Whether ``v`` lies column by column in a loop's body (``memory.by_columns``), where slices are free."""
@@ -342,20 +341,10 @@ class CpuCost(RegionCost):
     def _absorbed(self, i: int) -> bool:
         return i in self.activations or super()._absorbed(i)
 
-    @property
+    @functools.cached_property
     def activations(self) -> dict[int, str]:
         """The ops that matmuls apply to their accumulators, with the activation's name for the last op of one, else ""."""
-        return self._epilogues[0]
-
-    @property
-    def roundings(self) -> dict[int, int]:
-        """For the last op of each such activation, the results that it rounds on the way."""
-        return self._epilogues[1]
-
-    @functools.cached_property
-    def _epilogues(self) -> tuple[dict[int, str], dict[int, int]]:
         found: dict[int, str] = {}
-        roundings: dict[int, int] = {}
         ops = sorted(self.members)
         flow = Flow.of_graph(self.graph, ops, tuple(self.outputs))
         for i in self.region.ops:
@@ -369,10 +358,8 @@ class CpuCost(RegionCost):
             if match is None:
                 continue
             found.update(dict.fromkeys((ops[k] for k in match.absorbed), ""))
-            last = self.producer[match.result]
-            found[last] = "" if match.name == "relu" else match.name
-            roundings[last] = match.roundings
-        return found, roundings
+            found[self.producer[match.result]] = "" if match.name == "relu" else match.name
+        return found
 
     def _rounds(self, i: int) -> bool:
         """Whether the result of op ``i`` is rounded to 16 bits within its group."""
@@ -407,9 +394,8 @@ class CpuCost(RegionCost):
 
     def _seconds(self, work: CpuWork, rows: int) -> float:
         known, step = self.times, _STEP_AGAIN if work.again else machines.STEP_SECONDS
-        if work.activation:
-            rounded = work.roundings * known.rounding(work.dtype) if work.roundings else 0.0
-            return rows * work.elements * (known.activation(work.activation, work.dtype) + rounded)
+        if work.activation:  # in 16 bits from a table, which takes about as long
+            return rows * work.elements * known.activation(work.activation, work.dtype)
         if work.dot is not None:
             return self._product_seconds(work, work.dot, rows) + (_PRODUCT_AGAIN if work.again else 0.0)
         if work.family in SCANS:
@@ -434,7 +420,7 @@ class CpuCost(RegionCost):
             return 0.0
         rows = 1 if work.still else rows
         passes = max(rows * work.elements, machines.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
-        passes += rows * work.elements * work.roundings * known.rounding(work.dtype) if work.roundings else 0.0
+        passes += rows * work.elements * known.rounding(work.dtype) if work.rounds else 0.0
         spread = sum(run_seconds(known, work.dtype, work.elements, n) for n in work.spreads)
         return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
 
