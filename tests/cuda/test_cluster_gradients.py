@@ -24,7 +24,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.cuda.test_cluster_loops import LAYERS, TOLERANCE, arguments, check_bug, check_case, heun, padded, stacked, tiled
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.programs import Array, Case
@@ -166,8 +166,7 @@ def test_both_loops_are_over_clusters(cell: str, dtype: str) -> None:
     for seed in (1, 2):
         runtime.set_emulator_seed(seed)
         found.append([np.asarray(x) for x in pipelined(*args)])
-    with enable_x64():
-        want = [np.asarray(x) for x in jax.jit(step)(*(np.asarray(a, np.float64) for a in args))]
+    want = in_float64(step, *args)
     for g, again, w in zip(*found, want, strict=True):
         assert np.abs(g.astype(np.float64) - w).max() < 2 * TOLERANCE[dtype] * np.abs(w).max()
         assert g.tobytes() == again.tobytes()
@@ -218,8 +217,7 @@ def test_gradients_of_what_a_step_may_do(loop: Callable[..., Any], dtype: str, w
     report = kj.explain(kj.pipeline(step, force=True), platform="cuda", device="h200")(*args)
     assert [r.cluster > 1 for r in report.regions if any("scan" in s.name for s in r.stages)] == [True, True]
     found = jax.jit(kj.pipeline(step, target="emulator", force=True))(*args)
-    with enable_x64():
-        want = [np.asarray(x) for x in jax.jit(step)(*(np.asarray(a, np.float64) for a in args))]
+    want = in_float64(step, *args)
     for g, w in zip(found, want, strict=True):
         assert np.abs(np.asarray(g, np.float64) - w).max() <= TOLERANCE[dtype] * np.abs(w).max()
 

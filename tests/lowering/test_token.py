@@ -17,7 +17,7 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks.graphs.apps import example
-from tests.support.checks import count, enable_x64
+from tests.support.checks import count, in_float64
 
 llama = example("llama")
 
@@ -42,12 +42,6 @@ def arguments(sizes: Any, batch: int = 1, tokens: int = 1, dtype: Any = jnp.floa
     cache = tuple(jax.random.normal(k, shape) for k in keys[:2])
     x = jax.random.normal(keys[2], (batch, tokens, sizes.width))
     return jax.tree.map(lambda a: a.astype(dtype), (params, x, cache))
-
-
-def in_float64(f: Any, *args: Any) -> Any:
-    with enable_x64():
-        wide = jax.tree.map(lambda a: np.asarray(a, np.float64) if a.dtype != np.int32 else np.asarray(a), args)
-        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
 
 
 def check(f: Any, *args: Any, tolerance: float) -> Any:
