@@ -48,7 +48,7 @@ def check(f: Any, *args: Any, tolerance: float) -> Any:
     pipelined = kj.pipeline(f, strict=True)
     for position in (0, 17, args[2][0].shape[1] - args[1].shape[1]):
         at = np.int32(position)
-        got, want = jax.jit(pipelined)(*args, at), in_float64(f, *args, at)
+        got, want = jax.jit(pipelined)(*args, at), in_float64(f, *args, at, by_xla=True)
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(np.asarray(g, np.float64), w, rtol=tolerance, atol=tolerance * np.abs(w).max())
     return kj.explain(f)(*args, np.int32(0))
