@@ -202,6 +202,7 @@ def launched(array_bytes: int, first: int, size: int, pieces: int, offset: int, 
 CASES = [(4096, 0, 4096, 1), (40_000, 0, 40_000, 7), (3 * 4096, 0, 3 * 4096, 3), (100_016, 12_000, 33_000, 8), (9_999, 1, 9_998, 2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("array", "first", "size", "pieces"), CASES)
 @pytest.mark.parametrize("offset", [0, 2, 14])
 def test_nothing_beyond_the_array_is_asked_for(array: int, first: int, size: int, pieces: int, offset: int) -> None:
@@ -239,6 +240,7 @@ def test_the_emulator_sees_what_is_asked_for_elsewhere(bug: str, tmp_path: pathl
 # -- the machine code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(("device", "arch", "opcode"), [("h200", "sm_90a", "UBLKPF.L2"), ("a100", "sm_80", "CCTL.E.PF2")])

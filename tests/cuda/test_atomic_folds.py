@@ -73,6 +73,7 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
     return got.dtype == want.dtype and np.array_equal(a, b, equal_nan=True) and bool((signs | np.isnan(a)).all())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["any", "one", "descending", "super", "dropped", "none"])
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("how", HOW)
@@ -85,6 +86,7 @@ def test_any_indices(how: str, kind: str, sm: int) -> None:
     np.testing.assert_array_equal(found[0], interpret(program, arrays)[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rows", "width", "n"), [(1, 1, 1), (1, 33, 5), (64, 8, 977), (67, 1, 31), (129, 6, 70_000), (100, 7, 3), (200, 130, 3)]
 )

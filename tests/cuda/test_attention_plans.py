@@ -351,6 +351,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_is_chosen(name: str, is_causal: bool) -> None:

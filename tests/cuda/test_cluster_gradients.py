@@ -155,7 +155,14 @@ def gradient(cell: str) -> Any:
     return jax.grad(loss, (0, 1, 2, 3))
 
 
-@pytest.mark.parametrize("cell, dtype", [("lstm", "float32"), ("lstm", "float16"), ("gru", "bfloat16"), ("gru", "float32")])
+@pytest.mark.parametrize(
+    "cell, dtype",
+    [
+        ("lstm", "float32"),
+        ("gru", "bfloat16"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("lstm", "float16"), ("gru", "float32"))),
+    ],
+)
 def test_both_loops_are_over_clusters(cell: str, dtype: str) -> None:
     """As JAX users write it, against float64, under two schedules."""
     args, step = arguments(cell, 128, 3, 70, dtype), gradient(cell)

@@ -212,6 +212,7 @@ def test_a_segment_softmax_by_one_argument(by: int, dtype: str) -> None:
     assert relative_error(attention_of_edges, [np.asarray(a, DTYPES[dtype]) for a in args], by) < 0.02
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("f", DENSE, ids=lambda f: f.__name__)
 def test_a_largest_number_by_the_weights_alone(f: Any, dtype: str) -> None:

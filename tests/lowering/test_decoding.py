@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("f", "queries", "heads", "keys"), CASES)
 def test_all_workers_read_the_keys(f: Callable[..., Array], queries: int, heads: int, keys: int, dtype: Any) -> None:

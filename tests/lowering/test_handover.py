@@ -23,7 +23,6 @@ from kitsune_jax.gradient import handover
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache
-from tests.support.sampling import sample
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
@@ -148,10 +147,9 @@ def test_a_policy_of_checkpoint_keeps_what_it_names() -> None:
     assert sorted(shape for shape, _ in made) == [(5,), (5,), (40,)]  # the result and the two products
 
 
-WAYS = ["grad", "jvp", "hessian", "vmap", "checkpoint", "scan", "linearize"]
-
-
-@pytest.mark.parametrize(("name", "way"), sample(3, CASES, WAYS, also=lambda _, way: way == "grad"))
+@pytest.mark.sampled(3, way="grad")
+@pytest.mark.parametrize("way", ["grad", "jvp", "hessian", "vmap", "checkpoint", "scan", "linearize"])
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_function(name: str, way: str) -> None:
     f, p, x = case(name)
     if way == "hessian":

@@ -20,7 +20,6 @@ import kitsune_jax as kj
 from kitsune_jax import _compat
 from kitsune_jax.frontend import explain
 from tests.support.checks import arrays, close, in_float64
-from tests.support.sampling import sample
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
@@ -164,10 +163,9 @@ def test_sixteen_bits(name: str, dtype: Any) -> None:
         assert error < 2 * allowed + 1e-3 * float(jnp.abs(want).max())
 
 
-DERIVED = ["grad", "jvp", "second", "vmap", "checkpoint", "scan", "dots_saveable", "value"]
-
-
-@pytest.mark.parametrize(("name", "way"), sample(4, FUNCTIONS, DERIVED, also=lambda _, way: way == "grad"))
+@pytest.mark.sampled(4, way="grad")
+@pytest.mark.parametrize("way", ["grad", "jvp", "second", "vmap", "checkpoint", "scan", "dots_saveable", "value"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_those_of_the_function(name: str, way: str) -> None:
     f, args = FUNCTIONS[name], qkv()
     derived = WAYS[way]
