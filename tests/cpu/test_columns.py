@@ -63,6 +63,7 @@ def in_float64(f: Callable[..., Any], args: tuple[Array, ...]) -> list[np.ndarra
     return jax.tree.leaves(checks.in_float64(f, *args))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 10), (7, 3), (64, 10), (45, 9), (1000, 10), (533, 20), (64, 31), (0, 5)])
 @pytest.mark.parametrize("f", [leapfrog, extremes])
