@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import pytest
 
 from kitsune_jax.errors import fallbacks, forget
-from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend import api, lowering
 from kitsune_jax.frontend import route as route_module
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan
@@ -89,6 +89,14 @@ def _nothing_falls_back(request: pytest.FixtureRequest) -> Iterator[None]:
     forget()
     if told and request.node.get_closest_marker("expects_fallbacks") is None:
         pytest.fail("\n".join(f"{f.part} of {f.function} fell back to plain HLO:\n{f.traceback or f.reason}" for f in told))
+
+
+@pytest.fixture(autouse=True)
+def _explained_is_what_was_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kj.explain`` of a function plans its gradient too, under every policy of residuals, and that takes longer than the rest,
+    a sixth of the time of the room ``lowering``. Only tests of reports and policies read what it finds."""
+    if request.path.parent.name != "user" and request.path.stem not in ("test_residuals", "test_preview"):
+        monkeypatch.setattr(api, "_residuals_of_gradient", lambda *args: None)
 
 
 @pytest.fixture(params=[True, False], ids=["forced", "modelled"])

@@ -260,7 +260,8 @@ def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("cell, width, dtype", [
-    ("lstm", 128, "bfloat16"), ("lstm", 128, "float32"), ("lstm", 256, "float16"), ("gru", 128, "float16"), ("gru", 128, "float32"),
+    ("lstm", 128, "bfloat16"), ("lstm", 256, "float16"), ("gru", 128, "float32"),
+    *(pytest.param(cell, 128, dtype, marks=pytest.mark.slow) for cell, dtype in (("lstm", "float32"), ("gru", "float16"))),
 ])  # fmt: skip
 def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> None:
     """Nor is a register of a product in flight touched, or a product serialised; sums are stored to other CTAs."""
