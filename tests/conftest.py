@@ -12,13 +12,14 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Plans are the same on every machine that runs the tests.
 os.environ["KITSUNE_PROFILE"] = "zen5-2"
 
+import collections
 import gc
 from collections.abc import Iterator
 
 import pytest
 
 from kitsune_jax.errors import fallbacks, forget
-from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend import api, lowering
 from kitsune_jax.frontend import route as route_module
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan
@@ -30,6 +31,42 @@ from reference.check import verify
 # A process of tests holds millions of objects of traces and programs, and looking through them took 6 % of its time.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
+
+
+# They take longest, and many of them have few tests: the last file to begin keeps one process busy while the others wait.
+HEAVY = (
+    "device/test_gpu_check", "lowering/test_lowering_cost", "cuda/test_sass", "cuda/test_training", "cuda/test_ahead",
+    "integration/test_graph_libraries", "user/test_sequence_examples", "user/test_benchmarks_graphs", "cuda/test_devices",
+    "capture/test_standalone", "transforms/test_jax_support", "cuda/test_attention_gradients", "cuda/test_cluster_gradients",
+    "user/test_training_examples", "user/test_benchmarks_training", "user/test_application_examples", "cuda/test_descriptors",
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places: Places = collections.defaultdict(dict)
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) and not _in_sample(item, places, *mark.args, **mark.kwargs):
+            item.add_marker(pytest.mark.slow)
+    turn = {name: place for place, name in enumerate(HEAVY)}
+    items.sort(key=lambda item: turn.get(item.nodeid.removeprefix("tests/").partition(".py")[0], len(turn)))
+
+
+Places = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], int]]  # test, names of an axis -> its values, by identity -> place
+
+
+def _in_sample(item: pytest.Item, places: Places, share: int, **also: object) -> bool:
+    """``share``, ``also``: as pyproject.toml tells of the mark. The places of a case's values on their axes add up to a multiple of
+    ``share``: so every value meets some of each other axis, and all where a third axis has at least ``share``."""
+    params = item.callspec.params  # type: ignore[attr-defined]
+    axes = [m.args[0] for m in item.iter_markers("parametrize")]
+    names = [tuple(a.replace(",", " ").split()) if isinstance(a, str) else tuple(a) for a in axes]
+    names += [(name,) for name in params if not any(name in axis for axis in names)]  # of fixtures
+    sum_of_places = 0
+    for axis in names:
+        known = places[item.nodeid.partition("[")[0], axis]
+        sum_of_places += known.setdefault(tuple(id(params[name]) for name in axis), len(known))
+    return sum_of_places % share == 0 or any(params[name] == value for name, value in also.items())
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +89,14 @@ def _nothing_falls_back(request: pytest.FixtureRequest) -> Iterator[None]:
     forget()
     if told and request.node.get_closest_marker("expects_fallbacks") is None:
         pytest.fail("\n".join(f"{f.part} of {f.function} fell back to plain HLO:\n{f.traceback or f.reason}" for f in told))
+
+
+@pytest.fixture(autouse=True)
+def _explained_is_what_was_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kj.explain`` of a function plans its gradient too, under every policy of residuals, and that takes longer than the rest,
+    a sixth of the time of the room ``lowering``. Only tests of reports and policies read what it finds."""
+    if request.path.parent.name != "user" and request.path.stem not in ("test_residuals", "test_preview"):
+        monkeypatch.setattr(api, "_residuals_of_gradient", lambda *args: None)
 
 
 @pytest.fixture(params=[True, False], ids=["forced", "modelled"])

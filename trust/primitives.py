@@ -7,7 +7,7 @@ One entry per primitive: ``(parameters of the equation, *operands) -> array or l
 from __future__ import annotations
 
 import functools
-import string
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,16 +130,14 @@ def _cumulative(f: Callable[..., Array]) -> Callable[..., Array]:
 
 def _dot(params: Params, a: Array, b: Array) -> Array:
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
-    letters = iter(string.ascii_letters)
-    names_a = [next(letters) for _ in a.shape]
-    names_b = [next(letters) for _ in b.shape]
-    for i, j in (*zip(batch_a, batch_b, strict=True), *zip(contract_a, contract_b, strict=True)):
-        names_b[j] = names_a[i]
-    free_a = [n for i, n in enumerate(names_a) if i not in (*batch_a, *contract_a)]
-    free_b = [n for j, n in enumerate(names_b) if j not in (*batch_b, *contract_b)]
-    out = [*(names_a[i] for i in batch_a), *free_a, *free_b]
+    free_a = [i for i in range(a.ndim) if i not in (*batch_a, *contract_a)]
+    free_b = [j for j in range(b.ndim) if j not in (*batch_b, *contract_b)]
     wide = np.promote_types(a.dtype, b.dtype)
-    return np.einsum(f"{''.join(names_a)},{''.join(names_b)}->{''.join(out)}", a.astype(wide), b.astype(wide), optimize=True)
+    batch, rows, columns = (tuple(x.shape[i] for i in axes) for x, axes in ((a, batch_a), (a, free_a), (b, free_b)))
+    terms = math.prod(a.shape[i] for i in contract_a)
+    x = a.astype(wide).transpose(*batch_a, *free_a, *contract_a).reshape(math.prod(batch), math.prod(rows), terms)
+    y = b.astype(wide).transpose(*batch_b, *contract_b, *free_b).reshape(math.prod(batch), terms, math.prod(columns))
+    return np.matmul(x, y).reshape(batch + rows + columns)
 
 
 def _sort(params: Params, *xs: Array) -> list[Array]:

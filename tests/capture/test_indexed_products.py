@@ -114,10 +114,10 @@ def test_indices_out_of_range_give_what_they_gave(mode: str) -> None:
         return jnp.nansum(jnp.sin(f(w, nodes, i)))
 
     assert products(f, w, nodes, i) == [(N, H, D)]
-    close(jax.jit(kj.pipeline(f, force=True))(w, nodes, i), in_float64(f, w, nodes, i))
+    close(jax.jit(kj.pipeline(f, force=True))(w, nodes, i), in_float64(f, w, nodes, i, by_xla=True))
     for argument in (0, 1):
         gradient = jax.grad(loss, argument)
-        close(jax.jit(kj.pipeline(gradient, force=True))(w, nodes, i), in_float64(gradient, w, nodes, i))
+        close(jax.jit(kj.pipeline(gradient, force=True))(w, nodes, i), in_float64(gradient, w, nodes, i, by_xla=True))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
@@ -126,7 +126,7 @@ def test_the_gradient_by_weights_at_indices_out_of_range(dtype: str) -> None:
     args = list(edge_arguments())
     args[3] = args[3].at[0].set(N).at[1].set(N + 90).at[2].set(0 if dtype.startswith("u") else -N - 3).astype(dtype)
     gradient = jax.grad(lambda *a: jnp.sum(jnp.sin(edge_layer(*a))), (0, 1, 2))
-    close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
+    close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args, by_xla=True))
 
 
 def test_the_gradient_by_weights_of_a_table_with_one_row() -> None:
@@ -135,7 +135,7 @@ def test_the_gradient_by_weights_of_a_table_with_one_row() -> None:
     args[2] = args[2][:1]
     args[3], args[4] = (i % 3 - 1 for i in args[3:])
     gradient = jax.grad(lambda *a: jnp.sum(jnp.sin(edge_layer(*a))), (0, 1, 2))
-    close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
+    close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args, by_xla=True))
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])

@@ -174,6 +174,7 @@ def test_its_gradient_is_what_jax_says(name):
     check(lambda t, i, ct: jax.vjp(lambda t: READS[name](t, i), t)[1](ct), TABLE, IDS, ct)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_segment_reduction_folds_what_jax_folds(name, dtype):

@@ -14,6 +14,7 @@ import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.ops.capabilities import TargetCapabilities
+from tests.support.checks import in_float64
 
 RNG = np.random.default_rng(11)
 
@@ -36,10 +37,7 @@ def scaled(x: Any, w: Any, scale: Any, b: Any) -> Any:
 
 def check(f: Any, *args: Any, tolerance: float = 2e-5) -> None:
     got = jax.jit(kj.pipeline(f, force=True, strict=True))(*args)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x), args)
-        want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(f)(*wide))]
-    for g, w in zip(jax.tree.leaves(got), want, strict=True):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(in_float64(f, *args)), strict=True):
         np.testing.assert_allclose(
             np.asarray(g, np.float64), w, rtol=tolerance, atol=tolerance * np.abs(w).max(initial=1.0, where=np.isfinite(w))
         )

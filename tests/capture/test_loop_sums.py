@@ -106,6 +106,7 @@ def agree(fn: Callable[..., object], args: list[np.ndarray]) -> Graph:
     return after.graph
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [0, 1, 2, 6])
 @pytest.mark.parametrize("loss", [lstm, rnn, checkpointed, heads])
 def test_sums_are_the_same_outside(loss: Loss, steps: int) -> None:

@@ -45,6 +45,7 @@ def everything(key, i):
 KEYS = {"typed": jax.random.key, "old": jax.random.PRNGKey}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("partitionable", [True, False])
 @pytest.mark.parametrize("form", KEYS)
 def test_bits_splits_and_folds(form, partitionable):

@@ -12,6 +12,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import Graph
+from tests.support.checks import in_float64
 from tests.support.graphs import graph_of
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
@@ -54,9 +55,7 @@ def scores(graph: Graph) -> int:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_training_step(layers: int, causal: bool) -> None:
     args = arguments(layers)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
-        wanted = jax.jit(lambda x, w: step(x, w, causal=causal))(*wide)
+    wanted = in_float64(lambda x, w: step(x, w, causal=causal), *args)
     got = jax.jit(kj.pipeline(lambda x, w: step(x, w, causal=causal), strict=True, force=True))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         b = np.asarray(b)

@@ -56,14 +56,17 @@ def send(path: pathlib.Path, closed: Any, target: str, force: bool, args: Sequen
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory, kernel_cache: pathlib.Path) -> pathlib.Path:
-    """The folder in which another process has evaluated every case; it has not seen the functions."""
+def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, kernel_cache: pathlib.Path) -> pathlib.Path:
+    """The folder in which another process has evaluated every case that is tested; it has not seen the functions."""
+    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {(case.get("name"), case.get("mode")) for case in cases}
     folder = tmp_path_factory.mktemp("graphs")
     for name in CASES:
+        modes = [mode for mode in MODES if (name, mode) in asked]
         with contextlib.suppress(pytest.skip.Exception), precision(name):
             f, args = flat(name)
             closed = jax.make_jaxpr(f)(*args)
-            for mode in MODES:
+            for mode in modes:
                 send(folder / f"{name}-{mode}.json", closed, "cpu", mode == "forced", args)
     send(folder / "mlp-emulator.json", jax.make_jaxpr(mlp)(X, W), "emulator", True, (X, W))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -83,6 +86,7 @@ def check(path: pathlib.Path, pipelined: Any, args: Sequence[Any]) -> tuple[int,
     return int(path.with_suffix(".calls").read_text()), lowered.as_text().count("@kitsune_")
 
 
+@pytest.mark.sampled(4, mode="forced")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_another_process_gives_the_same_bits(name: str, mode: str, elsewhere: pathlib.Path) -> None:

@@ -106,6 +106,7 @@ def test_layouts(form: Callable[..., Array]) -> None:
     check(form, reference(*args), *args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", ["inf", "low", "added", "window", "padded", "library"])
 def test_masks(form: str, dtype: str) -> None:

@@ -103,6 +103,7 @@ def programs(function: Callable[..., Any], *args: Array) -> list[TileProgram]:
     return [build(graph, r.region, r.plan) for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_backward_pass_alone(causal: bool, dtype: str) -> None:

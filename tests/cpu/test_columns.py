@@ -16,7 +16,7 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower_program
-from tests.support.checks import enable_x64
+from tests.support import checks
 
 STEPS = 5
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
@@ -60,10 +60,10 @@ def arguments(rows: int, columns: int, dtype: Any, seed: int = 0) -> tuple[Array
 
 
 def in_float64(f: Callable[..., Any], args: tuple[Array, ...]) -> list[np.ndarray]:
-    with enable_x64():
-        return [np.asarray(x) for x in jax.jit(f)(*(np.asarray(a, np.float64) for a in args))]
+    return jax.tree.leaves(checks.in_float64(f, *args))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 10), (7, 3), (64, 10), (45, 9), (1000, 10), (533, 20), (64, 31), (0, 5)])
 @pytest.mark.parametrize("f", [leapfrog, extremes])

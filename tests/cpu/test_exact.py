@@ -12,6 +12,7 @@ import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu.bytecode import encode
 from kitsune_jax.targets.cpu.lower import lower_program
+from tests.support.checks import in_float64
 from tests.support.lowered import ROW, array, plain
 from tests.support.tiles import Tiles
 
@@ -78,7 +79,6 @@ def test_softmax_over_segments_by_one_argument(name: str, argument: int) -> None
     h, w, a, g = (rng.standard_normal(s) * 0.5 for s in ((nodes, 8), (8, 6), (2, 2, 3), (nodes, 2, 3)))
     h, w, a, g = (np.asarray(v, DTYPES[name]) for v in (h, w, a, g))
     got = jax.jit(kj.pipeline(jax.grad(loss, argument), force=True))(h, w, a, g, *ids)
-    with jax.enable_x64(True):
-        want = jax.jit(jax.grad(loss, argument))(*(v.astype(np.float64) for v in (h, w, a, g)), *ids)
+    want = in_float64(jax.grad(loss, argument), h, w, a, g, *ids)
     tolerance = (0.03 if name == "bfloat16" else 0.004) * (1 + np.abs(want).max())
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)

@@ -64,6 +64,7 @@ def given(key, _):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("loop", [random_actions, rollout, counted, given])
 def test_a_key_for_each_environment(loop, make):

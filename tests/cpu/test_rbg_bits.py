@@ -51,6 +51,7 @@ def test_the_table_has_the_bits_of_xla(key: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(following, [*key[:2], counted % 2**32, (counted >> 32) % 2**32])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 @pytest.mark.parametrize("shape", [(1,), (131,), (3, 5, 7), (64, 33)])
 def test_bits_and_the_next_key(shape: tuple[int, ...], dtype: str) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES, Fetch
 from kitsune_jax.targets.cuda.lower import generate_call_kernel
 from tests.cuda.test_decoding import token
 from tests.cuda.test_launch import _cuda
+from tests.support.checks import in_float64
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import arrangements, by_hand, called, code_of, kernel_cache, subject, tiled
@@ -64,12 +64,6 @@ def arguments(dtype: Any = jnp.float32, batch: int = 1, keys: int = 1103) -> tup
     cache = (batch, keys, HEADS, SIZE)
     weights = made(HEADS * SIZE, HIDDEN), made(HIDDEN, wide)
     return made(batch, wide), made(batch, 1, HEADS, SIZE), made(*cache), made(*cache), np.int32(keys // 2), *weights
-
-
-def in_float64(f: Callable[..., Array], *args: Array) -> np.ndarray:
-    with jax.enable_x64(True):
-        wide = [np.asarray(a) if np.ndim(a) == 0 else np.asarray(a, np.float64) for a in args]
-        return np.asarray(jax.jit(f)(*wide))
 
 
 def asked(found: list[counters.Counts], name: str) -> int:
@@ -208,6 +202,7 @@ def launched(array_bytes: int, first: int, size: int, pieces: int, offset: int, 
 CASES = [(4096, 0, 4096, 1), (40_000, 0, 40_000, 7), (3 * 4096, 0, 3 * 4096, 3), (100_016, 12_000, 33_000, 8), (9_999, 1, 9_998, 2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("array", "first", "size", "pieces"), CASES)
 @pytest.mark.parametrize("offset", [0, 2, 14])
 def test_nothing_beyond_the_array_is_asked_for(array: int, first: int, size: int, pieces: int, offset: int) -> None:
@@ -245,6 +240,7 @@ def test_the_emulator_sees_what_is_asked_for_elsewhere(bug: str, tmp_path: pathl
 # -- the machine code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(("device", "arch", "opcode"), [("h200", "sm_90a", "UBLKPF.L2"), ("a100", "sm_80", "CCTL.E.PF2")])

@@ -23,6 +23,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, sources
 from reference.interpret import interpret
 from tests.cuda.test_unsorted import ROW, ids
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
 from tests.support.tiles import Tiles
@@ -51,6 +52,7 @@ def reference(x: np.ndarray, index: np.ndarray, n: int) -> tuple[np.ndarray, np.
     return want[0], want[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["any", "one", "super", "dropped", "none"])
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("seed", [1, 2])
@@ -63,6 +65,7 @@ def test_any_indices(kind: str, sm: int, seed: int) -> None:
     np.testing.assert_allclose(got, interpret(summed(rows, width, n), arrays)[0], atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rows", "width", "n"), [(1, 1, 1), (1, 33, 5), (64, 8, 977), (67, 1, 31), (129, 6, 70_000), (100, 7, 3), (200, 130, 3)]
 )
@@ -103,9 +106,7 @@ def test_the_gradient_by_senders_into_a_large_table(dtype: str) -> None:
     report = kj.explain(step)(*args)
     assert any("deterministic=False: the last bits of" in note and "test_atomic.py" in note for note in report.notes), report.notes
     value, grads = jax.jit(step)(*args)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in args[:2]]
-        want, want_grads = jax.value_and_grad(loss, (0, 1))(*wide, *(jnp.asarray(np.asarray(i)) for i in args[2:]))
+    want, want_grads = in_float64(jax.value_and_grad(loss, (0, 1)), *args)
     tolerance = {"float32": 5e-3, "bfloat16": 6e-2, "float16": 1e-2}[dtype]
     assert abs(float(value) - float(want)) < tolerance * float(want)
     for got, reference in zip(grads, want_grads, strict=True):

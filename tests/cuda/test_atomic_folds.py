@@ -22,6 +22,7 @@ from kitsune_jax.targets.cuda import lower, nvrtc, sources
 from reference.interpret import interpret
 from tests.cuda.test_atomic import summed
 from tests.cuda.test_unsorted import ids
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
 
@@ -72,6 +73,7 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
     return got.dtype == want.dtype and np.array_equal(a, b, equal_nan=True) and bool((signs | np.isnan(a)).all())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["any", "one", "descending", "super", "dropped", "none"])
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("how", HOW)
@@ -84,6 +86,7 @@ def test_any_indices(how: str, kind: str, sm: int) -> None:
     np.testing.assert_array_equal(found[0], interpret(program, arrays)[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rows", "width", "n"), [(1, 1, 1), (1, 33, 5), (64, 8, 977), (67, 1, 31), (129, 6, 70_000), (100, 7, 3), (200, 130, 3)]
 )
@@ -126,9 +129,7 @@ def test_a_maximum_by_a_second_index_into_a_large_table(edges: int, dtype: str) 
     assert {"scatter-add", "scatter-max"} <= {op for stage in region.stages for op in stage.ops}, region
     assert not any("deterministic" in note for note in report.notes)
     sums, largest = jax.jit(pipelined)(w, nodes, *ends)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (w, nodes)]
-        want = both_ends(*wide, *(jnp.asarray(np.asarray(i)) for i in ends))
+    want = in_float64(both_ends, w, nodes, *ends)
     touched = np.isin(np.arange(n), np.asarray(ends[0]))
     assert np.all(np.asarray(largest, np.float64)[~touched] == -np.inf)  # as JAX has it
     tolerance = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 2e-3}[dtype]

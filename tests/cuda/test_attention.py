@@ -49,6 +49,7 @@ def check(case: Case, tolerance: float, **how: int) -> None:
     assert max(errors) < tolerance, errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_attention(shape: str, dtype: str) -> None:

@@ -28,7 +28,7 @@ from kitsune_jax.ops.graph import Graph
 from kitsune_jax.program.build import build
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_attention_cases import ATTENTION_GRADIENTS
 from tests.support.cuda_cases import Family
 from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
@@ -169,16 +169,13 @@ def test_queries_that_see_nothing() -> None:
     case = dataclasses.replace(CASES["plain"], queries=400, keys=300, mask=lambda q, k: q > k)
     args = drawn(case, "bfloat16")
     args[3] = args[3].at[:, 0].multiply(64)
-    with enable_x64():
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in args]
-        want = jax.vjp(lambda q, k, v: attention(case, q, k, v), *wide[:3])[1](wide[3])
+    want = in_float64(lambda q, k, v, g: jax.vjp(lambda *qkv: attention(case, *qkv), q, k, v)[1](g), *args)
     got, kernels = run(case, args)
-    assert kernels == 3 and max(errors(got, [np.asarray(w) for w in want])) < TOLERANCE["bfloat16"]
+    assert kernels == 3 and max(errors(got, want)) < TOLERANCE["bfloat16"]
 
 
 def wanted(family: Family, args: tuple[Array, ...]) -> list[np.ndarray]:
-    with enable_x64():
-        return [np.asarray(x) for x in family.function(*(np.asarray(a, np.float64) for a in args))]
+    return jax.tree.leaves(in_float64(family.function, *args))
 
 
 @pytest.mark.slow
@@ -264,6 +261,7 @@ def backward_of(heads: int, dim: int, dtype: str, is_causal: bool) -> tuple[Grap
     return graph, route(graph, "cuda", RouteOptions(device="h200", code=False))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_are_chosen(name: str, is_causal: bool) -> None:

@@ -28,7 +28,7 @@ from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache
 
@@ -57,8 +57,7 @@ def drawn(dtype: str, queries: int = 576, keys: int = 704, dim: int = 16) -> lis
 
 def error(args: list[jax.Array], place: int, got: tuple[Any, ...]) -> float:
     """The largest one, in multiples of the largest number of its array (where that is 0, as if it were 1)."""
-    with enable_x64():
-        want = gradients(*(jnp.asarray(np.asarray(a, np.float64)) for a in args), place=jnp.int32(place))
+    want = in_float64(lambda *args: gradients(*args, place=jnp.int32(place)), *args)
     assert [g.shape for g in got] == [w.shape for w in want]
     pairs = [(np.asarray(g, np.float64), np.asarray(w)) for g, w in zip(got, want, strict=True)]
     return float(np.max([np.abs(g - w).max() / (np.abs(w).max() or 1.0) for g, w in pairs]))  # NaN where one is

@@ -23,7 +23,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.target import CUDA
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_attention_cases import ATTENTION
 from tests.support.cuda_run import Kernel, arrangements, kernel_cache, run_program, subject
 
@@ -302,9 +302,7 @@ def test_every_arrangement_under_several_schedules(name: str, dtype: str) -> Non
     """Of every number of lanes and extent of a block, on Hopper and portable: float64's numbers, and equal bits."""
     family = ATTENTION[name]
     of = subject(family.function, *family.arguments(131, dtype), batches=True)
-    with enable_x64():
-        wide = [np.asarray(a).astype("int32" if a.dtype == "int32" else "float64") for a in of.args]
-        want = np.asarray(family.function(*wide))
+    want = in_float64(family.function, *of.args)
     found = arrangements(of)
     assert {"sm90-vertical-streamed-cluster1-lanes2-blocks64", "sm80-vertical-streamed-cluster1-lanes1-blocks64"} <= set(found)
     for plan in found.values():
@@ -339,8 +337,7 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str) -> None:
         assert changed != source
         return changed
 
-    with enable_x64():
-        want = np.asarray(family.function(*(np.asarray(a, np.float64) for a in of.args)))
+    want = in_float64(family.function, *of.args)
     with pytest.raises(Exception):  # noqa: B017  (of XLA, with what the emulator says)
         (got,) = run_program(of.program(plan), *of.args, lanes=2, resident=False, change=change)
         assert error(got.astype(np.float64), want) < TOLERANCE["bfloat16"]
@@ -354,6 +351,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_is_chosen(name: str, is_causal: bool) -> None:

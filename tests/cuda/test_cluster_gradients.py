@@ -24,7 +24,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.cuda.test_cluster_loops import LAYERS, TOLERANCE, arguments, check_bug, check_case, heun, padded, stacked, tiled
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.programs import Array, Case
@@ -155,7 +155,14 @@ def gradient(cell: str) -> Any:
     return jax.grad(loss, (0, 1, 2, 3))
 
 
-@pytest.mark.parametrize("cell, dtype", [("lstm", "float32"), ("lstm", "float16"), ("gru", "bfloat16"), ("gru", "float32")])
+@pytest.mark.parametrize(
+    "cell, dtype",
+    [
+        ("lstm", "float32"),
+        ("gru", "bfloat16"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("lstm", "float16"), ("gru", "float32"))),
+    ],
+)
 def test_both_loops_are_over_clusters(cell: str, dtype: str) -> None:
     """As JAX users write it, against float64, under two schedules."""
     args, step = arguments(cell, 128, 3, 70, dtype), gradient(cell)
@@ -166,8 +173,7 @@ def test_both_loops_are_over_clusters(cell: str, dtype: str) -> None:
     for seed in (1, 2):
         runtime.set_emulator_seed(seed)
         found.append([np.asarray(x) for x in pipelined(*args)])
-    with enable_x64():
-        want = [np.asarray(x) for x in jax.jit(step)(*(np.asarray(a, np.float64) for a in args))]
+    want = in_float64(step, *args)
     for g, again, w in zip(*found, want, strict=True):
         assert np.abs(g.astype(np.float64) - w).max() < 2 * TOLERANCE[dtype] * np.abs(w).max()
         assert g.tobytes() == again.tobytes()
@@ -218,8 +224,7 @@ def test_gradients_of_what_a_step_may_do(loop: Callable[..., Any], dtype: str, w
     report = kj.explain(kj.pipeline(step, force=True), platform="cuda", device="h200")(*args)
     assert [r.cluster > 1 for r in report.regions if any("scan" in s.name for s in r.stages)] == [True, True]
     found = jax.jit(kj.pipeline(step, target="emulator", force=True))(*args)
-    with enable_x64():
-        want = [np.asarray(x) for x in jax.jit(step)(*(np.asarray(a, np.float64) for a in args))]
+    want = in_float64(step, *args)
     for g, w in zip(found, want, strict=True):
         assert np.abs(np.asarray(g, np.float64) - w).max() <= TOLERANCE[dtype] * np.abs(w).max()
 
@@ -255,7 +260,8 @@ def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("cell, width, dtype", [
-    ("lstm", 128, "bfloat16"), ("lstm", 128, "float32"), ("lstm", 256, "float16"), ("gru", 128, "float16"), ("gru", 128, "float32"),
+    ("lstm", 128, "bfloat16"), ("lstm", 256, "float16"), ("gru", 128, "float32"),
+    *(pytest.param(cell, 128, dtype, marks=pytest.mark.slow) for cell, dtype in (("lstm", "float32"), ("gru", "float16"))),
 ])  # fmt: skip
 def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> None:
     """Nor is a register of a product in flight touched, or a product serialised; sums are stored to other CTAs."""

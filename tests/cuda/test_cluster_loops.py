@@ -24,7 +24,7 @@ from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime, tiles
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program
 from tests.support.programs import Case, lstm
@@ -233,9 +233,7 @@ def test_what_a_step_may_do(loop: Callable[..., Any], dtype: str) -> None:
     for seed in (1, 2):
         runtime.set_emulator_seed(seed)
         found.append([np.asarray(x) for x in jax.tree.leaves(pipelined(*args))])
-    with enable_x64():
-        exact = [np.asarray(a) if a.dtype == bool else np.asarray(a, np.float64) for a in args]
-        want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(loop)(*exact))]
+    want = jax.tree.leaves(in_float64(loop, *args))
     for g, again, w in zip(*found, want, strict=True):
         assert np.abs(g.astype(np.float64) - w).max() < TOLERANCE[dtype] * max(1.0, np.abs(w).max())
         assert g.tobytes() == again.tobytes()

@@ -198,8 +198,7 @@ DENSE = (largest_of_rows, largest_exponential, softmax_with_a_maximum, both_ends
 def relative_error(f: Any, args: Any, by: int) -> float:
     grad = jax.grad(f, by)
     got = np.asarray(jax.jit(kj.pipeline(grad, force=True, target="emulator", strict=True))(*args), np.float64)
-    with jax.enable_x64(True):
-        want = np.asarray(jax.jit(grad)(*(np.asarray(a, np.float64) for a in args)))
+    want = in_float64(grad, *args)
     return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
@@ -213,6 +212,7 @@ def test_a_segment_softmax_by_one_argument(by: int, dtype: str) -> None:
     assert relative_error(attention_of_edges, [np.asarray(a, DTYPES[dtype]) for a in args], by) < 0.02
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("f", DENSE, ids=lambda f: f.__name__)
 def test_a_largest_number_by_the_weights_alone(f: Any, dtype: str) -> None:

@@ -43,9 +43,6 @@ FAST = [
     ("mixed", HALF, RESIDENT),
     ("swiglu-small", HALF, PORTABLE),
     ("labels-step", HALF, RESIDENT),
-    ("labels-step", FLOAT, RESIDENT),
-    ("pulled-back", HALF, RESIDENT),
-    ("heads-step", HALF, RESIDENT),
     ("skip-step", HALF, L2),
 ]
 # Of "dense" with so few rows, the columns of its weights are the longer stream.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from tests.support.checks import in_float64
 
 Array = Any
 RNG = np.random.default_rng(11)
@@ -38,11 +39,6 @@ def one_head(q: Array, k: Array, v: Array, last: Array) -> Array:
 def arguments(batch: int, keys: int, heads: int, size: int, dtype: Any = jnp.float32) -> tuple[Array, ...]:
     shapes = (batch, 1, heads, size), (batch, keys, heads, size), (batch, keys, heads, size)
     return tuple(jnp.asarray(RNG.standard_normal(s), dtype) for s in shapes)
-
-
-def in_float64(f: Callable[..., Array], *args: Array) -> np.ndarray:
-    with jax.enable_x64(True):
-        return np.asarray(jax.jit(f)(*(np.asarray(a, np.float64) for a in args[:-1]), args[-1]))
 
 
 CASES = [(token, 2, 1103, 3, 16), (of_jax, 3, 1024, 2, 24), (one_head, 1, 2053, 1, 33)]

@@ -177,13 +177,15 @@ def wrong_weights(pieces: tuple[int, ...], n: int, dtype: str, plant: str = "") 
 
 WIDTHS = (8, 16, 32, 64, 96, 128, 152)
 WEIGHTS = [
-    *(((k,), n, dtype) for dtype in TYPES for k, n in zip(WIDTHS, (128, 96, 64, 32, 16, 8, 192))),
-    *(((k,), n, dtype) for dtype in TYPES for k, n in ((27, 128), (5, 8), (12, 13), (64, 100), (32, 16), (128, 128))),
-    *((pieces, 40, dtype) for dtype in TYPES for pieces in ((27, 40), (8, 3), (16, 64), (40, 12))),
+    *(((k,), n) for k, n in zip(WIDTHS, (128, 96, 64, 32, 16, 8, 192))),
+    *(((k,), n) for k, n in ((27, 128), (5, 8), (12, 13), (64, 100), (32, 16), (128, 128))),
+    *((pieces, 40) for pieces in ((27, 40), (8, 3), (16, 64), (40, 12))),
 ]
 
 
-@pytest.mark.parametrize(("pieces", "n", "dtype"), WEIGHTS, ids=str)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("pieces", "n"), WEIGHTS, ids=str)
 def test_descriptors_of_weights_find_every_element_where_it_was_packed(pieces: tuple[int, ...], n: int, dtype: str) -> None:
     assert wrong_weights(pieces, n, dtype) == []
 
@@ -241,6 +243,7 @@ PANELS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("x", "y", "n", "lanes"), PANELS)
 def test_descriptors_of_panels_find_every_element_where_it_was_put(x: int, y: int, n: int, lanes: int, dtype: str) -> None:

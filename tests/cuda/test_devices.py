@@ -262,6 +262,7 @@ def test_kernels_launch_on_every_device(monkeypatch: pytest.MonkeyPatch, fake_dr
             assert want > 0 and answer.startswith(f"launch grid={want} "), f"{gpu.name}: {answer}"
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("gpu", [H200_UNEVEN, H100_PCIE, H100_SLICE, H200_SLICE, H20, GH200], ids=lambda gpu: gpu.name)
 def test_what_was_planned_for_a_h200_launches_on_other_devices_of_its_architecture(fake_driver: pathlib.Path, gpu: Gpu) -> None:

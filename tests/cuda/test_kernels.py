@@ -21,7 +21,7 @@ import pytest
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import lower
 from kitsune_jax.targets.cuda import lower as cuda_lower
-from tests.support.checks import enable_x64
+from tests.support import checks
 from tests.support.cuda_cases import DTYPES, FAMILIES, Arg, Family, dense_relu
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, run, subject
 from trust import reference
@@ -48,9 +48,7 @@ def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Any], lis
 
 
 def in_float64(function: Callable[..., Any], args: tuple[Any, ...]) -> list[np.ndarray]:
-    with enable_x64():
-        wide = [np.asarray(a).astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
-        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(function)(*wide))]
+    return jax.tree.leaves(checks.in_float64(function, *args))
 
 
 def in_tf32(function: Callable[..., Any], args: tuple[Any, ...]) -> list[np.ndarray]:

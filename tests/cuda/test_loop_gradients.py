@@ -33,7 +33,7 @@ from tests.cuda import test_sass
 from tests.cuda.test_gradients import BUGS, plant
 from tests.cuda.test_loops import tiled
 from tests.cuda.test_training import CHAIN, ROUNDING, check_close, check_schedules, in_float64
-from tests.support.checks import enable_x64
+from tests.support import checks
 from tests.support.cuda_compilers import COMPILERS
 from tests.support.cuda_recurrent_cases import RECURRENT, heun, loss, lstm, pendulum, simple
 from tests.support.cuda_run import Kernel, Subject, arrangements, by_hand, kernel_cache, run_program, subject
@@ -211,9 +211,7 @@ def test_the_gradient_of_a_loop_is_made_of_kernels(name: str) -> None:
     before = runtime.calls()
     got = jax.block_until_ready(jax.jit(kj.pipeline(function, target="emulator", force=True))(*args))
     assert runtime.calls() == before + len(report.regions)
-    with enable_x64():
-        want = jax.jit(function)(*(np.asarray(a, np.float64) for a in args))
-    check_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], CHAIN * ROUNDING["float32"])
+    check_close([np.asarray(x) for x in got], jax.tree.leaves(checks.in_float64(function, *args)), CHAIN * ROUNDING["float32"])
 
 
 # -- plans

@@ -51,6 +51,7 @@ def test_a_simulator_whose_state_is_carried_in_registers(columns: bool, sm: int,
     check_case(cart_pole(rows=257, steps=7, columns=columns), "float32", sm=sm, lanes=lanes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("hidden, features", [(7, 6), (32, 9), (24, 33)])
 def test_recurrences_whose_weights_stay(hidden: int, features: int, dtype: str) -> None:

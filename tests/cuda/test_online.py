@@ -90,6 +90,7 @@ def check(arrays: Arrays, n: int, finite: bool = False, **how: int) -> None:
         assert not (bad & np.isfinite(want)).any(), np.nanmax(np.abs(found - want))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["random", "one", "rows", "super", "ends", "dropped", "none"])
 @pytest.mark.parametrize(
     "rows, n, lanes, replicas", [(523, 97, 3, 2), (130, 1000, 1, 1), (1, 5, 2, 1), (64, 1, 1, 3), (900, 11, 2, 9)]
@@ -98,6 +99,7 @@ def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int, replicas: i
     check(made(kind, rows, 4, 8, n), n, lanes=lanes, replicas=replicas)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("heads, width", [(1, 2), (1, 40), (3, 2), (8, 8), (33, 5), (5, 31)])
 @pytest.mark.parametrize("sm", [900, 800])

@@ -16,6 +16,7 @@ from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.targets.cuda import runtime
+from tests.support.checks import in_float64
 from tests.support.cuda_run import kernel_cache
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -101,9 +102,7 @@ def test_a_step_is_one_kernel(optimiser: str, dtype: str, rows: int) -> None:
     value, (params, state) = pipelined(*args)
     jax.block_until_ready(params)
     assert runtime.calls() == before + 1
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), args)
-        want, (want_params, want_state) = jax.jit(step)(*wide)
+    want, (want_params, want_state) = in_float64(step, *args)
     tolerance = {"float32": 5e-3, "float16": 5e-3, "bfloat16": 4e-2}[dtype]
     assert abs(float(value) - float(want)) <= tolerance * abs(float(want))
     rounding = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]

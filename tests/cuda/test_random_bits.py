@@ -96,6 +96,7 @@ def test_a_planted_bug_gives_other_bits(bug: str | None, tmp_path: pathlib.Path,
     assert np.array_equal(got, want) == (bug is None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("impl", IMPLS)

@@ -18,7 +18,7 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import layout, tiles
 from kitsune_jax.targets.cuda.stage import fitting
 from reference.interpret import interpret
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_run import Kernel, arrangements, by_hand, kernel_cache, run_program, subject
 from tests.support.programs import attention
 from tests.support.tiles import Tiles
@@ -113,8 +113,7 @@ def test_two_products_of_more_chunks_than_a_ring_has(dtype: str, width: int) -> 
     shapes = ((131, 32), (32, width), (width, 64), (width, 64))
     args = [jnp.asarray(rng.standard_normal(s) * s[0] ** -0.5, dtype) for s in shapes]
     of = subject(gated, *args)
-    with enable_x64():
-        want = np.asarray(gated(*(np.asarray(a, np.float64) for a in args)))
+    want = in_float64(gated, *args)
     found = {name: plan for name, plan in arrangements(of).items() if "streamed" in name}
     assert {"sm90-vertical-streamed-cluster2-lanes2", "sm80-vertical-streamed-cluster1-lanes1"} <= set(found)
     for plan in found.values():

@@ -37,6 +37,7 @@ def streams(*shape: int) -> tuple[tuple[int, ...], ...]:
     return ((0,), *((),) * len(shape))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows, i, j, k, sm, lanes",
@@ -129,6 +130,7 @@ def test_the_operands_of_a_product_are_kept_for_a_gradient(
     check(t.program(), arrays, sm=sm, lanes=lanes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", HOW)
 @pytest.mark.parametrize("dtype", [*DTYPES, "int32"])
 def test_elements_are_picked_and_added_up(dtype: str, sm: int, lanes: int) -> None:

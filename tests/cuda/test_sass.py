@@ -139,6 +139,7 @@ def plans(name: str, dtype: str) -> dict[str, Plan]:
 # --- every arrangement
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family, dtype, arrangement",
     [
@@ -215,6 +216,7 @@ def check_gradients(one: Made) -> None:
         assert {p["columns"] for p in products} == {g["columns"] for g in gradients}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family, dtype, arrangement",
     [

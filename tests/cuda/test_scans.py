@@ -22,7 +22,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.stage import fitting
 from tests.support import cuda_recurrent_cases
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache
 
@@ -147,8 +147,7 @@ def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pyte
     plan = arrangements(of)["sm90-vertical-resident-lanes3"]
     run = Kernel(of, plan)
     first, again = run(seed=0), run(seed=1)
-    with enable_x64():
-        want = [np.asarray(x) for x in WIDE_LSTM(*(np.asarray(a, np.float64) for a in args))]
+    want = in_float64(WIDE_LSTM, *args)
     for g, other, w in zip(first, again, want, strict=True):
         assert np.abs(g.astype(np.float64) - w).max() < 3e-2 * np.abs(w).max() and g.tobytes() == other.tobytes()
     monkeypatch.setattr(fitting, "_CARRIED_MARGINS", (0,))

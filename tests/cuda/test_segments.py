@@ -69,12 +69,14 @@ def values(rows: int, width: int, dtype: str = "float32") -> np.ndarray:
     return small(rows, width, dtype=dtype) if width > 1 else small(rows, dtype=dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["random", "one", "rows", "super", "ends", "dropped", "none"])
 @pytest.mark.parametrize("rows, n, lanes", [(523, 97, 3), (130, 1000, 1), (1, 5, 2), (64, 1, 1)])
 def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int) -> None:
     check(summed(rows, 40, n), [values(rows, 40), ids(kind, rows, n)], lanes=lanes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", [(900, 3), (800, 2)])
 @pytest.mark.parametrize("width", [1, 3, 27, 160])
 @pytest.mark.parametrize(
@@ -101,6 +103,7 @@ def ordered(rows: int, width: int, n: int, dtype: str) -> tuple[TileProgram, lis
     return t.program(), [small(rows, width, dtype=dtype), by, np.argsort(by, kind="stable").astype(np.int32)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sm, lanes, replicas", [(900, 1, 1), (900, 3, 2), (800, 2, 3)])
 @pytest.mark.parametrize("rows", [1, 65, 500])
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 64), ("float32", 27), ("float16", 63)])

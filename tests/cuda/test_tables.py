@@ -41,6 +41,7 @@ def check(program: TileProgram, arrays: list[np.ndarray], **how: int) -> None:
         np.testing.assert_array_equal(*wide, err_msg=f"result {k}\n{program}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", [(900, 1), (900, 3), (800, 2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "bool"])
 def test_rows_of_every_width_are_gathered_as_they_lie(dtype: str, sm: int, lanes: int) -> None:
@@ -100,6 +101,7 @@ def edges(rows: int, n: int, width: int, dtype: str) -> tuple[TileProgram, list[
     return t.program(), [*arrays, weights.astype(np_dtype(dtype))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", [(900, 2), (800, 2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("width", [96, 24])

@@ -20,7 +20,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets.cuda import runtime
-from tests.support.checks import enable_x64
+from tests.support import checks
 from tests.support.cuda_cases import DTYPES, Family
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 from tests.support.cuda_training_cases import TRAINING, integers, relu_step, relu_step_of_integers, residual, squared_error
@@ -47,9 +47,7 @@ def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Plan], li
 
 
 def in_float64(family: Family, args: tuple[Any, ...]) -> list[np.ndarray]:
-    with enable_x64():
-        wide = [np.asarray(a).astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else np.asarray(a) for a in args]
-        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(family.function)(*wide))]
+    return jax.tree.leaves(checks.in_float64(family.function, *args))
 
 
 def check_close(got: list[np.ndarray], want: list[np.ndarray], limit: float) -> None:

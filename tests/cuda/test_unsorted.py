@@ -60,6 +60,7 @@ def ids(kind: str, rows: int, n: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["any", "one", "descending", "super", "dropped", "none"])
 @pytest.mark.parametrize("sm", [900, 800])
 def test_any_indices(kind: str, sm: int) -> None:
@@ -69,6 +70,7 @@ def test_any_indices(kind: str, sm: int) -> None:
     assert np.array_equal(got, interpret(summed(rows, width, n), arrays)[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "width", "n"), [(1, 1, 1), (1, 33, 5), (64, 8, 97), (67, 1, 31), (129, 16, 7), (300, 130, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
 def test_shapes_and_dtypes(dtype: str, rows: int, width: int, n: int) -> None:

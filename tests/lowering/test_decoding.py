@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from tests.support.checks import enable_x64
+from tests.support.checks import in_float64
 
 Array = Any
 SIZE = 64
@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("f", "queries", "heads", "keys"), CASES)
 def test_all_workers_read_the_keys(f: Callable[..., Array], queries: int, heads: int, keys: int, dtype: Any) -> None:
@@ -66,8 +67,7 @@ def test_all_workers_read_the_keys(f: Callable[..., Array], queries: int, heads:
     for position in (0, 5000, keys - 1):
         at = np.int32(max(position, queries - 1))
         got = np.asarray(jax.jit(kj.pipeline(f, strict=True))(*args, at), np.float64)
-        with enable_x64():
-            want = np.asarray(jax.jit(f)(*(np.asarray(a, np.float64) for a in args), at))
+        want = in_float64(f, *args, at, by_xla=True)
         tolerance = 2e-5 if dtype == jnp.float32 else 3e-2
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
@@ -75,8 +75,7 @@ def test_all_workers_read_the_keys(f: Callable[..., Array], queries: int, heads:
 def test_float16() -> None:
     args = arguments(1, 1, 8192, jnp.float16)
     got = np.asarray(jax.jit(kj.pipeline(by_heads, strict=True))(*args, np.int32(6000)), np.float64)
-    with enable_x64():
-        want = np.asarray(jax.jit(by_heads)(*(np.asarray(a, np.float64) for a in args), np.int32(6000)))
+    want = in_float64(by_heads, *args, np.int32(6000))
     np.testing.assert_allclose(got, want, atol=1e-2 * np.abs(want).max())
 
 

@@ -70,6 +70,7 @@ def peak_bytes(run):
         tracemalloc.stop()
 
 
+@pytest.mark.sampled(4, rows=10**12)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", ROWS, ids="{:.0e}".format)
 def test_planning_takes_no_memory_in_proportion_to_an_array(name, rows):

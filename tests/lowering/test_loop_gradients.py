@@ -68,6 +68,7 @@ def test_in_sixteen_bits(dtype: str) -> None:
     check(jax.grad(of(lstm), argnums=(0, 3, 4, 5)), *lstm_arguments(dtype=jnp.dtype(dtype)), tolerance=6e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 2, 61])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_any_number_of_steps_and_rows(steps: int, rows: int) -> None:

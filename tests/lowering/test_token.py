@@ -17,7 +17,7 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks.graphs.apps import example
-from tests.support.checks import count, enable_x64
+from tests.support.checks import count, in_float64
 
 llama = example("llama")
 
@@ -44,17 +44,11 @@ def arguments(sizes: Any, batch: int = 1, tokens: int = 1, dtype: Any = jnp.floa
     return jax.tree.map(lambda a: a.astype(dtype), (params, x, cache))
 
 
-def in_float64(f: Any, *args: Any) -> Any:
-    with enable_x64():
-        wide = jax.tree.map(lambda a: np.asarray(a, np.float64) if a.dtype != np.int32 else np.asarray(a), args)
-        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
-
-
 def check(f: Any, *args: Any, tolerance: float) -> Any:
     pipelined = kj.pipeline(f, strict=True)
     for position in (0, 17, args[2][0].shape[1] - args[1].shape[1]):
         at = np.int32(position)
-        got, want = jax.jit(pipelined)(*args, at), in_float64(f, *args, at)
+        got, want = jax.jit(pipelined)(*args, at), in_float64(f, *args, at, by_xla=True)
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(np.asarray(g, np.float64), w, rtol=tolerance, atol=tolerance * np.abs(w).max())
     return kj.explain(f)(*args, np.int32(0))

@@ -76,6 +76,7 @@ def updated(x: Any, y: Any, start: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(x + x, y * 2, start, 1) + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.int32])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_windows_inside_rows(rows: int, dtype: Any) -> None:

@@ -196,6 +196,7 @@ def test_no_candidate_needs_more_than_the_machine_has(dims, dtype, rows, loss, m
         check_fits(case, machine, p)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kib", range(72, 240, 12))
 def test_rings_of_skips_are_counted_however_little_room_there_is(kib):
     case = paper_nerf(65536, "bfloat16", encoded=False, width=128)

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trust.primitives import Unknown
+from trust.reference import Arithmetic, evaluate
+
 TARGET = "kitsune_cpu"
 
 
@@ -32,14 +35,29 @@ def enable_x64() -> Any:
     return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(True)
 
 
-def in_float64(f: Callable[..., Any], *args: Any) -> Any:
-    """``f`` of the same arguments in float64."""
+def in_float64(f: Callable[..., Any], *args: Any, by_xla: bool = False) -> Any:
+    """``f`` of the same arguments in float64.
+
+    By NumPy, where it knows all primitives of ``f`` (it knows none of random numbers), and not by XLA: that takes several times as
+    long to compile most functions of tests as NumPy takes to run them. ``by_xla``: where the result is what XLA makes of something,
+    as of an index out of range, or where a function compiled once is called many times.
+    """
 
     def up(x: Any) -> Any:
-        return np.asarray(x, np.float64) if isinstance(x, jax.Array | np.ndarray) and x.dtype in (np.float32, jnp.bfloat16) else x
+        floats = np.float16, np.float32, jnp.bfloat16
+        return np.asarray(x, np.float64) if isinstance(x, jax.Array | np.ndarray) and x.dtype in floats else x
 
+    args = jax.tree.map(up, args)
     with enable_x64():
-        return jax.tree.map(np.asarray, jax.jit(f)(*jax.tree.map(up, args)))
+        if by_xla:
+            return jax.tree.map(np.asarray, jax.jit(f)(*args))
+        closed, results = jax.make_jaxpr(f, return_shape=True)(*args)
+        types, tree = jax.tree.flatten(results)
+        try:
+            outs = evaluate(closed, jax.tree.leaves(args), Arithmetic())
+        except Unknown:
+            return in_float64(f, *args, by_xla=True)
+    return jax.tree.unflatten(tree, [np.asarray(x, t.dtype) for x, t in zip(outs, types, strict=True)])
 
 
 def close(got: Any, want: Any, tol: float = 2e-4) -> None:

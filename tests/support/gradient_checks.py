@@ -30,11 +30,6 @@ def error(got: Any, want: Any, per_array: bool = False) -> float:
     return float(np.max(np.abs(got - want) / np.where(scale == 0, 1.0, scale)))
 
 
-def reference(f: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """``f`` in float64. float16 is widened first, exactly."""
-    return in_float64(f, *jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float16 else x, tuple(args)))
-
-
 def check_close(
     got: Any, plain: Callable[..., Any], args: Sequence[Any], dtype: str, roundings: float, per_array: bool = False
 ) -> None:
@@ -42,7 +37,7 @@ def check_close(
 
     Where it is not, it may be off twice as far as plain JAX in the same dtype: some of JAX's derivatives cancel.
     """
-    want = reference(plain, args)
+    want = in_float64(plain, *args)
     like = jax.tree.leaves(jax.eval_shape(plain, *args))
     assert [(g.shape, g.dtype) for g in jax.tree.leaves(got)] == [(x.shape, x.dtype) for x in like]
     limit = roundings * EPSILON[dtype]

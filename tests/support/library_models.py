@@ -14,7 +14,8 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks.graphs.apps import GraphApp, GraphCase, case_of
-from benchmarks.graphs.measure import in_float64, loss_and_grads
+from benchmarks.graphs.measure import loss_and_grads
+from tests.support.checks import in_float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +44,13 @@ class LibraryModels:
         found, plain = (outputs(model, f) for f in (kj.pipeline(model.function, force=True), model.function))
         assert distance(found, plain) < 1e-4
         if name not in self.drawn:
-            exact = in_float64(lambda params, inputs, _: model.function(params, *inputs), model)
+            exact = in_float64(model.function, model.params, *model.inputs)
             assert distance(found, exact) < max(4 * distance(plain, exact), 1e-6)
         self._check_share(kj.explain(model.function, force=True)(model.params, *model.inputs), record_property)
 
     def check_gradients(self, name: str, record_property: Callable[..., None]) -> None:
         model = self.case(name)
-        exact = in_float64(loss_and_grads(model, model.function), model)
+        exact = in_float64(loss_and_grads(model, model.function), model.params, model.inputs, model.targets)
         found, plain = (gradients(model, f) for f in (kj.pipeline(model.function, force=True), model.function))
         assert jax.tree.structure(found) == jax.tree.structure(plain)
         assert distance(found, exact) < max(4 * distance(plain, exact), 1e-6)
@@ -63,7 +64,7 @@ class LibraryModels:
     def check_bfloat16(self, name: str) -> None:
         """Pipelined, a model in bfloat16 is as near to float64 as plain."""
         model = self.case(name, "bf16")
-        exact = in_float64(lambda params, inputs, _: model.function(params, *inputs), model)
+        exact = in_float64(model.function, model.params, *model.inputs)
         errors = [distance(outputs(model, f), exact) for f in (model.function, kj.pipeline(model.function, force=True))]
         assert errors[1] < 2 * errors[0] < 0.2
 

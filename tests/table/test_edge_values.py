@@ -157,6 +157,7 @@ def conversion_values(dtype: str) -> np.ndarray:
     return np.concatenate([edges(dtype), near, patterns.view(dtype), *(t.view(dtype) for t in ties)])
 
 
+@pytest.mark.sampled(3, width=33)
 @pytest.mark.parametrize("width", [1, 7, 33])
 @pytest.mark.parametrize("source", DTYPES)
 def test_conversions(source: str, width: int) -> None:
@@ -252,6 +253,7 @@ def agree(kind: str, dtype: str, got: np.ndarray, want: np.ndarray, args: tuple[
     assert same.all(), (kind, dtype, [a[where] for a in args], "pipelined", got[where], "plain", want[where])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [3, 64])  # a tail only; whole vectors
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("arity", [1, 2, 3])

@@ -18,6 +18,7 @@ from benchmarks.graphs import offchip
 from benchmarks.graphs.apps import GRAPH_APPS, GraphCase, case_of, click_error, label_error, squared_error
 from benchmarks.graphs.libraries import LIBRARY_APPS, NEEDS
 from benchmarks.graphs.measure import in_float64, loss_and_grads, max_relative_error
+from tests.support import checks
 
 SMALL = {"meshgraphnets": 150, "graphcast": 300, "graphcast_processor": 300, "dlrm": 23, "gat": 200, "graph_transformer": 200}
 
@@ -141,7 +142,7 @@ def test_function_is_the_reference(name: str) -> None:
         lambda a: np.asarray(a).astype(np.float64 if a.dtype == jnp.float32 else a.dtype), (case.params, case.inputs)
     )
     want = REFERENCES[name](params, *inputs)
-    exact = in_float64(lambda params, inputs, _: case.function(params, *inputs), case)
+    exact = checks.in_float64(case.function, case.params, *case.inputs)
     assert exact.dtype == np.float64 and exact.shape == want.shape
     np.testing.assert_allclose(exact, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
     assert max_relative_error(jax.jit(case.function)(case.params, *case.inputs), want) < 1e-4

@@ -17,8 +17,9 @@ from benchmarks import store, table
 from benchmarks.__main__ import main
 from benchmarks.graphs import offchip
 from benchmarks.graphs.apps import GraphCase, case_of, example
-from benchmarks.graphs.measure import in_float64, max_relative_error
+from benchmarks.graphs.measure import max_relative_error
 from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS, llama_sizes
+from tests.support import checks
 
 ROWS = 13
 WIDE = {"lstm_256", "gru_256", "lstm_64", "gru_64"}  # the same functions as of 16, for longer
@@ -158,7 +159,7 @@ def test_function_is_the_reference(name: str) -> None:
         lambda a: np.asarray(a).astype(np.float64 if a.dtype == jnp.float32 else a.dtype), (case.params, case.inputs)
     )
     want = REFERENCES[name](wide[0], *wide[1])
-    exact = in_float64(lambda params, inputs, _: case.function(params, *inputs), case)
+    exact = checks.in_float64(case.function, case.params, *case.inputs)
     assert exact.shape == want.shape
     # The frequencies of rotary embeddings are of float32 in the function.
     np.testing.assert_allclose(exact, want, rtol=1e-5 if want.ndim == 3 and "l" in name else 1e-9, atol=1e-6)
@@ -216,7 +217,7 @@ def test_run_store_and_table(name: str, mode: str, tmp_path: Path) -> None:
 
 def test_error_of_a_wrong_function_is_seen() -> None:
     case = small_case("lstm_16")
-    want = in_float64(lambda params, inputs, _: case.function(params, *inputs), case)
+    want = checks.in_float64(case.function, case.params, *case.inputs)
     assert max_relative_error(jnp.asarray(want) * 1.01, want) > 5e-3
 
 
