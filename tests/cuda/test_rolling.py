@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -147,3 +148,10 @@ def test_loops_inside_of_loops_are_found() -> None:
     body = tuple(node for k in range(2) for node in (issue(5, k), *use(5, k)))
     (layers,) = rolled([st.LayerLoop(3, 0, 1, body)])
     assert isinstance(layers, st.LayerLoop) and kinds(layers.body) == [2]
+
+
+def test_accumulators_that_hold_a_sum_before_are_declared_once() -> None:
+    held = [ir.Registers(Ref("d", 5, f"_{k}"), "word", "float32", 32) for k in range(2)]
+    starts = [dataclasses.replace(issue(5, k), started=True) for k in range(2)]
+    text = ir.Spelling().lines(rolled([held[0], starts[0], held[1], starts[1], *use(5, 0, 1), *use(5, 1)]))
+    assert [line for line in text if "float acc" in line] == ["float acc_5[2][32];"]

@@ -84,7 +84,7 @@ class _Copies:
 
     def _may_be_arrays(self, products: Iterable[int]) -> bool:
         """Have all chunks of a product the same columns?"""
-        return all(len({issue.columns for issue in self.issues[product]}) == 1 for product in products)
+        return all(len({issue.columns for issue in self.issues.get(product, ())}) == 1 for product in products)
 
     def _loop(self, start: int, length: int, count: int) -> st.ChunkLoop:
         shared, steps = self._shared(start, length, count), iter(self._growth(start, length))
@@ -154,10 +154,10 @@ def _accumulators(nodes: Iterable[ir.Node]) -> set[tuple[int, str]]:
 
 
 def _renamed(nodes: Iterable[ir.Node], products: set[int], part: Callable[[str], str]) -> tuple[ir.Node, ...]:
-    """``nodes`` with other parts in the names of the accumulators of ``products``."""
+    """``nodes`` with other parts in the names of the accumulators of ``products``, and without declarations of single elements."""
 
     def change(x: Any) -> Any:
         return dataclasses.replace(x, part=part(x.part)) if isinstance(x, ir.Ref) and x.kind == "d" and x.of in products else x
 
     found: tuple[ir.Node, ...] = ir.rebuild(tuple(nodes), change)
-    return found
+    return tuple(node for node in found if not (isinstance(node, ir.Registers) and node.ref.is_element))
