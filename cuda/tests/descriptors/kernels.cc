@@ -46,7 +46,7 @@ void run(const Params& p, u8* base) {
   constexpr int kBlocks = kFirst;
 #endif
   product.commit();
-  product.template complete<0, 0, kBlocks>();
+  complete<CASE_TYPE, 0, kBlocks>(d, 0, weights);
 }
 
 #elif defined(KERNEL_PANELS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from kitsune_jax.targets.cuda import pointwise, tiles
 
@@ -26,6 +26,7 @@ class Node:
     """
 
     code = ""
+    stepped: ClassVar[tuple[str, ...]] = ()  # fields that may grow from one iteration of a ``ChunkLoop`` to the next
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True)(cls)
@@ -75,6 +76,32 @@ class Ref(Node):
     @property
     def name(self) -> str:
         return f"{self.kind}{self.of}{self.part}"
+
+    @property
+    def is_element(self) -> bool:
+        """Is it an element of an array that is declared elsewhere?"""
+        return self.part.startswith("[")
+
+    @property
+    def suffix(self) -> str:
+        """What tells it apart from others of the same scope, for the names of objects that belong to it."""
+        return f"_{self.part[1:-1]}" if self.is_element and self.part[1:-1].isdecimal() else self.part.partition("[")[0]
+
+
+class Stepped(Node):
+    """A number in the body of a ``ChunkLoop``: ``first`` in the first iteration, then ``step`` more in each."""
+
+    first: int
+    step: int
+
+    def __str__(self) -> str:
+        if self.step == -1:
+            return f"{self.first} - chunk"
+        chunk = "chunk" if self.step == 1 else f"{self.step} * chunk"
+        return f"{chunk} + {self.first}" if self.first else chunk
+
+
+Index = int | Stepped
 
 
 class Constant(Node):
@@ -181,7 +208,9 @@ def flag(x: bool) -> str:
     return "true" if x else "false"
 
 
-def _block(shift: int) -> str:
+def _block(shift: Index) -> str:
+    if isinstance(shift, Stepped):
+        return f"(b - ({shift}))" if shift.first else f"(b - {shift})"
     return f"(b {'-' if shift > 0 else '+'} {abs(shift)})" if shift else "b"
 
 
@@ -237,7 +266,9 @@ class Read(Expr):
     form: str
     ref: Ref
     dtype: str
-    shift: int = 0
+    shift: Index = 0
+
+    stepped = ("shift",)
 
     def text(self, at: Spelling, pairs: int = 0) -> str:
         block, types = _block(self.shift), {"element": pointwise.ELEMENT[self.dtype], "type": pointwise.COMPUTE[self.dtype]}
@@ -692,7 +723,7 @@ class LoopText:
         self.pair: list[str] = []  # after both elements of a pair
         self.after: list[str] = []  # once per block
 
-    def lines(self, first: int, last: int) -> list[str]:
+    def lines(self, first: Index, last: Index) -> list[str]:
         lines = [*self.preamble, "KITSUNE_UNROLL", f"for (int b = {first}; b < {last}; ++b) {{"]
         lines += indented(self.before)
         lines += ["  KITSUNE_UNROLL", f"  for (int ii = 0; ii < {self.pairs}; ++ii) {{"]
@@ -824,10 +855,12 @@ class BlockLoop(Node):
     reads."""
 
     width: int
-    first: int
-    last: int
+    first: Index
+    last: Index
     steps: tuple[BlockStep, ...]
     reads: tuple[Ref, ...]
+
+    stepped = ("first", "last")
 
     def lines(self, at: Spelling) -> list[str]:
         loop = LoopText(at, self.width)

@@ -26,6 +26,7 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.stage import facts, fitting, simplify, split
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
+from kitsune_jax.targets.cuda.stage.rolling import rolled
 from kitsune_jax.targets.cuda.stage_ir import queue_form
 
 # --- Layout -----------------------------------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def place_stage(at: Layout, s: int) -> StageCode:
         setup.append(ring)
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
-    body = _with_places(at, s, (*stage.lowered.prologue, *stage.lowered.nodes))
+    body = _with_places(at, s, rolled((*stage.lowered.prologue, *stage.lowered.nodes)))
     vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
     prefetched = () if scalar else _prefetched(at, s)
     order = None if at.program.order is None else parameter("in", at.program.order)
@@ -381,7 +382,7 @@ def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...
                 word = vectors[group] + offset
                 return number("vector", word, word)
             case st.Resident(weight, offset, _, _):
-                byte = _resident_offset(at, s, weight) + offset
+                byte = _resident_offset(at, s, weight) + (offset.first if isinstance(offset, ir.Stepped) else offset)
                 return dataclasses.replace(x, at=number("resident", byte, byte))
             case ir.Image(ref):
                 return ir.Image(ref, stage.memory.images[ref.of])

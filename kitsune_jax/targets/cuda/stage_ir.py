@@ -15,6 +15,7 @@ from kitsune_jax.targets.cuda.ir import (
     Events,
     Expr,
     Identity,
+    Index,
     Node,
     Ref,
     Rows,
@@ -22,6 +23,7 @@ from kitsune_jax.targets.cuda.ir import (
     ScratchList,
     Slab,
     Spelling,
+    Stepped,
     each_row,
     flag,
     indented,
@@ -552,21 +554,31 @@ class Resident(Node):
     """Weights in shared memory. ``weight``: number in the stage; ``offset``: in bytes; ``at``: set by the layout."""
 
     weight: int
-    offset: int
+    offset: Index
     layer: int
     at: Constant | None = None
+
+    stepped = ("offset",)
+
+    def address(self, at: Spelling) -> str:
+        assert self.at is not None
+        layer = f" + layer * {self.layer}" if self.layer else ""
+        chunk = f" + chunk * {self.offset.step}" if isinstance(self.offset, Stepped) else ""
+        return f"shared + {at.constant(self.at)}{layer}{chunk}"
 
 
 class Issue(Node):
     """Start the products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for
-    ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to."""
+    ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to.
+    ``first``: of the chunk's blocks of columns."""
 
     ref: Ref
     columns: int
     dtype: str
     rolling: bool
     weights: Resident | None  # None: streamed
-    bias: tuple[Address, int, int] | None  # (vector, its width, first block)
+    bias: tuple[Address, int] | None  # (vector, its width)
+    first: Index
     feeds: tuple[tuple[Operand, int, int], ...]  # with the first block of K, and the blocks that are complete before it
     weight: int
     chunk: int
@@ -574,47 +586,78 @@ class Issue(Node):
     registers: int
     started: bool = False
 
+    stepped = ("first",)
+
     def lines(self, at: Spelling) -> list[str]:
         d, weights, found = at.name(self.ref), "weights", list[str]()
+        product = f"product_{self.ref.of}{self.ref.suffix}"
         if self.weights is not None:
-            assert self.weights.at is not None
-            layer = f" + layer * {self.weights.layer}" if self.weights.layer else ""
-            weights = f"{d}_weights"
-            found.append(f"ResidentWeights<{self.columns}> {weights}{{shared + {at.constant(self.weights.at)}{layer}}};")
-        if not self.started:
+            weights = product.replace("product", "weights")
+            found.append(f"ResidentWeights<{self.columns}> {weights}{{{self.weights.address(at)}}};")
+        if not (self.started or self.ref.is_element):
             found.append(f"float {d}[{self.columns // 2}];")
         if self.bias is not None:
-            address, width, first = self.bias
-            found.append(f"start_from<{self.columns}, {width}>({d}, {at.address(address)}, lane, {first});")
+            address, width = self.bias
+            found.append(f"start_from<{self.columns}, {width}>({d}, {at.address(address)}, lane, {self.first});")
         flags = f"{flag(self.rolling)}, {flag(self.started or self.bias is not None)}"
         template = f"{pointwise.OPERAND[self.dtype]}, {self.columns}, {flags}, decltype({weights})"
-        found.append(f"Product<{template}> {d}_product({d}, {weights});")
+        found.append(f"Product<{template}> {product}({d}, {weights});")
         for operand, first, done in self.feeds:
             if operand.awaited:
                 found.append(f"{at.name(operand.owner)}.rd_acquire({_count(operand.owner)});")
-            found.append(f"{d}_product.feed<{first}, {done}>({operand.source(at)});")
-        return [*found, f"{d}_product.commit();"]
+            found.append(f"{product}.feed<{first}, {done}>({operand.source(at)});")
+        return [*found, f"{product}.commit();"]
 
     def events(self) -> Events:
         yield self.ref, self.registers
 
 
 class Complete(Node):
-    """Wait until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K are complete already."""
+    """Wait until at most ``pending`` products are in flight. ``done`` of ``blocks`` blocks of K, of ``streamed`` weights or of
+    others, are complete already."""
 
     ref: Ref
-    pending: int
+    pending: Index
+    dtype: str
     done: int
     blocks: int
+    streamed: bool
     owners: tuple[Ref, ...]
 
-    code = "{ref}_product.complete<{pending}, {done}, {blocks}>();"
+    stepped = ("pending",)
+
+    def lines(self, at: Spelling) -> list[str]:
+        d, template = at.name(self.ref), f"{pointwise.OPERAND[self.dtype]}, {self.done}, {self.blocks}"
+        return [f"complete<{template}>({d}, {self.pending}, weights);" if self.streamed else f"complete({d}, {self.pending});"]
 
     def events(self) -> Events:
         yield from ((owner, None) for owner in self.owners)
 
 
 # --- Loops ------------------------------------------------------------------------------------------------------------------------
+
+
+class Accumulators(Node):
+    """Declare the accumulators of ``chunks`` chunks of ``columns`` columns each, for products in flight from one iteration of a
+    ``ChunkLoop`` to the next."""
+
+    ref: Ref
+    chunks: int
+    columns: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        return [f"float {at.name(self.ref)}[{self.chunks}][{self.columns // 2}];"]
+
+
+class ChunkLoop(Node):
+    """``count`` copies of ``body``, whose ``Stepped`` numbers count the copies (``stage/rolling.py``)."""
+
+    count: int
+    body: tuple[Node, ...]
+
+    def lines(self, at: Spelling) -> list[str]:
+        loop = f"for (int chunk = 0; chunk < {self.count}; ++chunk) {{"
+        return ["KITSUNE_UNROLL", loop, *indented(at.lines(self.body)), "}"]
 
 
 class LayerLoop(Node):

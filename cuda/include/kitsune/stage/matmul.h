@@ -5,7 +5,7 @@
 // swizzle, which wgmma reads through a descriptor and mma.sync through ldmatrix alike. They stay in shared memory
 // (`ResidentWeights`) or pass through it (`StreamedWeights`).
 //
-// `Product` is one block of N <= 256 columns in flight: feed it pieces, then complete it. Between the two its accumulators belong
+// `Product` is one block of N <= 256 columns in flight: feed it pieces, then `complete` it. Between the two its accumulators belong
 // to the tensor core, and so do the registers of A. A `Rolling` product waits as it goes, for operands that are fetched on the way
 // and for rings of weights shorter than K.
 #pragma once
@@ -197,6 +197,49 @@ KITSUNE_DEVICE void start_from(float (&d)[N / 2], const float* vector, const Lan
   }
 }
 
+#if KITSUNE_SM >= 900
+
+// wgmma_wait<pending>, for a number that the compiler knows once loops are unrolled.
+template <int N = 0>
+KITSUNE_DEVICE void wait_for(int pending) {
+  if constexpr (N < 7) {
+    if (pending != N) return wait_for<N + 1>(pending);
+  }
+  wgmma_wait<N>();
+}
+
+#endif
+
+// Until at most `pending` of the latest products are in flight.
+template <int N>
+KITSUNE_DEVICE void await(float (&d)[N], int pending) {
+#if KITSUNE_SM >= 900
+  wait_for(pending);
+  pin(d);
+#endif
+}
+
+// Gives back the chunks [From, To) of weights, which products have read.
+template <int From, int To, class Weights>
+KITSUNE_DEVICE void release(Weights& weights) {
+  if constexpr (To > From) weights.finish();
+  KITSUNE_UNROLL
+  for (int c = From; c < To; ++c) weights.release();
+}
+
+// The results of a product are there once this returns: the latest `pending` ones may still be in flight. `Done` of its `Blocks`
+// of K were complete before, so their weights are given back already; resident ones never are.
+template <int N>
+KITSUNE_DEVICE void complete(float (&d)[N], int pending) {
+  await(d, pending);
+}
+template <class T, int Done, int Blocks, int N, class Weights>
+KITSUNE_DEVICE void complete(float (&d)[N], int pending, Weights& weights) {
+  constexpr int kPerChunk = Operand<T>::kBlocksPerChunk;
+  await(d, pending);
+  release<Done / kPerChunk, (Blocks + kPerChunk - 1) / kPerChunk>(weights);
+}
+
 // One block of N columns of a matmul, in flight. `Started`: the accumulators hold what the product is added to. Positions are
 // template parameters (`First`: blocks of K issued before this piece, `Done`: blocks known to be complete), because the code
 // generator knows them, and the compiler would need long to find them out.
@@ -242,13 +285,6 @@ struct Product {
     if constexpr (!Rolling) close_group();
   }
 
-  // The results of all `Blocks` are there once this returns: the newest `Pending` products may still be in flight.
-  template <int Pending, int Done, int Blocks>
-  KITSUNE_DEVICE void complete() {
-    wait<Pending>();
-    release<Done / kPerChunk, (Blocks + kPerChunk - 1) / kPerChunk>();
-  }
-
  private:
   template <int Steps>
   KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
@@ -286,7 +322,7 @@ struct Product {
 #if KITSUNE_SM >= 900
     wgmma_wait<1>();  // the accumulators themselves are still in flight: no pin
 #endif
-    release<Done / kPerChunk, (First + From) / kPerChunk>();
+    release<Done / kPerChunk, (First + From) / kPerChunk>(weights);
     if constexpr (From + kGroup < Source::kBlocks) feed_rolling<First, First + From, From + kGroup>(source);
   }
 
@@ -306,8 +342,8 @@ struct Product {
     close_group();
     u32 next[kGroup][Steps][4];
     if constexpr (kNext < Source::kBlocks) fetch(next, source, kNext);
-    wait<0>();
-    release<Done / kPerChunk, (First + kNext) / kPerChunk>();
+    await(d, 0);
+    release<Done / kPerChunk, (First + kNext) / kPerChunk>(weights);
     if constexpr (kNext < Source::kBlocks) step_fetched<First, First + kNext, kNext>(source, next);
   }
   template <int Steps, class Source>
@@ -315,21 +351,6 @@ struct Product {
     KITSUNE_UNROLL
     for (int i = 0; i < kGroup; ++i)
       if (first + i < Source::kBlocks) source.block(a[i], first + i);
-  }
-
-  template <int Pending>
-  KITSUNE_DEVICE void wait() {
-#if KITSUNE_SM >= 900
-    wgmma_wait<Pending>();
-    pin(d);
-#endif
-  }
-
-  template <int From, int To>
-  KITSUNE_DEVICE void release() {
-    if constexpr (To > From) weights.finish();
-    KITSUNE_UNROLL
-    for (int c = From; c < To; ++c) weights.release();
   }
 };
 

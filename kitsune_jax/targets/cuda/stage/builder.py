@@ -344,7 +344,7 @@ class StageCodeBuilder:
         """Add a matmul with one column of results, which one thread of each quad passes to the others."""
         self.prepare(v)
         self.add(st.SingleColumn(v, ((v, self.values[v]),)))
-        self.set_row(v, ir.Read("first column", Ref("d", v, "_0"), "float32"))
+        self.set_row(v, ir.Read("first column", Ref("d", v), "float32"))
 
     def _operand(self, v: int, shape: tiles.WeightShape) -> st.Operand:
         value, dtype = self.value(v), shape.dtype

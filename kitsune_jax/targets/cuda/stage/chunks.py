@@ -125,7 +125,8 @@ class _Chunks:
                 pending = 1 if next_too else 0 if rolling else len(products) - 1 - k
                 owners = tuple(o.owner for o in p.operands)
                 ref = _accumulators(p, state.completed)
-                self.nodes.append(st.Complete(ref, pending, state.done, p.shape.k_blocks, owners))
+                blocks = state.done, p.shape.k_blocks
+                self.nodes.append(st.Complete(ref, pending, p.shape.dtype, *blocks, not self.resident, owners))
                 state.completed += 1
 
     def _state(self, p: Multiply) -> _ProductState:
@@ -159,7 +160,6 @@ class _Chunks:
                 done = last if o.fetched else first + (-(-(last - first) // _GROUP) - 1) * _GROUP
             first = last
         state.done = done
-        bias = p.bias and (*p.bias, sum(_blocks(p)[:chunk]))
         if p.start is not None:
             self._start(p, chunk)
         # Fragments of one operand at a time: a product waits for those of one operand before it loads the next.
@@ -167,7 +167,8 @@ class _Chunks:
         ref = _accumulators(p, chunk)
         registers = columns // 2 + fragments
         product = p.weight, chunk, shape.k_chunks, registers, p.start is not None
-        self.nodes.append(st.Issue(ref, columns, shape.dtype, rolling, weights, bias, tuple(feeds), *product))
+        block = sum(_blocks(p)[:chunk])
+        self.nodes.append(st.Issue(ref, columns, shape.dtype, rolling, weights, p.bias, block, tuple(feeds), *product))
         state.issued += 1
 
     def _start(self, p: Multiply, chunk: int) -> None:
@@ -202,7 +203,7 @@ def _chunk_of(p: Multiply, block: int) -> int:
 
 
 def _accumulators(p: Multiply, chunk: int) -> ir.Ref:
-    return ir.Ref("d", p.product, f"_{chunk}")
+    return ir.Ref("d", p.product, f"_{chunk}" if len(p.shape.chunks) > 1 else "")
 
 
 def _declarations(loop: st.Evaluate, homes: Homes) -> list[ir.Node]:
@@ -239,7 +240,8 @@ class _BlockRange:
     def __init__(
         self, loop: st.Evaluate, homes: Homes, first: int, last: int, masks: dict[int, ir.Ref], counter: itertools.count[int]
     ):
-        self.source, self.homes, self.first, self.last, self.masks, self.counter = loop, homes, first, last, masks, counter
+        self.source, self.homes, self.first, self.last, self.masks, self.mask_names = loop, homes, first, last, masks, counter
+        self.names = itertools.count()  # of the names in the loop, which are equal in equal loops
         self.steps: list[ir.BlockStep] = []
         self.reads: dict[ir.Ref, None] = {}
         self.known: dict[tuple[int, int], ir.Expr] = {}
@@ -329,7 +331,7 @@ class _BlockRange:
         raise CannotLower(f"a value in {type(value.home).__name__} has no elements")
 
     def _name(self, kind: str) -> ir.Ref:
-        return ir.Ref(kind, next(self.counter))
+        return ir.Ref(kind, next(self.names))
 
     def _fetch(self, v: int, shift: int, step: Callable[[ir.Ref], ir.BlockStep]) -> ir.Ref:
         """The name of a block of ``v``, which ``step`` loads once."""
@@ -348,7 +350,7 @@ class _BlockRange:
 
     def _mask(self, v: int, image: ir.Ref) -> ir.Ref:
         if v not in self.masks:
-            self.masks[v] = self._name("m")
+            self.masks[v] = ir.Ref("m", next(self.mask_names))
             self.steps.append(ir.MaskWords(self.masks[v], image, self.homes[v].width))
         return self.masks[v]
 
