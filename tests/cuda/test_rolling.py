@@ -94,7 +94,7 @@ def use(product: int, chunk: int, pending: int = 0, columns: int = 64) -> list[i
     ref, blocks = Ref("d", product, f"_{chunk}"), columns // 32
     x = ir.Read("word", ref, "float32", chunk * blocks)
     put = ir.Put(ir.Keep(-1, Ref("v", 9), "word"), x, "float32", 256)
-    loop = ir.BlockLoop(256, chunk * blocks, (chunk + 1) * blocks, (put,), (ref,))
+    loop = ir.BlockLoop(256, chunk * blocks, blocks, (put,), (ref,))
     return [st.Complete(ref, pending, "bfloat16", 0, 4, True, ()), loop]
 
 
@@ -108,7 +108,7 @@ def test_chunks_one_after_the_other_are_a_loop_with_accumulators_of_its_own() ->
     assert isinstance(loop, st.ChunkLoop) and loop.count == 4
     start, wait, blocks = loop.body
     assert isinstance(start, st.Issue) and (start.ref, start.first) == (Ref("d", 5), Stepped(0, 2))
-    assert isinstance(blocks, ir.BlockLoop) and (blocks.first, blocks.last) == (Stepped(0, 2), Stepped(2, 2))
+    assert isinstance(blocks, ir.BlockLoop) and (blocks.first, blocks.count) == (Stepped(0, 2), 2)
     assert ir.Spelling().lines([loop])[2] == "  float acc_5[32];"
 
 

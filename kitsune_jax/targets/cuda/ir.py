@@ -723,7 +723,8 @@ class LoopText:
         self.pair: list[str] = []  # after both elements of a pair
         self.after: list[str] = []  # once per block
 
-    def lines(self, first: Index, last: Index) -> list[str]:
+    def lines(self, first: Index, count: int) -> list[str]:
+        last = Stepped(first.first + count, first.step) if isinstance(first, Stepped) else first + count
         lines = [*self.preamble, "KITSUNE_UNROLL", f"for (int b = {first}; b < {last}; ++b) {{"]
         lines += indented(self.before)
         lines += ["  KITSUNE_UNROLL", f"  for (int ii = 0; ii < {self.pairs}; ++ii) {{"]
@@ -851,22 +852,22 @@ class Put(BlockStep):
 
 
 class BlockLoop(Node):
-    """A loop over the blocks [first, last) of tiles of ``width`` columns. ``reads``: objects whose registers and images it
-    reads."""
+    """A loop over ``count`` blocks, from block ``first`` on, of tiles of ``width`` columns. ``reads``: objects whose registers and
+    images it reads."""
 
     width: int
     first: Index
-    last: Index
+    count: int
     steps: tuple[BlockStep, ...]
     reads: tuple[Ref, ...]
 
-    stepped = ("first", "last")
+    stepped = ("first",)
 
     def lines(self, at: Spelling) -> list[str]:
         loop = LoopText(at, self.width)
         for step in self.steps:
             step.add_to(loop)
-        return loop.lines(self.first, self.last)
+        return loop.lines(self.first, self.count)
 
     def events(self) -> Events:
         yield from ((owner, None) for owner in self.reads)

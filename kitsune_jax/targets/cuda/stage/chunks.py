@@ -253,7 +253,7 @@ class _BlockRange:
             pair = self._ready_pair(action.value) if isinstance(action, ir.Keep | ir.ToPanel) else None
             x = pair or self._read(action.value, 0)
             self.steps.append(ir.Put(_without_value(action), x, value.dtype, value.n, pair is not None))
-        return ir.BlockLoop(self.source.width, self.first, self.last, tuple(self.steps), tuple(self.reads))
+        return ir.BlockLoop(self.source.width, self.first, self.last - self.first, tuple(self.steps), tuple(self.reads))
 
     def _ready_pair(self, v: int) -> ir.Expr | None:
         """The word of a pair of 16-bit values that is packed already, with zeros beyond the columns; or None."""
