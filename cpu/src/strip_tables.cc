@@ -174,7 +174,7 @@ class Tables {
   }
 
   std::shared_ptr<const float> computed(const std::vector<int>& inside, int from) const {
-    const FlushDenormals flush;
+    [[maybe_unused]] const FlushDenormals flush{};
     std::map<int, Block> values;
     auto array = [&](int v) -> Block& {
       return values.emplace(v, Block(static_cast<size_t>(kOperands) * sizeof(float), "tables of functions")).first->second;

@@ -140,7 +140,7 @@ __attribute__((noinline)) inline void evaluate_rounded(const RoundedActivation& 
     of.coarse ? evaluate_as<true, ToFloat16>(of, n, from, to) : evaluate_as<false, ToFloat16>(of, n, from, to);
 }
 
-// The activation of sums, which it rounds first; without a table (RoundedActivation's limit) it computes them.
+// The activation of sums, which it rounds first; without a table, of which there are a limited number, it computes it.
 template <class Round>
 struct Tabled {
   RoundedActivation of;
