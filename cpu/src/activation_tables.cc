@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <vector>
 
 namespace kitsune::cpu {
@@ -34,19 +35,6 @@ const Table* find(const RoundedActivation& of, EvaluateRounded evaluate) {
   return nullptr;
 }
 
-// The float whose 16-bit form has these bits.
-float operand(DType dtype, uint32_t bits) {
-  uint32_t u = bits << 16;
-  if (dtype == DType::kF16) {
-    const uint32_t exponent = bits >> 10 & 31, fraction = bits & 0x3ff;
-    if (exponent == 0) return (bits >> 15 ? -1.0f : 1.0f) * float(fraction) * 0x1p-24f;
-    u = (bits & 0x8000) << 16 | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
-  }
-  float v;
-  std::memcpy(&v, &u, sizeof v);
-  return v;
-}
-
 }  // namespace
 
 const float* activation_table(const RoundedActivation& of, EvaluateRounded evaluate) {
@@ -59,7 +47,9 @@ const float* activation_table(const RoundedActivation& of, EvaluateRounded evalu
   if (count >= kMostTables) return nullptr;
   float* results = static_cast<float*>(std::aligned_alloc(64, kOperands * sizeof(float)));
   if (results == nullptr) return nullptr;
-  for (int64_t i = 0; i < kOperands; ++i) results[i] = operand(of.rounds, uint32_t(i));
+  std::vector<uint16_t> operands(kOperands);
+  std::iota(operands.begin(), operands.end(), uint16_t{0});
+  kernels().load(DType::kF32, of.rounds)(kOperands, results, operands.data(), 1);
   evaluate(of, kOperands, results, results);
   tables.store(new Table{of, evaluate, results, first}, std::memory_order_release);
   return results;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <string>
 #if defined(__SSE__)
@@ -180,7 +181,7 @@ class Tables {
       return values.emplace(v, Block(static_cast<size_t>(kOperands) * sizeof(float), "tables of functions")).first->second;
     };
     std::vector<uint16_t> operands(static_cast<size_t>(kOperands));
-    for (int64_t i = 0; i < kOperands; ++i) operands[static_cast<size_t>(i)] = static_cast<uint16_t>(i);
+    std::iota(operands.begin(), operands.end(), uint16_t{0});
     c_.table.load(DType::kF32, narrow_.at(from))(kOperands, array(from).data(), operands.data(), 1);
     for (int v : inside) {
       const Node& node = nodes_[v];
