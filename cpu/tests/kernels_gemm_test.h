@@ -297,6 +297,55 @@ inline void test_gemm_rounds() {
         }
 }
 
+// An activation of rounded sums, one for each 16-bit number of ordinary size: from a table, or without one. Its definition in
+// double, but for the rounding of its result and, of a silu, of its logistic.
+inline void test_rounded_activation(Activation act, float a, DType rounds) {
+  const KernelTable& kt = kernels();
+  constexpr int64_t N = 16;
+  std::vector<uint16_t> x;
+  for (int64_t i = 0; i < 65536; ++i) {
+    const uint16_t bits = uint16_t(i);
+    const double v = std::fabs(element(&bits, rounds, 0));
+    if (v >= 0x1p-8 && v <= 16) x.push_back(bits);
+  }
+  const int64_t M = int64_t(x.size());
+  std::vector<char> w(size_t(N) * item_size(rounds)), c(size_t(M * N) * item_size(rounds));
+  std::vector<int64_t> columns(static_cast<size_t>(N));
+  for (int64_t n = 0; n < N; ++n) columns[size_t(n)] = n, set_element(w.data(), rounds, n, 1);
+  const int64_t zero = 0;
+  const Panel panel = kt.panel_for(rounds, Product::kWidened, {M, N, 1});
+  AlignedBuffer packed(kt.packed_bytes(panel, 1, N));
+  kt.pack(panel, PackSource{w.data(), rounds, 1, N, &zero, columns.data()}, 0, kt.panel_count(panel, N), packed.data);
+  GemmArgs args{M, N, 1, x.data(), rounds, 1, packed.data, panel, nullptr, act, c.data(), rounds, N, nullptr};
+  args.act_a = a, args.rounds = rounds;
+  AlignedBuffer scratch(kt.gemm_scratch_bytes(args));
+  args.scratch = scratch.data;
+  kt.gemm(args);
+  end_of_call(kt);
+  const double half_unit = rounds == DType::kBF16 ? 0x1p-8 : 0x1p-11,
+               near = half_unit * (act == Activation::kSilu ? 2 : 1) + 0x1p-12;
+  int64_t wrong = 0;
+  for (int64_t m = 0; m < M; ++m) {
+    const double v = element(x.data(), rounds, m), want = activated(act, &a, v);
+    const double least = (1 + std::fabs(v)) * 0x1p-24;  // a small logistic is a subnormal float16
+    for (int64_t n = 0; n < N; ++n)
+      wrong += !(std::fabs(element(c.data(), rounds, m * N + n) - want) <= near * std::fabs(want) + least);
+  }
+  check(wrong == 0, "activation %d of a = %g, rounded to %d [%s]: %ld of %ld wrong", int(act), double(a), int(rounds), kt.isa,
+        long(wrong), long(M * N));
+}
+
+inline void test_rounded_activations() {
+  for (DType rounds : {DType::kBF16, DType::kF16})
+    for (Activation act : {Activation::kLogistic, Activation::kTanh, Activation::kSilu, Activation::kElu})
+      test_rounded_activation(act, 1.0f, rounds);
+}
+
+// More of them than there are tables.
+inline void test_more_activations_than_tables() {
+  for (int i = 0; i < 70; ++i) test_rounded_activation(Activation::kElu, 1.0f + float(i) / 64, i % 2 ? DType::kBF16 : DType::kF16);
+}
+
 // Instructions that multiply bfloat16 take subnormal operands for zeros on any thread; widened operands are f32's, which keep
 // theirs where the thread does.
 inline void test_gemm_subnormal() {
@@ -353,6 +402,7 @@ inline void test_gemm() {
   }
   test_gemm_nan();
   test_gemm_rounds();
+  test_rounded_activations();
   test_gemm_subnormal();
   // A column or a few, whose products go along K: rows that are not a multiple of 4 or fill more than one run, every end of K.
   int64_t depth = 16;

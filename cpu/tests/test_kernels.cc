@@ -63,6 +63,8 @@ int main(int argc, char** argv) {
     test::test_outer();
   }
   if (!bench) test::test_tiles();
+  set_kernels(nullptr);
+  if (!bench) test::test_more_activations_than_tables();
   std::printf("%lld passed, %lld failed\n", static_cast<long long>(test::counts().passed),
               static_cast<long long>(test::counts().failed));
   return test::counts().failed == 0 && test::counts().passed > 0 ? 0 : 1;
