@@ -3,6 +3,7 @@
     python -m scripts.mutations --seed 1 --places 30 --out before.json      # hours: a mutation that survives runs all fast tests
     python -m scripts.mutations --seed 1 --places 30 --resume before.json   # goes on where Ctrl-C ended the first
     python -m scripts.mutations --seed 1 --places 5 --match regions/ --tests tests/regions
+    python -m scripts.mutations --seed 1 --places 30 --lines out/lines      # only files of tests that execute the mutated line
 
 Comes in: the sources in ``kitsune_jax/``, and tests. Goes out: for each mutation the test that caught it, or that it survived or
 timed out. The same seed chooses the same places of the same sources, and more ``--places`` add to them, so a change of the tests is
@@ -12,7 +13,9 @@ A mutation swaps an operator (``<`` and ``<=``, ``==`` and ``!=``, ``+`` and ``-
 ``not``, changes a 0, 1 or 2 by one, or negates a returned condition. Docstrings, annotations, raised errors, assertions, f-strings,
 ``__repr__``, reports and ``_compat/`` are left alone. The mutated file is in a copy of the source tree in a temporary folder.
 Without ``--tests`` the tests of the mutated file's room run first, then the other fast tests. A test that also fails without a
-mutation is left out from then on.
+mutation is left out from then on. ``--lines`` names what ``tests/support/executed_lines.py`` has written in a run of the same sources:
+tests that do not execute the mutated statement cannot catch it, and do not run. A statement that no test is known to execute, as
+those that run on import, is tested by all.
 """
 
 from __future__ import annotations
@@ -256,6 +259,36 @@ def room_tests(path: str) -> list[str]:
     return [f"tests/{name}" for name in _TESTS.get(room, (room,))]
 
 
+def statement_lines(text: str, line: int) -> range:
+    """The lines of the innermost statement around a line; of one with a body, those of its head."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(text)):  # outer nodes come before inner ones
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            first = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body and body[0].lineno > first else (node.end_lineno if not body else first)  # type: ignore[union-attr]
+            if first <= line <= last:
+                found = range(first, last + 1)
+    return found
+
+
+class ExecutedLines:
+    """Which files of tests execute a line of the package, as ``tests/support/executed_lines.py`` has written them into a folder."""
+
+    def __init__(self, folder: Path):
+        self.tests: dict[str, dict[str, set[int]]] = {}
+        for file in folder.glob("*.json"):
+            for tests, lines in json.loads(file.read_text()).items():
+                self.tests.setdefault(tests, {}).update({path: set(of) for path, of in lines.items()})
+        if not self.tests:
+            raise SystemExit(f"no file in {folder}: run the tests with -p tests.support.executed_lines --executed-lines {folder}")
+
+    def reaching(self, mutation: Mutation, text: str) -> list[str]:
+        """The files of tests that execute the mutated statement of the file ``text``."""
+        lines = statement_lines(text, mutation.line)
+        return sorted(tests for tests, files in self.tests.items() if not files.get(mutation.path, set()).isdisjoint(lines))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
     """``outcome``: "caught", "survived" or "timed out". ``test``: that caught it."""
@@ -283,10 +316,11 @@ class _TimedOut(Exception):
 
 class Bench:
     """A copy of the source tree in the temporary folder ``folder``, in which mutations are tested. ``tests``: arguments of pytest;
-    without any the tests of the mutated file's room run, then the others. ``limit``: seconds for a mutation."""
+    without any the tests of the mutated file's room run, then the others; of both those that ``lines`` says reach the mutation.
+    ``limit``: seconds for a mutation."""
 
-    def __init__(self, folder: Path, tests: Sequence[str], limit: float, jobs: int):
-        self.folder, self.tests, self.limit, self.jobs = folder, list(tests), limit, jobs
+    def __init__(self, folder: Path, tests: Sequence[str], limit: float, jobs: int, lines: ExecutedLines | None = None):
+        self.folder, self.tests, self.limit, self.jobs, self.lines = folder, list(tests), limit, jobs, lines
         self.tree = folder / "tree"
         left_out = shutil.ignore_patterns(*_LEFT_OUT)
         shutil.copytree(ROOT, self.tree, ignore=left_out, symlinks=True)
@@ -306,9 +340,7 @@ class Bench:
 
     def _catcher(self, mutation: Mutation, until: float) -> str:
         """The test that fails with the mutation and passes without it; "" if there is none."""
-        rooms = room_tests(mutation.path)
-        groups = [self.tests] if self.tests else [rooms, ["tests", *(f"--ignore={room}" for room in rooms)]]
-        for group in groups:
+        for group in self._groups(mutation):
             while True:
                 with self._mutated(mutation):
                     passed, output = self._pytest(group, until, mutation)
@@ -319,6 +351,16 @@ class Bench:
                     return test or "an import or a crash"
                 self.failing.append(test)
         return ""
+
+    def _groups(self, mutation: Mutation) -> list[list[str]]:
+        """Arguments of pytest, one run after the other."""
+        if self.tests:
+            return [self.tests]
+        rooms = room_tests(mutation.path)
+        if self.lines and (reaching := self.lines.reaching(mutation, (self.tree / mutation.path).read_text())):
+            near = [tests for tests in reaching if tests.rpartition("/")[0] in rooms]
+            return [group for group in (near, [tests for tests in reaching if tests not in near]) if group]
+        return [rooms, ["tests", *(f"--ignore={room}" for room in rooms)]]
 
     def _passes_without(self, test: str, group: Sequence[str]) -> bool:
         if test in self.passing:
@@ -438,6 +480,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--places", type=int, default=30, help="number of mutations (default: 30)")
     parser.add_argument("--match", default="", help="a regular expression: only files whose path it finds")
     parser.add_argument("--tests", nargs="+", default=[], help="arguments of pytest (default: the file's room, then the others)")
+    parser.add_argument("--lines", type=Path, metavar="DIR", help="the lines that tests execute: others do not run (see above)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a mutation (default: 1800)")
     parser.add_argument("--jobs", type=int, default=1, help="processes of pytest (default: 1)")
     parser.add_argument("--out", type=Path, help="a file for the results, as JSON; written after each mutation")
@@ -455,7 +498,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{args.resume} has results of other settings: { ({name: known[name] for name in settings}) }")
     try:
         with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-            bench = Bench(Path(folder).resolve(), args.tests, args.limit, args.jobs)
+            bench = Bench(Path(folder).resolve(), args.tests, args.limit, args.jobs, args.lines and ExecutedLines(args.lines))
             for result in run_all(bench, mutations, [Result.of(data) for data in known["results"]]):
                 results.append(result)
                 if out and len(results) >= len(known["results"]):  # an earlier end would lose what is known

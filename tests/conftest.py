@@ -43,12 +43,12 @@ HEAVY = (
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places: Places = collections.defaultdict(dict)
     for item in items:
         if (mark := item.get_closest_marker("sampled")) and not _in_sample(item, places, *mark.args, **mark.kwargs):
             item.add_marker(pytest.mark.slow)
-    turn = {name: place for place, name in enumerate(HEAVY)}
+    turn = {name: place for place, name in enumerate(HEAVY if hasattr(config, "workerinput") else ())}
     items.sort(key=lambda item: turn.get(item.nodeid.removeprefix("tests/").partition(".py")[0], len(turn)))
 
 

@@ -101,6 +101,19 @@ def test_rooms_have_tests() -> None:
     assert mutations.room_tests("kitsune_jax/cache.py") == ["tests/user"]
 
 
+def test_only_tests_that_execute_the_statement_can_catch_a_mutation(tmp_path: Path) -> None:
+    (tmp_path / "gw0.json").write_text(json.dumps({"tests/a.py": {"b.py": [12, 13]}, "tests/c.py": {"b.py": [12, 19]}}))
+    (tmp_path / "gw1.json").write_text(json.dumps({"tests/d.py": {"b.py": [12]}, "tests/e.py": {"other.py": [13, 19]}}))
+    lines = mutations.ExecutedLines(tmp_path)
+
+    def reaching(line: int) -> list[str]:
+        return lines.reaching(mutations.Mutation("b.py", line, "holds", 0, "", ""), TEXT)
+
+    assert reaching(13) == ["tests/a.py"]
+    assert reaching(18) == reaching(20) == ["tests/c.py"]  # lines of the statement of 17 to 20
+    assert reaching(16) == []
+
+
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source tree with a line that its tests watch, one that they do not, and a test that always fails."""
