@@ -17,7 +17,7 @@ from kitsune_jax.ops.graph import Op, Param, make_params
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import is_float, is_narrow, resolve_rows
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.instructions import FOLDED, Place, Writer, rows_first
+from kitsune_jax.program.instructions import FOLDED, Place, Writer
 from kitsune_jax.program.ir import ArrayType, Block, Instr, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import Range, Visible
 
@@ -230,7 +230,7 @@ class Factors:
         if instr is None or instr.kind != "broadcast_in_dim" or instr.inputs[0] in self.inner:
             return None
         (x,) = instr.inputs
-        sizes = rows_first(self.writer.types[x])
+        sizes = self.writer.types[x].rows_first
         return OuterFactor("", x, tuple(None if n == 1 else d for n, d in zip(sizes, instr["dims"], strict=True)))
 
     def _exponential(self, v: int, instr: Instr) -> FactoredPart | None:
@@ -252,7 +252,7 @@ class Factors:
         running = self.running[scores]
         wide = scores if dtype == t.dtype else self._new(scores, "convert_element_type", (scores,), whole, new_dtype=dtype)
         dims = tuple(d for d in range(len(t.rows_first)) if d != dim)
-        top = self._new(scores, "broadcast_in_dim", (running,), whole, shape=rows_first(t), dims=dims)
+        top = self._new(scores, "broadcast_in_dim", (running,), whole, shape=t.rows_first, dims=dims)
         x = self._new(scores, "exp", (self._new(scores, "sub", (wide, top), whole),), whole)
         if dtype != t.dtype:
             x = self._new(scores, "convert_element_type", (x,), w.types[v], new_dtype=t.dtype)
@@ -267,7 +267,7 @@ class Factors:
             if part.value != cases[k] and self._is_zero(cases[1 - k]):
                 inputs = [which, *cases]
                 inputs[1 + k] = part.value
-                same: Place = tuple(range(len(rows_first(self.writer.types[v]))))
+                same: Place = tuple(range(len(self.writer.types[v].rows_first)))
                 return dataclasses.replace(
                     part, value=self._again(v, instr, tuple(inputs)), kept=(*part.kept, (which, k == 1, same))
                 )
@@ -287,7 +287,7 @@ class Factors:
         if instr.kind == "convert_element_type" and not (types[x].dtype.endswith(_FLOATS) and types[v].dtype.endswith(_FLOATS)):
             return None
         moved = moves(types, instr, x)
-        placed = _placed(part, {d: moved.get(d) for d in range(len(rows_first(types[x])))})
+        placed = _placed(part, {d: moved.get(d) for d in range(len(types[x].rows_first))})
         return None if placed is None else dataclasses.replace(placed, value=self._again(v, instr, (part.value,)))
 
     def _again(self, v: int, instr: Instr, inputs: tuple[int, ...]) -> int:
@@ -343,8 +343,8 @@ def after_fold(types: list[TileType], part: FactoredPart, fold: Instr, v: int, i
     def dropped(place: Place, sizes: tuple[int, ...]) -> Place:
         return tuple(None if n == 1 or d == inner else d for d, n in zip(place, sizes, strict=True))
 
-    kept = tuple((w, k, dropped(p, rows_first(types[w]))) for w, k, p in part.kept)
-    top = part.top and dataclasses.replace(part.top, place=dropped(part.top.place, rows_first(types[part.top.scores])))
+    kept = tuple((w, k, dropped(p, types[w].rows_first)) for w, k, p in part.kept)
+    top = part.top and dataclasses.replace(part.top, place=dropped(part.top.place, types[part.top.scores].rows_first))
     return _placed(dataclasses.replace(part, kept=kept, top=top), moved)
 
 
@@ -414,7 +414,7 @@ class Iteration:
             w.about = instr.op
             return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
         if instr.kind in _SIZES:
-            params[_SIZES[instr.kind]] = rows_first(t)
+            params[_SIZES[instr.kind]] = t.rows_first
         if instr.kind == "iota" and instr["dimension"] == self.inner[v]:  # counted in int32, then rounded or wrapped once
             counted = dataclasses.replace(t, dtype="int32")
             first = self.number
@@ -539,7 +539,7 @@ class _BlockLoopState:
 class _Blocked:
     def __init__(self, program: TileProgram, body: Sequence[Instr], inner: dict[int, int], size: int, block: int):
         self.program, self.old, self.inner, self.size, self.block = program, body, inner, size, block
-        self.writer = Writer(program)
+        self.writer = Writer(list(program.values), dict(program.literals))
         self.makers = {v: i for i in body for v in i.outputs}
         self.levels: dict[int, int] = {}
         self.outside: list[tuple[int, Instr]] = []
