@@ -83,4 +83,6 @@ class Writer:
         if order != list(range(len(dims))):
             dims, sizes = tuple(dims[k] for k in order), tuple(sizes[k] for k in order)
             x = self.add("transpose", (x,), TileType(have.tile, sizes[have.tile :], have.dtype), permutation=order)
+        if dims == tuple(range(len(t.rows_first))) and have.tile == t.tile:
+            return x
         return self.broadcast(x, TileType(t.tile, t.shape, have.dtype), dims)

@@ -11,12 +11,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
-from kitsune_jax.ops.graph import Graph, Param, Scalar, Value, make_params
+from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params
 from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
@@ -25,7 +24,7 @@ from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
 Use = tuple[int, int]  # (instruction of the body, operand number)
-Types = Sequence[TileType] | Mapping[int, TileType]
+Types = Sequence[TileType] | Mapping[int, TileType]  # by value
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -48,26 +47,18 @@ def is_other_name(values: Types, instr: Instr) -> bool:
     return squeezed(x.shape) == squeezed(y.shape)
 
 
-class Typed(Protocol):
-    """The members of a program that a ``Flow`` reads: types of values, and constants."""
-
-    @property
-    def values(self) -> Types: ...
-    @property
-    def literals(self) -> Sequence[tuple[int, Scalar]]: ...
-
-
 class Flow:
     """The makers and readers of the values of a body: of a stage, of a loop, or of ops of a graph.
 
     The **root** of a value is the one that it is another name of: the operand of a copy, or of a view that only inserts, drops or
-    moves dimensions of extent 1. ``results``: values that are read behind the body, for example by a loop's next iteration."""
+    moves dimensions of extent 1. ``results``: values that are read behind the body, for example by a loop's next iteration.
+    ``values``, ``literals``: the types of values, and constants."""
 
-    def __init__(self, program: Typed, body: Sequence[Instr], results: Sequence[int] = ()):
-        self.values, self.body, self.results = program.values, body, tuple(results)
+    def __init__(self, values: Types, literals: Iterable[tuple[int, Scalar]], body: Sequence[Instr], results: Sequence[int] = ()):
+        self.values, self.body, self.results = values, body, tuple(results)
         self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
         self.uses: dict[int, list[Use]] = {}  # of a root, by instructions other than names and views of constants
-        self.constants: dict[int, Scalar] = dict(program.literals)
+        self.constants: dict[int, Scalar] = dict(literals)
         self._roots: dict[int, int] = {}
         for i, instr in enumerate(body):
             if is_other_name(self.values, instr):
@@ -77,7 +68,7 @@ class Flow:
             else:
                 self._read(i, instr.inputs)
                 if instr.block is not None:
-                    inside = (v for j in walk(instr.block.body) for v in (*j.inputs, *(j.block.results if j.block else ())))
+                    inside = (v for j in walk(instr.block.body) for v in j.reads)
                     self._read(i, (*inside, *instr.block.results), named=False)
         self._read(len(body), self.results)
 
@@ -85,8 +76,9 @@ class Flow:
     def of_graph(graph: Graph, ops: Sequence[int], results: Sequence[int]) -> Flow:
         """The flow of the ops number ``ops`` of ``graph``; ``results``: the values that others read as well."""
         body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
-        read = {v: graph.values[v].literal for i in body for v in i.inputs}
-        return Flow(_Ops(_LazyTypes(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
+        values = {v: graph.values[v] for i in body for v in (*i.inputs, *i.outputs)}
+        types = {v: TileType(False, value.shape, value.dtype) for v, value in values.items()}
+        return Flow(types, [(v, value.literal) for v, value in values.items() if value.literal is not None], body, results)
 
     def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
         for p, v in enumerate(values):
@@ -114,23 +106,6 @@ class Flow:
         return self.type(v).dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ops:
-    values: _LazyTypes
-    literals: tuple[tuple[int, Scalar], ...]
-
-
-class _LazyTypes(dict[int, TileType]):
-    """The types of a graph's values, made on first access."""
-
-    def __init__(self, values: Sequence[Value]):
-        self.graph_values = values
-
-    def __missing__(self, v: int) -> TileType:
-        self[v] = TileType(False, self.graph_values[v].shape, self.graph_values[v].dtype)
-        return self[v]
-
-
 # --- Copies, common subexpressions and dead code ----------------------------------------------------------------------------------
 
 
@@ -140,11 +115,7 @@ def simplified(program: TileProgram) -> TileProgram:
     An instruction whose value an earlier one of the same body, or of a body around it, has computed is replaced by that value."""
     once: dict[object, int] = {}
     literals = {v: once.setdefault((program.values[v].dtype, repr(c)), v) for v, c in program.literals}
-    stages = []
-    for stage in program.stages:
-        body, _ = _Names(program, dict(literals)).body(stage.body, {})
-        stages.append(dataclasses.replace(stage, body=live(body)))
-    return dataclasses.replace(program, stages=tuple(stages))
+    return program.with_bodies(lambda body: live(_Names(program, dict(literals)).body(body, {})))
 
 
 class _Names:
@@ -153,13 +124,13 @@ class _Names:
     def __init__(self, program: TileProgram, names: dict[int, int]):
         self.program, self.names, self.roots = program, names, dict[int, int]()
 
-    def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[tuple[Instr, ...], dict[object, int]]:
+    def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[Instr, ...]:
         """``known``: instructions that have been computed before ``body`` -> their values."""
         out = []
         for instr in body:
             instr = dataclasses.replace(instr, inputs=tuple(self.names.get(v, v) for v in instr.inputs))
             if instr.block is not None:
-                inside, _ = self.body(instr.block.body, dict(known))
+                inside = self.body(instr.block.body, dict(known))
                 results = tuple(self.names.get(v, v) for v in instr.block.results)
                 instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside, results=results))
             elif len(instr.outputs) == 1 and instr.kind not in EFFECTS:
@@ -169,7 +140,7 @@ class _Names:
                     self.names[made] = same
                     continue
             out.append(instr)
-        return tuple(out), known
+        return tuple(out)
 
     def _before(self, instr: Instr, made: int, known: dict[object, int]) -> int:
         """The value that ``made`` equals: an earlier one, or itself."""
@@ -192,10 +163,8 @@ def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...
             continue
         wanted.update(instr.inputs)
         if instr.block is not None:
-            inside = live(instr.block.body, instr.block.results)
-            instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside))
-            wanted.update(instr.block.results if instr.block else ())
-            wanted.update(v for i in walk(inside) for v in (*i.inputs, *(i.block.results if i.block else ())))
+            instr = instr.with_body(live(instr.block.body, instr.block.results))
+            wanted.update(v for i in walk((instr,)) for v in i.reads)
         kept.append(instr)
     return tuple(reversed(kept))
 
@@ -412,9 +381,7 @@ def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype
     if kind in ("gt", "ge", "lt", "le"):
         a, b = args
         greater = kind in ("gt", "ge")
-        if (a, b) == (X, {}):
-            return _Positive(opposite=not greater)
-        return _Positive(opposite=greater) if (a, b) == ({}, X) else None
+        return _Positive(opposite=greater != (a == X)) if (a, b) in ((X, {}), ({}, X)) else None
     if kind == "select_n":
         return _select(args)
     sums = [a for a in args if isinstance(a, dict)]
@@ -580,13 +547,11 @@ def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] |
     if len(terms) != 1:
         return None
     (((power, atoms), a),) = terms.items()
-    if not 2.0**-100 <= a <= 2.0**100:
-        return None
     if power == 1 and not atoms:
-        return "leaky_relu", (a,)
+        return _positive("leaky_relu", a)
     held = _freeze(_atom("where_positive", (), _freeze(X)))  # users clamp e^x so that it does not overflow where not selected
     if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
-        return "elu", (a,)
+        return _positive("elu", a)
     return None
 
 
@@ -603,8 +568,8 @@ def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, act
     as third operand and the activation as parameter, computed in its accumulation dtype, rounded once. ``program``: best
     ``simplified``."""
     folding = _Folding(program, rounding, activated)
-    stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)
-    return dataclasses.replace(program, stages=stages, values=tuple(folding.values))
+    folded = program.with_bodies(lambda body: folding.body(body, (), {}))
+    return dataclasses.replace(folded, values=tuple(folding.values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -638,7 +603,7 @@ class _Folding:
 
     def body(self, body: Sequence[Instr], results: Sequence[int], around: Makers) -> tuple[Instr, ...]:
         """``around``: makers of the values of the code around a loop's body."""
-        flow = Flow(self.program, body, results)
+        flow = Flow(self.program.values, self.program.literals, body, results)
         makers = {**around, **flow.makers}
         found = {i: self._match(flow, makers, i) for i, instr in enumerate(body) if instr.kind == "matmul"}
         found = {i: e for i, e in found.items() if e.absorbed}
@@ -649,8 +614,7 @@ class _Folding:
         moved: set[int] = set()  # values that are now made earlier, for a bias
         for i, instr in enumerate(body):
             if instr.block is not None:
-                block = dataclasses.replace(instr.block, body=self.body(instr.block.body, instr.block.results, makers))
-                instr = dataclasses.replace(instr, block=block)
+                instr = instr.with_body(self.body(instr.block.body, instr.block.results, makers))
             if i in found:
                 bias = found[i].bias
                 for j in _chain(flow.makers, bias.source if bias else None):
@@ -815,15 +779,14 @@ def with_biases_first(program: TileProgram) -> TileProgram:
     values = list(program.values)
 
     def body_of(body: Sequence[Instr], results: Sequence[int], around: Mapping[int, Instr]) -> tuple[Instr, ...]:
-        flow = Flow(program, body, results)
+        flow = Flow(program.values, program.literals, body, results)
         makers = {**around, **flow.makers}
         moved = {j: found for j, instr in enumerate(body) if (found := _match(flow, makers, program, j, instr)) is not None}
         gone = {id(sums) for sums, *_ in moved.values()}
         out: list[Instr] = []
         for j, instr in enumerate(body):
             if instr.block is not None:
-                inner = body_of(instr.block.body, instr.block.results, makers)
-                instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inner))
+                instr = instr.with_body(body_of(instr.block.body, instr.block.results, makers))
             if j in moved:
                 _, product, bias, other = moved[j]
                 values.append(flow.type(product))
@@ -833,8 +796,8 @@ def with_biases_first(program: TileProgram) -> TileProgram:
                 out.append(instr)
         return tuple(out)
 
-    stages = tuple(dataclasses.replace(s, body=body_of(s.body, (), {})) for s in program.stages)
-    return dataclasses.replace(program, stages=stages, values=tuple(values))
+    changed = program.with_bodies(lambda body: body_of(body, (), {}))
+    return dataclasses.replace(changed, values=tuple(values))
 
 
 def _match(
