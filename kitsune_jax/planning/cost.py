@@ -429,12 +429,9 @@ def folded_into(cost: RegionCost, dtypes: Container[str]) -> dict[int, int]:
 
 def left_region(graph: Graph, ops: Sequence[int]) -> Region:
     """``ops`` of ``graph``, in an order in which they can run, as a region over which nothing streams: the ops left to XLA."""
-    made = {v for i in ops for v in graph.ops[i].outputs}
     inside = set(ops)
     read = {v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs} | set(graph.outputs)
-    inputs = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if v not in made and graph.values[v].literal is None)
-    outputs = tuple(v for i in ops for v in graph.ops[i].outputs if v in read)
-    return Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs)
+    return Region.of(graph, StreamSpace((1,)), ops, {}, (v for i in ops for v in graph.ops[i].outputs if v in read))
 
 
 def _expensive_twice(cost: RegionCost, kernels: Sequence[XlaKernel]) -> set[int]:

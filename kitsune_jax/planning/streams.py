@@ -67,6 +67,31 @@ class Region:
     sinks: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
 
+    @staticmethod
+    def of(
+        graph: Graph,
+        space: StreamSpace,
+        ops: Iterable[int],
+        labels: Mapping[int, DimLabels],
+        outputs: Iterable[int],
+        sinks: Iterable[int] = (),
+        recomputed: Container[int] = (),
+    ) -> Region:
+        """The region of ``ops``, with those of ``labels``, ``sinks`` and ``recomputed`` that belong to it."""
+        ops = tuple(ops)
+        inside = frozenset(ops)
+        made = {v for i in ops for v in graph.ops[i].outputs}
+        read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs)
+        return Region(
+            space,
+            ops,
+            labels=tuple((v, labels[v]) for v in sorted(made.union(read)) if v in labels),
+            inputs=tuple(v for v in read if v not in made and graph.values[v].literal is None),
+            outputs=tuple(outputs),
+            sinks=tuple(i for i in sinks if i in inside),
+            recomputed=tuple(i for i in ops if i in recomputed),
+        )
+
     def label_of(self) -> dict[int, DimLabels]:
         return dict(self.labels)
 
@@ -93,12 +118,7 @@ def row_strides(shape: tuple[int, ...], labels: DimLabels, space: StreamSpace) -
 
 def dim_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Element strides of a dense row-major array."""
-    out = []
-    step = 1
-    for n in reversed(shape):
-        out.append(step)
-        step *= n
-    return tuple(reversed(out))
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def streamed_axes(labels: DimLabels) -> frozenset[int]:

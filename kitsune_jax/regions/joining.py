@@ -12,11 +12,10 @@ import itertools
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kitsune_jax.ops.graph import Graph, reached, topological
-from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, has_few_rows
-from kitsune_jax.regions.grow import GraphIndex, Order, anchored, regions_of
+from kitsune_jax.regions.grow import GraphIndex, Order, anchored, levels_up_to, regions_of
 
 # --- a call -----------------------------------------------------------------------------------------------------------------------
 
@@ -298,8 +297,7 @@ class _Merge:
         first = dict.fromkeys((v for v in last if v not in born and v not in given), 0)
         apart, together = [0] * (len(regions) + 1), [0] * (len(regions) + 1)  # bytes more or less from each phase on
         for v, k in (first | born).items():
-            value = self.index.graph.values[v]
-            size = value.size * np_dtype(value.dtype).itemsize
+            size = self.index.bytes(v)
             stays = v in results or not inside.issuperset(consumers.get(v, ()))
             end = len(regions) if stays and v in born else last.get(v, k) + 1
             inner = v in born and not stays
@@ -478,8 +476,7 @@ class _FollowerWalk:
         """One region per phase, of the scalar ops that followers need; XLA runs the others."""
 
         def makers(values: Iterable[int]) -> set[int]:
-            found = (self.given.index.producers.get(v, -1) for v in values)
-            return {i for i in found if i in self.scalars}
+            return self.given.index.makers(values) & self.scalars.keys()
 
         needed = reached(makers(v for region in self.joined for v in region.inputs), lambda i: makers(self.graph.ops[i].inputs))
         by_phase: dict[int, list[int]] = {}
@@ -528,7 +525,7 @@ class PhaseSavings:
         inside = self.ops.union(region.ops)
         values = [v for v in region.inputs if v in self.made]
         values += [v for v in region.outputs if self._is_read(v)]
-        return self.fresh * sum(_bytes(self.index, v) for v in values if _stays(self.index, v, inside))
+        return self.fresh * sum(self.index.bytes(v) for v in values if _stays(self.index, v, inside))
 
     def _is_read(self, v: int) -> bool:
         return not self.ops.isdisjoint(self.index.consumers.get(v, ()))
@@ -566,16 +563,11 @@ class Bridges:
 def border_seconds(index: GraphIndex, calls: Sequence[Chosen], fresh: float) -> float:
     """Seconds for arrays that one of ``calls`` makes and another part of the program reads."""
     values = [(v, c.ops) for c in calls for r in c.regions for v in r.outputs if v not in index.results]
-    return fresh * sum(_bytes(index, v) for v, ops in values if not _stays(index, v, frozenset(ops)))
+    return fresh * sum(index.bytes(v) for v, ops in values if not _stays(index, v, frozenset(ops)))
 
 
 def _stays(index: GraphIndex, v: int, inside: frozenset[int]) -> bool:
     return v not in index.results and inside.issuperset(c for c in index.consumers.get(v, ()) if c in index.live)
-
-
-def _bytes(index: GraphIndex, v: int) -> int:
-    value = index.graph.values[v]
-    return value.size * np_dtype(value.dtype).itemsize
 
 
 # --- small ops between the calls of a decoded token: norms, rotary embeddings, residual sums of one row or a few ------------------
@@ -645,34 +637,19 @@ def _small(graph: Graph, i: int) -> bool:
 def _levels(index: GraphIndex, order: Order, members: set[int]) -> dict[int, int]:
     """The level of each member: the highest of its operands, plus one if a path from a member came through another op. A value that
     only members read is as high as the lowest of its readers, so that it is made beside them."""
-    graph, producers = index.graph, index.producers
-    level: dict[int, int] = {}
-    nodes = sorted({order.node(i) for i in index.live}, key=order.position)
-    for node in nodes:
-        inside = order.members(node)
-        at = 0
-        for v in (v for i in inside for v in graph.ops[i].inputs):
-            p = producers.get(v)
-            if p is not None and p in level and order.node(p) != node:
-                at = max(at, level[p] + (p in members and node not in members))
-        level.update(dict.fromkeys(inside, at))
-    for node in reversed(nodes):
-        if node in members and not index.results.intersection(graph.ops[node].outputs):
-            readers = [c for v in graph.ops[node].outputs for c in index.consumers.get(v, ()) if c in index.live]
-            if readers and members.issuperset(readers):
-                level[node] = max(level[node], min(level[c] for c in readers))
+    level = levels_up_to(order, len(index.graph.ops), members, set(), set())
+    for i in sorted(members, key=order.position, reverse=True):
+        readers = index.live.intersection(index.readers(i))
+        if readers and members.issuperset(readers) and index.results.isdisjoint(index.graph.ops[i].outputs):
+            level[i] = max(level[i], min(level[c] for c in readers))
     return {i: level[i] for i in members}
 
 
 def _one_row(index: GraphIndex, ops: Sequence[int]) -> Region:
     """``ops`` as a stream of one row: a space without axes, in which every array is a row."""
     graph, inside = index.graph, set(ops)
-    made = [v for i in ops for v in graph.ops[i].outputs]
-    read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
-    return Region(
-        space=StreamSpace(()),
-        ops=tuple(ops),
-        labels=tuple((v, ((),) * len(graph.values[v].shape)) for v in sorted({*made, *read})),
-        inputs=tuple(v for v in read if v not in made),
-        outputs=tuple(v for v in made if v in index.results or not inside.issuperset(index.consumers.get(v, ()))),
-    )
+    touched = {v for i in ops for v in (*graph.ops[i].inputs, *graph.ops[i].outputs) if graph.values[v].literal is None}
+    labels = {v: ((),) * len(graph.values[v].shape) for v in touched}
+    made = (v for i in ops for v in graph.ops[i].outputs)
+    outputs = (v for v in made if v in index.results or not inside.issuperset(index.consumers.get(v, ())))
+    return Region.of(graph, StreamSpace(()), ops, labels, outputs)
