@@ -205,12 +205,15 @@ def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tu
     """The batch dimensions of a product with matrices taken from a table, one or more for each of the batch (the weights of a
     token's experts). A row of such a stream reads its matrices in place; other streams would cut each of them."""
     op = graph.ops[op_index]
-    for v in op.inputs:
-        while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
-            v = graph.ops[made_by].inputs[0]
-        if made_by is not None and graph.ops[made_by].kind == "take":
-            return tuple(range(len(op["lhs_batch"])))
-    return ()
+    taken = any(_maker_of(graph, producers, v) == "take" for v in op.inputs)
+    return tuple(range(len(op["lhs_batch"]))) if taken else ()
+
+
+def _maker_of(graph: Graph, producers: Mapping[int, int], v: int) -> str:
+    """The kind of the op that makes ``v``, apart from ops that only move or convert it; "" for an input of the graph."""
+    while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
+        v = graph.ops[made_by].inputs[0]
+    return "" if made_by is None else graph.ops[made_by].kind
 
 
 def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> bool:
@@ -225,9 +228,7 @@ def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> b
     batch = math.prod(graph.values[out].shape[: len(op["lhs_batch"])])
     rows, matrix = sorted(op.inputs, key=lambda v: graph.values[v].size)
     x, y = graph.values[rows].size, graph.values[matrix].size
-    while (made_by := producers.get(matrix)) is not None and graph.ops[made_by].kind in _MOVED:
-        matrix = graph.ops[made_by].inputs[0]
-    if made_by is not None and graph.ops[made_by].kind not in ("opaque", "dynamic_update_slice"):
+    if _maker_of(graph, producers, matrix) not in ("", "opaque", "dynamic_update_slice"):
         return False
     contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
     few = FEW_OF_BATCH if batch > 1 else FEW_ROWS
@@ -381,7 +382,7 @@ def spread(
     batch = seed.batch
     for _ in range(64):
         try:
-            spreader = _Spreader(graph, StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
+            spreader = _Spreader(StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
             return spreader.run(seed.value, labels, barred or {})
         except _Refine as split:
             sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
@@ -405,15 +406,9 @@ Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 class _Spreader:
     def __init__(
-        self,
-        graph: Graph,
-        space: StreamSpace,
-        allowed: Container[int],
-        supports: Callable[[int], str | None],
-        wiring: Wiring,
-        apart: bool,
+        self, space: StreamSpace, allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring, apart: bool
     ):
-        self.graph, self.space, self.sizes = graph, space, space.sizes
+        self.graph, self.space, self.sizes = wiring.graph, space, space.sizes
         self.allowed, self.supports, self.wiring, self.apart = allowed, supports, wiring, apart
         self.looks = 0
 

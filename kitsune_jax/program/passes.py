@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
@@ -254,12 +255,11 @@ PARAMETERS = {  # activation -> how many parameters it has; x is the sum that it
     "gelu_erf": 1,  # x (1 + erf(a x)) / 2
 }
 
-Frozen = tuple[object, ...]
+Frozen = tuple[Any, ...]
 Term = tuple[int, tuple[tuple[str, Frozen], ...]]  # power of x, and atoms (function, arguments)
 Sum = dict[Term, float]
 
 X: Sum = {(1, ()): 1.0}
-_FUNCTIONS = frozenset({"tanh", "logistic", "erf", "erfc", "exp", "expm1"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,8 +276,9 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
     """The longest activation of ``x`` (unless float64) whose inner values, and ``x``, no other instruction reads.
 
     The instructions are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms``, where an atom is a function of
-    such a sum; equal activations have equal sums. Thus ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x * logistic(2 * c * (x +
-    d * x**3))`` are both the tanh form of gelu. ``with_epilogues`` asks this of stages, the cost model of graphs.
+    such a sum: the logistic function is written with tanh, and erfc with erf, so that equal activations have equal sums. Thus
+    ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x * logistic(2 * c * (x + d * x**3))`` are both the tanh form of gelu.
+    ``with_epilogues`` asks this of stages, the cost model of graphs.
 
     An activation rounds its result once, so it replaces one operator of a dtype whose results ``rounding`` rounds, or a function
     whose steps the product's epilogue rounds as well: ``x * logistic(x)`` and both forms of ``jax.nn.gelu``.
@@ -389,8 +390,6 @@ def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype
         return None
     if kind == "integer_pow":
         return _power(sums[0], instr["y"])
-    if kind in _FUNCTIONS:
-        return _atom(kind, _freeze(sums[0]))
     rule = _RULES.get(kind)
     return None if rule is None else rule(*sums)
 
@@ -424,11 +423,20 @@ def _multiply(a: Sum, b: Sum) -> Sum:
 
 
 def _divide(a: Sum, b: Sum) -> Sum | None:
-    if not b:
-        return None
-    if set(b) == {(0, ())}:
-        return _multiply(a, _constant(1.0 / b[0, ()]))
-    return _multiply(a, _atom("inverse", _freeze(b)))
+    """By a constant, or by 1 + e^z."""
+    others = dict(b)
+    constant = others.pop((0, ()), 0.0)
+    match list(others.items()):
+        case [] if constant:
+            return _multiply(a, _constant(1.0 / constant))
+        case [((0, (("exp", (z,)),)), c)] if _near(constant, 1) and _near(c, 1):
+            return _multiply(a, _logistic(_multiply(dict(z), _constant(-1.0))))
+    return None
+
+
+def _logistic(z: Sum) -> Sum:
+    """(1 + tanh(z / 2)) / 2"""
+    return _add(_constant(0.5), _multiply(_constant(0.5), _atom("tanh", _freeze(_multiply(z, _constant(0.5))))))
 
 
 def _power(a: Sum, y: Param) -> Sum | None:
@@ -458,6 +466,9 @@ _RULES: dict[str, Callable[..., Sum | None]] = {
     "mul": _multiply,
     "div": _divide,
     "square": lambda a: _multiply(a, a),
+    "logistic": _logistic,
+    "erfc": lambda a: _add(_constant(1.0), _atom("erf", _freeze(a)), -1.0),
+    **{kind: lambda a, kind=kind: _atom(kind, _freeze(a)) for kind in ("tanh", "erf", "exp", "expm1")},
 }
 
 
@@ -476,54 +487,32 @@ def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
     if power not in (0, 1) or len(atoms) != 1:
         return None
     ((function, arguments),) = atoms
-    if not plain:
-        return _one_function(function, arguments, power, scale)
+    if function == "where_positive":
+        return _where(*arguments) if power == 0 and not plain and _near(scale, 1) else None
+    inner = _odd(arguments[0])
+    if inner is None or function not in ("tanh", "erf"):
+        return None
+    a, b = (math.copysign(1, scale) * c for c in inner)  # both functions are odd
+    if function == "tanh" and power == 0 and not plain and _near(abs(scale), 1):
+        return ("tanh", ()) if (a, b) == (1, 0) else None
     # (1 + f) / 2, times x or not
-    if not (_near(scale, 0.5) and set(plain) == {power} and _near(plain[power], 0.5)):
+    if not (_near(abs(scale), 0.5) and set(plain) == {power} and _near(plain[power], 0.5)):
         return None
-    inner = _odd(arguments[0])
-    if inner is None:
-        return None
-    if function == "tanh":
-        return _sigmoid(power, 2 * inner[0], 2 * inner[1])
-    return _positive("gelu_erf", inner[0]) if function == "erf" and power == 1 and inner[1] == 0 else None
-
-
-def _one_function(function: str, arguments: tuple[object, ...], power: int, scale: float) -> tuple[str, tuple[float, ...]] | None:
-    """The activation ``scale * x**power * function(arguments)``."""
-    if function == "where_positive" and power == 0 and _near(scale, 1):
-        return _where(*arguments)
-    inner = _odd(arguments[0])
-    if function == "erfc" and power == 1 and _near(scale, 0.5) and inner is not None and inner[1] == 0:
-        return _positive("gelu_erf", -inner[0])
-    if not _near(scale, 1):
-        return None
-    if function == "tanh" and power == 0:
-        return ("tanh", ()) if inner == (1, 0) else None
-    if function == "logistic" and inner is not None:
-        return _sigmoid(power, *inner)
-    if function == "inverse":  # of 1 + e^-ax
-        terms = dict(_terms(arguments[0]))
-        if not _near(terms.pop((0, ()), 0.0), 1) or len(terms) != 1:
-            return None
-        (((p, atoms), c),) = terms.items()
-        if p == 0 and len(atoms) == 1 and atoms[0][0] == "exp" and _near(c, 1):
-            inner = _odd(atoms[0][1][0])
-            return None if inner is None else _sigmoid(power, -inner[0], -inner[1])
-    return None
-
-
-def _terms(frozen: object) -> Sum:
-    return dict(frozen)  # type: ignore[call-overload, no-any-return]
+    if function == "erf":
+        return _positive("gelu_erf", a) if power == 1 and b == 0 else None
+    a, b = 2 * a, 2 * b  # of the logistic function (``_logistic``)
+    if power == 0:
+        return ("logistic", ()) if (a, b) == (1, 0) else None
+    return _positive("silu", a) if b == 0 else _positive("gelu_tanh", a, b)
 
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= _TOLERANCE
 
 
-def _odd(frozen: object) -> tuple[float, float] | None:
+def _odd(frozen: Frozen) -> tuple[float, float] | None:
     """(a, b) of ``a x + b x^3``."""
-    terms = dict(_terms(frozen))
+    terms = dict(frozen)
     a, b = terms.pop((1, ()), 0.0), terms.pop((3, ()), 0.0)
     return None if terms else (a, b)
 
@@ -532,26 +521,14 @@ def _positive(name: str, *parameters: float) -> tuple[str, tuple[float, ...]] | 
     return (name, parameters) if all(2.0**-100 <= p <= 2.0**100 for p in parameters) else None
 
 
-def _sigmoid(power: int, a: float, b: float) -> tuple[str, tuple[float, ...]] | None:
-    """x**power times the logistic function of ``a x + b x^3``."""
-    if power == 0:
-        return ("logistic", ()) if (a, b) == (1, 0) else None
-    return _positive("silu", a) if b == 0 else _positive("gelu_tanh", a, b)
-
-
-def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] | None:
+def _where(on_true: Frozen, on_false: Frozen) -> tuple[str, tuple[float, ...]] | None:
     """The activation that is x where x is positive, and ``on_false`` elsewhere."""
-    if _terms(on_true) != X:
-        return None
-    terms = _terms(on_false)
-    if len(terms) != 1:
-        return None
-    (((power, atoms), a),) = terms.items()
-    if power == 1 and not atoms:
-        return _positive("leaky_relu", a)
     held = _freeze(_atom("where_positive", (), _freeze(X)))  # users clamp e^x so that it does not overflow where not selected
-    if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
-        return _positive("elu", a)
+    match on_true, on_false:
+        case (((1, ()), 1.0),), (((1, ()), a),):
+            return _positive("leaky_relu", a)
+        case (((1, ()), 1.0),), (((0, (("expm1", (z,)),)), a),) if z in (_freeze(X), held):
+            return _positive("elu", a)
     return None
 
 

@@ -40,19 +40,11 @@ class Chosen:
     def of(planned: Sequence[tuple[Region, Plan]], apart: tuple[Chosen, ...] = ()) -> Chosen:
         """The call of these regions with their plans, none of which may depend on itself."""
         maker = {v: k for k, (region, _) in enumerate(planned) for v in region.outputs}
+        needs = [{maker[v] for v in region.inputs if v in maker} for region, _ in planned]
         number: dict[int, int] = {}
-
-        def number_of(k: int) -> int:
-            work = [k]
-            while work:
-                before = {maker[v] for v in planned[work[-1]][0].inputs if v in maker}
-                missing = [j for j in before if j not in number]
-                work += missing
-                if not missing:
-                    number[work.pop()] = 1 + max((number[j] for j in before), default=-1)
-            return number[k]
-
-        phases = [Phase(number_of(k), region, plan) for k, (region, plan) in enumerate(planned)]
+        for k in topological(needs, range(len(needs))):
+            number[k] = 1 + max((number[j] for j in needs[k]), default=-1)
+        phases = [Phase(number[k], region, plan) for k, (region, plan) in enumerate(planned)]
         return Chosen(tuple(sorted(phases, key=lambda p: (p.number, p.region.ops))), apart)
 
     @property
@@ -309,9 +301,8 @@ class _Merge:
 
 # --- followers: later phases of a call, such as the updates of the parameters whose gradients it makes ----------------------------
 
-# A follower has an op of one of these families; one that only moved data would save nothing.
-_COMPUTES = frozenset({"pointwise", "convert", "reduce"})
 _SCALAR = frozenset({"pointwise", "convert"})
+_COMPUTES = _SCALAR | {"reduce"}  # a follower has an op of one of these families; one that only moved data would save nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -488,31 +479,21 @@ class _FollowerWalk:
 # --- regions that pay only as an extra phase of a chosen call ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class PhaseSavings:
     """The seconds that a region saves as a phase of a chosen call, beyond its own modelled gain.
 
     An array that only one call reads lies in memory that the executor keeps. An array between a call and XLA lies in the block that
     XLA allocates for the whole program. A large block is fresh pages in every run, each zeroed by the system at its first touch: 29
-    of
-    200 ms of CPU time in the gradient of a graph attention network with three regions left to XLA between four calls.
+    of 200 ms of CPU time in the gradient of a graph attention network with three regions left to XLA between four calls.
 
-    ``ops`` of the chosen calls, and ``made``: their results. ``fresh``: seconds for each byte of an array in XLA's memory.
-    ``spare``: seconds that a region may lose by itself if it connects calls, whose other arrays then leave XLA's memory
-    (``border_seconds``).
+    ``fresh``: seconds for each byte of an array in XLA's memory. ``spare``: seconds that a region may lose by itself if it connects
+    calls, whose other arrays then leave XLA's memory (``border_seconds``).
     """
 
-    index: GraphIndex
-    ops: frozenset[int]
-    made: frozenset[int]
-    fresh: float
-    spare: float = 0.0
-
-    @staticmethod
-    def of(index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0) -> PhaseSavings:
-        regions = [r for c in chosen for r in c.regions]
-        ops, made = frozenset(i for r in regions for i in r.ops), frozenset(v for r in regions for v in r.outputs)
-        return PhaseSavings(index, ops, made, fresh, spare)
+    def __init__(self, index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0):
+        self.index, self.fresh, self.spare = index, fresh, spare
+        self.ops = frozenset(i for c in chosen for i in c.ops)
+        self.made = frozenset(v for c in chosen for r in c.regions for v in r.outputs)
 
     def pays(self, region: Region, plan: Plan) -> bool:
         """Is ``region`` modelled faster than XLA, including its savings as a phase of a chosen call?"""
@@ -597,7 +578,7 @@ def find_decode_glue(
     calls; ``free``: ops that no region has.
     """
     graph = index.graph
-    if not any(has_few_row_product(index, c) for c in chosen):
+    if not any(has_few_row_product(index, c.regions) for c in chosen):
         return []
     members = {i for i in free if i in index.live and _small(graph, i) and supports(i) is None}
     levels: dict[int, list[int]] = {}
@@ -612,19 +593,15 @@ def find_decode_glue(
     return found
 
 
-def has_few_row_product(index: GraphIndex, call: Chosen) -> bool:
-    """Does ``call`` stream over the contracted dimension of a product of few rows?"""
-    return any(_few_rows(index, region) for region in call.regions)
-
-
-def _few_rows(index: GraphIndex, region: Region) -> bool:
-    return any(has_few_rows(index.graph, index.producers, i) for i in region.sinks)
+def has_few_row_product(index: GraphIndex, regions: Iterable[Region]) -> bool:
+    """Does one of ``regions`` stream over the contracted dimension of a product of few rows?"""
+    return any(has_few_rows(index.graph, index.producers, i) for region in regions for i in region.sinks)
 
 
 def pays_as_decode_phase(index: GraphIndex, chosen: Sequence[Chosen], region: Region, plan: Plan) -> bool:
     """Is ``region`` a product of few rows that pays as a phase of a call, beside another one among the ``chosen`` calls?"""
     near = plan.seconds <= plan.baseline_seconds + _SAVED
-    return near and _few_rows(index, region) and any(has_few_row_product(index, c) for c in chosen)
+    return near and has_few_row_product(index, (region,)) and any(has_few_row_product(index, c.regions) for c in chosen)
 
 
 def _small(graph: Graph, i: int) -> bool:

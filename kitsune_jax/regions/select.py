@@ -121,16 +121,13 @@ def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
     mixed = {(operands[k], d) for r in relations_of(graph, op) if r.role != "parallel" for k, d in r.members}
     p = parts(op)
     values = sorted(dict.fromkeys((*p.final, *p.ys, *p.xs)), key=lambda v: (-graph.values[v].size, v))
+    kept = {v: [d for d in range(len(graph.values[v].shape)) if (v, d) not in mixed] for v in values}
     choices: dict[Seed, None] = {}
-    for v in values:
-        shape = graph.values[v].shape
-        dims = tuple(d for d in range(len(shape)) if (v, d) not in mixed and shape[d] > 1)
-        choices |= dict.fromkeys(Seed(v, c) for c in (dims, *((d,) for d in dims)) if c)
-    shortest: dict[Seed, None] = {}
-    for v in values:  # if there is nothing else, a stream of one row
-        shape = graph.values[v].shape
-        shortest |= dict.fromkeys(Seed(v, (d,)) for d in range(len(shape)) if (v, d) not in mixed and shape[d] == 1)
-    yield from list(choices)[:_MOST] or list(shortest)[:1]
+    for v, dims in kept.items():
+        long = tuple(d for d in dims if graph.values[v].shape[d] > 1)
+        choices |= dict.fromkeys(Seed(v, c) for c in (long, *((d,) for d in long)) if c)
+    one_row = [Seed(v, (d,)) for v, dims in kept.items() for d in dims if graph.values[v].shape[d] == 1]
+    yield from list(choices)[:_MOST] or one_row[:1]
 
 
 _MOST = 8  # seeds that are tried
@@ -226,7 +223,7 @@ class _Selector:
         self.index, self.graph, self.wiring = index, (graph := index.graph), wiring
         self.capabilities, self.planner, self.force = search.capabilities, search.planner, search.force
         self.merge_phases, self.failed, self.fresh = search.merge_phases, search.failed, search.fresh
-        self.phase_savings = PhaseSavings.of(self.index, (), self.fresh)  # of nothing yet
+        self.phase_savings = PhaseSavings(self.index, (), self.fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(search.supports)
         self.why = updated_in_place(graph)
@@ -291,7 +288,7 @@ class _Selector:
         """Choose regions that pay as phases of a chosen call, and regions that pay only with these. Returns the ops of all."""
         own, before = len(self.chosen), -1
         while before < len(self.chosen):
-            before, self.phase_savings = len(self.chosen), PhaseSavings.of(self.index, self.chosen, self.fresh)
+            before, self.phase_savings = len(self.chosen), PhaseSavings(self.index, self.chosen, self.fresh)
             self._choose(seeds)
         return frozenset(i for c in self.chosen[own:] for i in c.ops)
 
@@ -401,12 +398,12 @@ class _Selector:
                 self.fresh,
             )
             if len(bridges.calls) > 1 and self.fresh and not self.force:
-                self.phase_savings = PhaseSavings.of(self.index, bridges.calls, self.fresh, bridges.border)
+                self.phase_savings = PhaseSavings(self.index, bridges.calls, self.fresh, bridges.border)
                 self._choose(seeds, bridges.accepts)
             calls = bridges.calls
             alone = [
                 *found,
-                *(c for c in self.chosen if has_few_row_product(self.index, c)),
+                *(c for c in self.chosen if has_few_row_product(self.index, c.regions)),
                 *(c for c in calls if extra.issuperset(c.ops)),
             ]
             self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]  # some pay only as phases
