@@ -126,14 +126,13 @@ class RegionCost(abc.ABC):
                 self.readers.setdefault(v, []).append(i)
         self.sinks = frozenset(region.sinks)
         self.tables = frozenset(v for v in region.inputs if v not in self.labels and v not in self.of_batch and self._is_table(v))
-        self.access = functools.lru_cache(maxsize=None)(self._access)
-        self.work = functools.lru_cache(maxsize=None)(self._work)
+        self.access = functools.cache(self._access)
+        self.work = functools.cache(self._work)
         self._bodies: dict[int, Self] = {}
         self.carried: frozenset[int] | None = None
-        self.is_maker = functools.lru_cache(maxsize=None)(self._is_maker)
-        self.row_size = functools.lru_cache(maxsize=None)(self._row_size)
-        self.row_bytes = functools.lru_cache(maxsize=None)(self._row_bytes)
-        self.absorbed = functools.lru_cache(maxsize=None)(self._absorbed)
+        self.row_size = functools.cache(self._row_size)
+        self.row_bytes = functools.cache(self._row_bytes)
+        self.absorbed = functools.cache(self._absorbed)
 
     @abc.abstractmethod
     def tile_seconds(self, i: int, rows: int) -> float:
@@ -184,7 +183,7 @@ class RegionCost(abc.ABC):
     def streamed(self, v: int) -> bool:
         return v in self.labels
 
-    def _is_maker(self, i: int) -> bool:
+    def is_maker(self, i: int) -> bool:
         return not any(v in self.labels for v in self.graph.ops[i].inputs)
 
     def _row_size(self, v: int) -> int:
@@ -429,12 +428,9 @@ def folded_into(cost: RegionCost, dtypes: Container[str]) -> dict[int, int]:
 
 def left_region(graph: Graph, ops: Sequence[int]) -> Region:
     """``ops`` of ``graph``, in an order in which they can run, as a region over which nothing streams: the ops left to XLA."""
-    made = {v for i in ops for v in graph.ops[i].outputs}
     inside = set(ops)
     read = {v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs} | set(graph.outputs)
-    inputs = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if v not in made and graph.values[v].literal is None)
-    outputs = tuple(v for i in ops for v in graph.ops[i].outputs if v in read)
-    return Region(StreamSpace((1,)), tuple(ops), (), tuple(inputs), outputs)
+    return Region.of(graph, StreamSpace((1,)), ops, {}, (v for i in ops for v in graph.ops[i].outputs if v in read))
 
 
 def _expensive_twice(cost: RegionCost, kernels: Sequence[XlaKernel]) -> set[int]:

@@ -173,22 +173,15 @@ def stage_name(cost: RegionCost, s: int, ops: Ops) -> str:
     return f"{s}:{cost.graph.ops[heaviest].label or cost.graph.ops[heaviest].kind}"
 
 
-def links(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
-    """The queues between ``stages``: one per value that crosses, multicast if several stages read it, in order of producer."""
+def links(cost: RegionCost, stages: Sequence[Ops], to_each: bool = False) -> tuple[Link, ...]:
+    """The queues between ``stages``: one per value that crosses, multicast if several stages read it, in order of producer.
+    ``to_each``: a separate queue for each stage that reads a value."""
     crossing = _crossing(cost, stages)
     apart = Levels(len(stages), crossing)
     return tuple(
-        Link(v, source, tuple(sorted(readers)), max(apart(source, s) for s in readers))
+        Link(v, source, group, max(apart(source, s) for s in group))
         for (source, v), readers in sorted(crossing.items())
-    )
-
-
-def links_to_each(cost: RegionCost, stages: Sequence[Ops]) -> tuple[Link, ...]:
-    """``links`` with a separate queue for each stage that reads a value."""
-    crossing = _crossing(cost, stages)
-    apart = Levels(len(stages), crossing)
-    return tuple(
-        Link(v, source, (s,), apart(source, s)) for (source, v), readers in sorted(crossing.items()) for s in sorted(readers)
+        for group in ([(s,) for s in sorted(readers)] if to_each else [tuple(sorted(readers))])
     )
 
 

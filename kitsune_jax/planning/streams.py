@@ -67,6 +67,31 @@ class Region:
     sinks: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
 
+    @staticmethod
+    def of(
+        graph: Graph,
+        space: StreamSpace,
+        ops: Iterable[int],
+        labels: Mapping[int, DimLabels],
+        outputs: Iterable[int],
+        sinks: Iterable[int] = (),
+        recomputed: Container[int] = (),
+    ) -> Region:
+        """The region of ``ops``, with those of ``labels``, ``sinks`` and ``recomputed`` that belong to it."""
+        ops = tuple(ops)
+        inside = frozenset(ops)
+        made = {v for i in ops for v in graph.ops[i].outputs}
+        read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs)
+        return Region(
+            space,
+            ops,
+            labels=tuple((v, labels[v]) for v in sorted(made.union(read)) if v in labels),
+            inputs=tuple(v for v in read if v not in made and graph.values[v].literal is None),
+            outputs=tuple(outputs),
+            sinks=tuple(i for i in sinks if i in inside),
+            recomputed=tuple(i for i in ops if i in recomputed),
+        )
+
     def label_of(self) -> dict[int, DimLabels]:
         return dict(self.labels)
 
@@ -93,12 +118,7 @@ def row_strides(shape: tuple[int, ...], labels: DimLabels, space: StreamSpace) -
 
 def dim_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Element strides of a dense row-major array."""
-    out = []
-    step = 1
-    for n in reversed(shape):
-        out.append(step)
-        step *= n
-    return tuple(reversed(out))
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def streamed_axes(labels: DimLabels) -> frozenset[int]:
@@ -185,12 +205,15 @@ def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tu
     """The batch dimensions of a product with matrices taken from a table, one or more for each of the batch (the weights of a
     token's experts). A row of such a stream reads its matrices in place; other streams would cut each of them."""
     op = graph.ops[op_index]
-    for v in op.inputs:
-        while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
-            v = graph.ops[made_by].inputs[0]
-        if made_by is not None and graph.ops[made_by].kind == "take":
-            return tuple(range(len(op["lhs_batch"])))
-    return ()
+    taken = any(_maker_of(graph, producers, v) == "take" for v in op.inputs)
+    return tuple(range(len(op["lhs_batch"]))) if taken else ()
+
+
+def _maker_of(graph: Graph, producers: Mapping[int, int], v: int) -> str:
+    """The kind of the op that makes ``v``, apart from ops that only move or convert it; "" for an input of the graph."""
+    while (made_by := producers.get(v)) is not None and graph.ops[made_by].kind in _MOVED:
+        v = graph.ops[made_by].inputs[0]
+    return "" if made_by is None else graph.ops[made_by].kind
 
 
 def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> bool:
@@ -205,9 +228,7 @@ def has_few_rows(graph: Graph, producers: Mapping[int, int], op_index: int) -> b
     batch = math.prod(graph.values[out].shape[: len(op["lhs_batch"])])
     rows, matrix = sorted(op.inputs, key=lambda v: graph.values[v].size)
     x, y = graph.values[rows].size, graph.values[matrix].size
-    while (made_by := producers.get(matrix)) is not None and graph.ops[made_by].kind in _MOVED:
-        matrix = graph.ops[made_by].inputs[0]
-    if made_by is not None and graph.ops[made_by].kind not in ("opaque", "dynamic_update_slice"):
+    if _maker_of(graph, producers, matrix) not in ("", "opaque", "dynamic_update_slice"):
         return False
     contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
     few = FEW_OF_BATCH if batch > 1 else FEW_ROWS
@@ -361,7 +382,7 @@ def spread(
     batch = seed.batch
     for _ in range(64):
         try:
-            spreader = _Spreader(graph, StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
+            spreader = _Spreader(StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
             return spreader.run(seed.value, labels, barred or {})
         except _Refine as split:
             sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
@@ -385,15 +406,9 @@ Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 class _Spreader:
     def __init__(
-        self,
-        graph: Graph,
-        space: StreamSpace,
-        allowed: Container[int],
-        supports: Callable[[int], str | None],
-        wiring: Wiring,
-        apart: bool,
+        self, space: StreamSpace, allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring, apart: bool
     ):
-        self.graph, self.space, self.sizes = graph, space, space.sizes
+        self.graph, self.space, self.sizes = wiring.graph, space, space.sizes
         self.allowed, self.supports, self.wiring, self.apart = allowed, supports, wiring, apart
         self.looks = 0
 

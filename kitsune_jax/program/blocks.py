@@ -17,8 +17,8 @@ from kitsune_jax.ops.graph import Op, Param, make_params
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import is_float, is_narrow, resolve_rows
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.instructions import FOLDED, Place, Writer, rows_first
-from kitsune_jax.program.ir import ArrayType, Block, Instr, StageProgram, TileProgram, TileType
+from kitsune_jax.program.instructions import FOLDED, Place, Writer
+from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import Range, Visible
 
 # --- The dimension in every value (rows-first: 0 is the rows of a tile) -----------------------------------------------------------
@@ -113,16 +113,12 @@ def joins(types: Sequence[TileType], instr: Instr) -> list[Join]:
     operands = (*instr.inputs, *instr.outputs)
     if instr.kind in ("matmul", "dot"):
         return _product(types, instr)
-    shapes = [_shape(types[v]) for v in operands]
+    shapes = [(_ROWS, *types[v].shape) if types[v].tile else types[v].shape for v in operands]
     n = len(instr.inputs)
     inside = tuple(range(n)), tuple(range(n, len(operands)))
     op = Op(instr.kind, *inside, tuple(resolve_rows(dict(instr.params), _ROWS).items()))
     relations = OPS[instr.kind].relate(op, tuple(shapes[:n]), tuple(shapes[n:]))
     return [(r.role, tuple((operands[k], d) for k, d in r.members)) for r in relations]
-
-
-def _shape(t: TileType) -> tuple[int, ...]:
-    return (_ROWS, *t.shape) if t.tile else t.shape
 
 
 def _product(types: Sequence[TileType], instr: Instr) -> list[Join]:
@@ -141,11 +137,6 @@ def _product(types: Sequence[TileType], instr: Instr) -> list[Join]:
     order = instr["out_perm"] if instr.kind == "matmul" else range(len(falls_out))
     found: list[Join] = [("parallel", (*falls_out[p], (out, k))) for k, p in enumerate(order)]
     return found + [("contracted", ((x, a), (y, b))) for a, b in contract]
-
-
-def array_dim(array: ArrayType, tile: bool, dim: int) -> int:
-    """The dimension of ``array`` that is dimension ``dim`` of its loaded value."""
-    return array.kept[dim - 1 if tile else dim]
 
 
 # --- Taking sums over the dimension apart -----------------------------------------------------------------------------------------
@@ -230,7 +221,7 @@ class Factors:
         if instr is None or instr.kind != "broadcast_in_dim" or instr.inputs[0] in self.inner:
             return None
         (x,) = instr.inputs
-        sizes = rows_first(self.writer.types[x])
+        sizes = self.writer.types[x].rows_first
         return OuterFactor("", x, tuple(None if n == 1 else d for n, d in zip(sizes, instr["dims"], strict=True)))
 
     def _exponential(self, v: int, instr: Instr) -> FactoredPart | None:
@@ -252,7 +243,7 @@ class Factors:
         running = self.running[scores]
         wide = scores if dtype == t.dtype else self._new(scores, "convert_element_type", (scores,), whole, new_dtype=dtype)
         dims = tuple(d for d in range(len(t.rows_first)) if d != dim)
-        top = self._new(scores, "broadcast_in_dim", (running,), whole, shape=rows_first(t), dims=dims)
+        top = self._new(scores, "broadcast_in_dim", (running,), whole, shape=t.rows_first, dims=dims)
         x = self._new(scores, "exp", (self._new(scores, "sub", (wide, top), whole),), whole)
         if dtype != t.dtype:
             x = self._new(scores, "convert_element_type", (x,), w.types[v], new_dtype=t.dtype)
@@ -267,7 +258,7 @@ class Factors:
             if part.value != cases[k] and self._is_zero(cases[1 - k]):
                 inputs = [which, *cases]
                 inputs[1 + k] = part.value
-                same: Place = tuple(range(len(rows_first(self.writer.types[v]))))
+                same: Place = tuple(range(len(self.writer.types[v].rows_first)))
                 return dataclasses.replace(
                     part, value=self._again(v, instr, tuple(inputs)), kept=(*part.kept, (which, k == 1, same))
                 )
@@ -287,7 +278,7 @@ class Factors:
         if instr.kind == "convert_element_type" and not (types[x].dtype.endswith(_FLOATS) and types[v].dtype.endswith(_FLOATS)):
             return None
         moved = moves(types, instr, x)
-        placed = _placed(part, {d: moved.get(d) for d in range(len(rows_first(types[x])))})
+        placed = _placed(part, {d: moved.get(d) for d in range(len(types[x].rows_first))})
         return None if placed is None else dataclasses.replace(placed, value=self._again(v, instr, (part.value,)))
 
     def _again(self, v: int, instr: Instr, inputs: tuple[int, ...]) -> int:
@@ -343,8 +334,8 @@ def after_fold(types: list[TileType], part: FactoredPart, fold: Instr, v: int, i
     def dropped(place: Place, sizes: tuple[int, ...]) -> Place:
         return tuple(None if n == 1 or d == inner else d for d, n in zip(place, sizes, strict=True))
 
-    kept = tuple((w, k, dropped(p, rows_first(types[w]))) for w, k, p in part.kept)
-    top = part.top and dataclasses.replace(part.top, place=dropped(part.top.place, rows_first(types[part.top.scores])))
+    kept = tuple((w, k, dropped(p, types[w].rows_first)) for w, k, p in part.kept)
+    top = part.top and dataclasses.replace(part.top, place=dropped(part.top.place, types[part.top.scores].rows_first))
     return _placed(dataclasses.replace(part, kept=kept, top=top), moved)
 
 
@@ -357,20 +348,9 @@ class Iteration:
     """The block of ``size`` elements from element ``number * step`` on. ``facts``: conditions that are the same for all of them.
     ``values``: value over the whole dimension -> value of the block."""
 
-    def __init__(
-        self,
-        writer: Writer,
-        program: TileProgram,
-        makers: dict[int, Instr],
-        inner: dict[int, int],
-        number: int,
-        step: int,
-        size: int,
-        facts: Mapping[int, bool],
-    ):
-        self.writer, self.program, self.makers, self.inner = writer, program, makers, inner
-        self.number, self.step, self.size = number, step, size
-        self.facts = facts
+    def __init__(self, blocked: _Blocked, number: int, step: int, size: int, facts: Mapping[int, bool]):
+        self.writer, self.program, self.makers, self.inner = blocked.writer, blocked.program, blocked.makers, blocked.inner
+        self.number, self.step, self.size, self.facts = number, step, size, facts
         self.values: dict[int, int] = {}
 
     def value(self, v: int) -> int:
@@ -409,22 +389,28 @@ class Iteration:
             return w.filled(self.facts[v], t)
         if instr.kind == "load":
             array = self.program.inputs[instr["array"]]
-            dims = (array_dim(array, t.tile, self.inner[v]),)
-            cut = {"dims": dims, "steps": (self.step,), "sizes": (self.size,)}
             w.about = instr.op
-            return w.add("load_slice", (self.number,), t, array=instr["array"], **cut)
+            return w.add("load_slice", (self.number,), t, array=instr["array"], **self._part_of(array, v))
         if instr.kind in _SIZES:
-            params[_SIZES[instr.kind]] = rows_first(t)
+            params[_SIZES[instr.kind]] = t.rows_first
         if instr.kind == "iota" and instr["dimension"] == self.inner[v]:  # counted in int32, then rounded or wrapped once
-            counted = dataclasses.replace(t, dtype="int32")
-            first = self.number
-            if self.step != 1:
-                first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
-            made = w.add("add", (w.add("iota", (), counted, **params), first), counted)
-            return made if t.dtype == "int32" else w.convert(made, t.dtype)
+            first = self._first()
+            counted = w.add("iota", (), dataclasses.replace(t, dtype="int32"), **params)
+            return w.convert(w.op("add", counted, first), t.dtype)
         inputs = [self.value(x) for x in instr.inputs]
         w.about = instr.op
         return w.add(instr.kind, inputs, t, **params)
+
+    def _first(self) -> int:
+        """The number of the block's first element."""
+        return self.number if self.step == 1 else self.writer.op("mul", self.number, self.writer.literal(self.step, "int32"))
+
+    def _part(self, dim: int) -> dict[str, Param]:
+        return {"dims": (dim,), "steps": (self.step,), "sizes": (self.size,)}
+
+    def _part_of(self, array: ArrayType, v: int) -> dict[str, Param]:
+        """The block as a part of ``array``, which is the value ``v`` as a whole."""
+        return self._part(array.kept[self.inner[v] - self.writer.types[v].tile])
 
     def reduced(self, kind: str, x: int, dim: int, dtype: str) -> int:
         t = self.writer.types[x]
@@ -449,10 +435,7 @@ class Iteration:
         here = self.reduced(f"reduce_{how}", x, instr["axis"], t.dtype)
         w.about = instr.op
         at = w.add(instr.kind, (x,), counted, axis=instr["axis"])
-        first = self.number
-        if self.step != 1:
-            first = w.add("mul", (first, w.literal(self.step, "int32")), TileType(False, (), "int32"))
-        at = w.op("add", at, first)
+        at = w.op("add", at, self._first())
         better = w.op(beyond, here, best, dtype="bool")
         if is_float(t.dtype):
             nan = w.op("and", w.op("ne", here, here, dtype="bool"), w.op("eq", best, best, dtype="bool"))
@@ -464,14 +447,12 @@ class Iteration:
         inputs, params = [self.value(v) for v in instr.inputs], dict(instr.params)
         if (d := sink_dim(self.writer.types, instr, self.inner)) is not None:
             inputs.append(self.number)
-            params.update(dims=(d,), steps=(self.step,), sizes=(self.size,))
+            params |= self._part(d)
         self.writer.body.append(Instr(instr.kind, tuple(inputs), (), make_params(**params), instr.op))
 
     def store(self, instr: Instr) -> None:
         (x,) = instr.inputs
-        array = self.program.outputs[instr["array"]]
-        dims = (array_dim(array, self.writer.types[x].tile, self.inner[x]),)
-        params = make_params(array=instr["array"], dims=dims, steps=(self.step,), sizes=(self.size,))
+        params = make_params(array=instr["array"], **self._part_of(self.program.outputs[instr["array"]], x))
         self.writer.body.append(Instr("store_slice", (self.value(x), self.number), (), params, instr.op))
 
 
@@ -491,11 +472,8 @@ def blocked(program: TileProgram, value: int, dim: int, block: int) -> TileProgr
         raise NotBlocked(f"blocks of {block} elements of {size}")
     inner = inner_dims(program.values, stage.body, value, dim)
     made = _Blocked(program, stage.body, inner, size, block)
-    body = made.run()
-    w = made.writer
-    return dataclasses.replace(
-        program, values=tuple(w.types), literals=tuple(w.literals.items()), stages=(StageProgram(stage.name, tuple(body)),)
-    )
+    body, w = tuple(made.run()), made.writer
+    return dataclasses.replace(program.with_bodies(lambda _: body), values=tuple(w.types), literals=tuple(w.literals.items()))
 
 
 @dataclasses.dataclass
@@ -505,8 +483,10 @@ class _BlockedFold:
     instr: Instr
     part: FactoredPart
     result: int
-    kind: str  # the op that combines two parts
-    how: str
+
+    @property
+    def how(self) -> str:
+        return "sum" if self.instr.kind in _LINEAR else self.instr.kind.removeprefix("reduce_")
 
 
 @dataclasses.dataclass
@@ -539,7 +519,7 @@ class _BlockLoopState:
 class _Blocked:
     def __init__(self, program: TileProgram, body: Sequence[Instr], inner: dict[int, int], size: int, block: int):
         self.program, self.old, self.inner, self.size, self.block = program, body, inner, size, block
-        self.writer = Writer(program)
+        self.writer = Writer(list(program.values), dict(program.literals))
         self.makers = {v: i for i in body for v in i.outputs}
         self.levels: dict[int, int] = {}
         self.outside: list[tuple[int, Instr]] = []
@@ -597,11 +577,10 @@ class _Blocked:
             if placed is not None:
                 part, level = placed, lower
         loop = self._loop(level)
-        how = "sum" if instr.kind in _LINEAR else instr.kind.removeprefix("reduce_")
         dtype = types[out].dtype
-        wide = "float32" if how == "sum" and is_narrow(dtype) else dtype
+        wide = "float32" if instr.kind in _LINEAR and is_narrow(dtype) else dtype
         result = self.writer.new(TileType(True, types[out].shape, wide))
-        loop.folds.append(_BlockedFold(instr, part, result, FOLDS[instr.kind], how))
+        loop.folds.append(_BlockedFold(instr, part, result))
         self.levels[result] = level + 1
         if part.top is not None and part.top.scores not in loop.tops:
             running = types[part.top.running]
@@ -728,7 +707,7 @@ class _Blocked:
     ) -> list[int]:
         """Write one block; returns the next carries. ``facts``: conditions that are the same for all of its elements."""
         w = self.writer
-        of = Iteration(w, self.program, self.makers, self.inner, number, step, size, facts)
+        of = Iteration(self, number, step, size, facts)
         scales: dict[int, int] = {}
         out = []
         now = dict(zip(loop.results, carries, strict=True))
@@ -751,7 +730,7 @@ class _Blocked:
                 top = fold.part.top
                 place = tuple(p for d, p in enumerate(top.place) if d != self.inner[top.scores])
                 acc = w.op("mul", acc, w.spread(scales[top.scores], place, t))
-            out.append(w.op(fold.kind, acc, of.fold(fold.instr, fold.part.value, t)))
+            out.append(w.op(FOLDS[fold.instr.kind], acc, of.fold(fold.instr, fold.part.value, t)))
         for extreme in loop.extremes:
             out += of.extreme(extreme.instr, now[extreme.best], now[extreme.index])
         for (condition, case), result in loop.kept.items():

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kitsune_jax.ops.graph import Param, Scalar, make_params
-from kitsune_jax.ops.spec import ROWS
-from kitsune_jax.program.ir import Instr, TileProgram, TileType
+from kitsune_jax.program.ir import Instr, TileType
 
 # Instructions that fold into a sink, or into a part of it that numbers of loops select, and the tiles they take.
 FOLDED: Mapping[str, int] = {"sink": 1, "matmul_sink": 2}
@@ -15,11 +14,10 @@ Place = tuple["int | None", ...]  # for each dimension of a value, the dimension
 
 
 class Writer:
-    """Appends instructions to ``body``, and their values and constants to a program's ``types`` and ``literals``."""
+    """Appends instructions to ``body``, and their values and constants to ``types`` and ``literals``, which writers may share."""
 
-    def __init__(self, program: TileProgram):
-        self.types = list(program.values)
-        self.literals = dict(program.literals)
+    def __init__(self, types: list[TileType], literals: dict[int, Scalar]):
+        self.types, self.literals = types, literals
         self.body: list[Instr] = []
         self.about = -1  # the graph op of the instructions being written
         self._constants: dict[tuple[str, str], int] = {}
@@ -43,9 +41,13 @@ class Writer:
         return self._constants[key]
 
     def add(self, kind: str, inputs: Sequence[int], t: TileType, **params: Param) -> int:
+        """Append an instruction that makes a value of type ``t``, and return the value."""
         out = self.new(t)
-        self.body.append(Instr(kind, tuple(inputs), (out,), make_params(**params), self.about))
+        self.write(kind, inputs, (out,), **params)
         return out
+
+    def write(self, kind: str, inputs: Sequence[int], outputs: Sequence[int] = (), **params: Param) -> None:
+        self.body.append(Instr(kind, tuple(inputs), tuple(outputs), make_params(**params), self.about))
 
     def op(self, kind: str, *inputs: int, dtype: str | None = None) -> int:
         """A pointwise op of operands of one shape; scalars are stretched."""
@@ -56,8 +58,16 @@ class Writer:
         t = self.types[x]
         return x if t.dtype == dtype else self.add("convert_element_type", (x,), TileType(t.tile, t.shape, dtype), new_dtype=dtype)
 
+    def broadcast(self, x: int, t: TileType, dims: Sequence[int]) -> int:
+        return self.add("broadcast_in_dim", (x,), t, shape=t.rows_first, dims=dims)
+
+    def reshape(self, x: int, sizes: Sequence[int]) -> int:
+        """``x`` with ``sizes``, the rows of a tile first."""
+        have = self.types[x]
+        return self.add("reshape", (x,), TileType(have.tile, tuple(sizes[have.tile :]), have.dtype), new_sizes=sizes)
+
     def filled(self, value: Scalar, t: TileType) -> int:
-        return self.add("broadcast_in_dim", (self.literal(value, t.dtype),), t, shape=rows_first(t), dims=())
+        return self.broadcast(self.literal(value, t.dtype), t, ())
 
     def spread(self, x: int, place: Place, t: TileType) -> int:
         """``x`` repeated to the shape of ``t``: dimension ``d`` of ``x`` becomes ``place[d]``."""
@@ -65,20 +75,14 @@ class Writer:
         if not have.shape and not have.tile:
             return x
         dims = tuple(d for d in place if d is not None)
-        sizes = rows_first(have)
+        sizes = have.rows_first
         if len(dims) < len(place):
             sizes = tuple(n for n, d in zip(sizes, place, strict=True) if d is not None)
-            shape = tuple(n for n in sizes[1:]) if have.tile else sizes
-            x = self.add("reshape", (x,), TileType(have.tile, shape, have.dtype), new_sizes=sizes)
-        order = tuple(sorted(range(len(dims)), key=lambda k: dims[k]))
-        if dims != tuple(dims[k] for k in order):
+            x = self.reshape(x, sizes)
+        order = sorted(range(len(dims)), key=lambda k: dims[k])
+        if order != list(range(len(dims))):
             dims, sizes = tuple(dims[k] for k in order), tuple(sizes[k] for k in order)
-            shape = sizes[1:] if have.tile else sizes
-            x = self.add("transpose", (x,), TileType(have.tile, shape, have.dtype), permutation=order)
-        if dims == tuple(range(len(rows_first(t)))) and have.tile == t.tile:
+            x = self.add("transpose", (x,), TileType(have.tile, sizes[have.tile :], have.dtype), permutation=order)
+        if dims == tuple(range(len(t.rows_first))) and have.tile == t.tile:
             return x
-        return self.add("broadcast_in_dim", (x,), TileType(t.tile, t.shape, have.dtype), shape=rows_first(t), dims=dims)
-
-
-def rows_first(t: TileType) -> tuple[int, ...]:
-    return (ROWS, *t.shape) if t.tile else t.shape
+        return self.broadcast(x, TileType(t.tile, t.shape, have.dtype), dims)

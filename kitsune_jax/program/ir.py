@@ -67,7 +67,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.ops.graph import Param, Scalar
 from kitsune_jax.ops.spec import ROWS
@@ -125,6 +125,16 @@ class Instr:
 
     def get(self, name: str, default: Param = None) -> Param:
         return next((v for k, v in self.params if k == name), default)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values that the instruction itself reads: its operands, and what its block hands to the next iteration."""
+        return (*self.inputs, *(self.block.results if self.block else ()))
+
+    def with_body(self, body: Sequence[Instr]) -> Instr:
+        """The loop with another body."""
+        assert self.block is not None
+        return dataclasses.replace(self, block=dataclasses.replace(self.block, body=tuple(body)))
 
 
 def walk(body: Sequence[Instr]) -> Iterator[Instr]:
@@ -241,6 +251,10 @@ class TileProgram:
         rows = math.prod(self.axes[self.batch_axes :])  # of a batch
         batch, number = divmod(tile, -(-rows // self.tile_rows))
         return range(batch * rows + number * self.tile_rows, batch * rows + min(rows, (number + 1) * self.tile_rows))
+
+    def with_bodies(self, change: Callable[[tuple[Instr, ...]], tuple[Instr, ...]]) -> TileProgram:
+        """The program with ``change`` of the body of each stage in its place."""
+        return dataclasses.replace(self, stages=tuple(dataclasses.replace(s, body=change(s.body)) for s in self.stages))
 
     def __str__(self) -> str:
         batch = f" batch_axes={self.batch_axes}" if self.batch_axes else ""

@@ -63,10 +63,7 @@ def _spans(
         value = max(0, sign * (size - extent)) if number is None else number(array)
         low, high = (None if bound is None else bound + sign * value for bound in (low, high))
         holds = abs(value) <= MOST_SHIFT
-        if guard == "rows":
-            holds &= (high is None or x + high >= 0) & (low is None or y + low <= size - 1)
-        elif guard == "elements":
-            holds &= (low is None or low <= 0) and (high is None or size - 1 - high <= extent - 1)
+        holds &= _covers(guard, (low, high), (x, y), extent, size)
 
     def span(first: Any, end: Any, otherwise: int) -> _Span:
         return np.where(holds, np.clip(first, 0, count), 0), np.where(holds, np.clip(end, 0, count), otherwise)
@@ -75,6 +72,15 @@ def _spans(
     seen = zero if low is None else (x + low) // step, zero + count if high is None else (y + high) // step + 1
     whole = zero if low is None else -(-(y + low) // step), zero + count if high is None else (x + high + 1) // step
     return span(*seen, count), span(*whole, 0)
+
+
+def _covers(guard: str, bounds: tuple[int | None, int | None], rows: _Span, extent: int, size: int) -> Any:
+    """Whether the rows with indices from ``rows[0]`` to ``rows[1]``, of ``extent``, each see one of ``size`` elements (``guard``
+    "rows"), or each element is seen by some row ("elements")."""
+    low, high = bounds
+    if guard == "rows":
+        return (high is None or rows[0] + high >= 0) & (low is None or rows[1] + low <= size - 1)
+    return guard != "elements" or (low is None or low <= 0) and (high is None or size - 1 - high <= extent - 1)
 
 
 def _indices(program: TileProgram, axis: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,21 +122,15 @@ def _spread(n: int, most: int) -> np.ndarray:
 
 def with_known_bounds(program: TileProgram) -> TileProgram:
     """``program`` without bounds that are shifted at run time, for a target without code for them; it computes what masks hide."""
-    stages = tuple(dataclasses.replace(stage, body=_known(stage.body)) for stage in program.stages)
-    return dataclasses.replace(program, stages=stages)
 
-
-def _known(body: Sequence[Instr]) -> tuple[Instr, ...]:
-    found = list[Instr]()
-    for i in body:
+    def known(i: Instr) -> list[Instr]:
         if i.get("shifted") is None:
-            found.append(i)
-        elif i["within"][-1] == "whole":  # all iterations are edges
-            found += [Instr("copy", (v,), (out,)) for v, out in zip(i.inputs, i.outputs, strict=True)]
-        else:
-            params = tuple((name, value) for name, value in i.params if name not in ("within", "shifted"))
-            found.append(dataclasses.replace(i, params=params))
-    return tuple(found)
+            return [i]
+        if i["within"][-1] == "whole":  # all iterations are edges
+            return [Instr("copy", (v,), (out,)) for v, out in zip(i.inputs, i.outputs, strict=True)]
+        return [dataclasses.replace(i, params=tuple(p for p in i.params if p[0] not in ("within", "shifted")))]
+
+    return program.with_bodies(lambda body: tuple(made for i in body for made in known(i)))
 
 
 # --- Ranges that masks leave visible ----------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Visible:
             return None
         first = found[0]
         if first is not None and first.by is not None:
-            found = [r and self._to_all_rows(r) for r in found]
+            found = [r and self._relying_on("rows", r) for r in found]
             first = found[0]
         return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
 
@@ -214,7 +214,7 @@ class Visible:
             # A row without visible elements has a hidden largest score, beside which no exponential is 0. The same holds for
             # elements without rows where the largest scores are those of elements.
             of_elements = made is not None and self._varies(made.inputs[1])
-            found = self._to_all_elements(shown) if of_elements else self._to_all_rows(shown)
+            found = self._relying_on("elements" if of_elements else "rows", shown)
             return {found} if found is not None else set()
         if instr.kind == "mul":
             return self._nonzero(instr.inputs[0]) | self._nonzero(instr.inputs[1])
@@ -223,27 +223,19 @@ class Visible:
             zero = [self._constant(x) == 0 for x in cases]
             when = self._when(which)[1 - zero.index(False)] if any(zero) and not all(zero) else None
             others = [self._nonzero(x) for x, is_zero in zip(cases, zero, strict=True) if not is_zero]
-            shown = when and self._to_all_rows(when)
+            shown = when and self._relying_on("rows", when)
             return (set.intersection(*others) if others else set()) | ({shown} if shown else set())
         if instr.kind in ("div", "neg") or instr.kind in _SAME:
             return self._nonzero(instr.inputs[0])
         return set()
 
-    def _to_all_rows(self, shown: Range) -> Range | None:
-        """``shown``, if it shows every row an element, or relies on that at run time."""
+    def _relying_on(self, guard: str, shown: Range) -> Range | None:
+        """``shown``, if it shows every row an element ("rows"), or every element is seen by some row ("elements"), or it relies on
+        that at run time."""
         if shown.by is not None:
-            return dataclasses.replace(shown, guard="rows")
+            return dataclasses.replace(shown, guard=guard)
         extent = self.axes[shown.axis]
-        fits = (shown.high is None or shown.high >= 0) and (shown.low is None or extent - 1 + shown.low <= self.size - 1)
-        return shown if fits else None
-
-    def _to_all_elements(self, shown: Range) -> Range | None:
-        """``shown``, if every element is seen by some row, or it relies on that at run time."""
-        if shown.by is not None:
-            return dataclasses.replace(shown, guard="elements")
-        extent = self.axes[shown.axis]
-        fits = (shown.low is None or shown.low <= 0) and (shown.high is None or self.size - 1 - shown.high <= extent - 1)
-        return shown if fits else None
+        return shown if _covers(guard, (shown.low, shown.high), (0, extent - 1), extent, self.size) else None
 
     def _varies(self, v: int) -> bool:
         """Whether ``v`` seems to differ along the dimension."""
@@ -276,14 +268,11 @@ class Visible:
     def _hides(self, fill: float, shown: Range) -> bool:
         if fill == -math.inf:
             return True
-        return fill <= _LOW and shown.exact and self._to_all_rows(shown) is not None
+        return fill <= _LOW and shown.exact and self._relying_on("rows", shown) is not None
 
     def _minus_infinity(self, v: int) -> Range | None:
         """The elements where the addend ``v`` is not -inf."""
-        instr = self.makers.get(v)
-        while instr is not None and instr.kind in _SAME:
-            v = instr.inputs[0]
-            instr = self.makers.get(v)
+        instr = self.makers.get(self._behind_same(v))
         if instr is None or instr.kind != "select_n" or len(instr.inputs) != 3:
             return None
         which, no, yes = instr.inputs
@@ -293,10 +282,14 @@ class Visible:
         return when[0] if self._constant(no) == -math.inf else None
 
     def _constant(self, v: int) -> float | None:
+        found = self.writer.literals.get(self._behind_same(v))
+        return float(found) if isinstance(found, (int, float)) else None
+
+    def _behind_same(self, v: int) -> int:
+        """The value of which ``v`` is another form: repeated, moved, converted or copied."""
         while v in self.makers and self.makers[v].kind in _SAME:
             v = self.makers[v].inputs[0]
-        found = self.writer.literals.get(v)
-        return float(found) if isinstance(found, (int, float)) else None
+        return v
 
     def _when(self, v: int) -> tuple[Range | None, Range | None]:
         if v not in self.when:

@@ -11,12 +11,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
-from kitsune_jax.ops.graph import Graph, Param, Scalar, Value, make_params
+from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params
 from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
@@ -25,7 +25,7 @@ from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "transpose", "rev", "slice"})
 Use = tuple[int, int]  # (instruction of the body, operand number)
-Types = Sequence[TileType] | Mapping[int, TileType]
+Types = Sequence[TileType] | Mapping[int, TileType]  # by value
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -48,26 +48,18 @@ def is_other_name(values: Types, instr: Instr) -> bool:
     return squeezed(x.shape) == squeezed(y.shape)
 
 
-class Typed(Protocol):
-    """The members of a program that a ``Flow`` reads: types of values, and constants."""
-
-    @property
-    def values(self) -> Types: ...
-    @property
-    def literals(self) -> Sequence[tuple[int, Scalar]]: ...
-
-
 class Flow:
     """The makers and readers of the values of a body: of a stage, of a loop, or of ops of a graph.
 
     The **root** of a value is the one that it is another name of: the operand of a copy, or of a view that only inserts, drops or
-    moves dimensions of extent 1. ``results``: values that are read behind the body, for example by a loop's next iteration."""
+    moves dimensions of extent 1. ``results``: values that are read behind the body, for example by a loop's next iteration.
+    ``values``, ``literals``: the types of values, and constants."""
 
-    def __init__(self, program: Typed, body: Sequence[Instr], results: Sequence[int] = ()):
-        self.values, self.body, self.results = program.values, body, tuple(results)
+    def __init__(self, values: Types, literals: Iterable[tuple[int, Scalar]], body: Sequence[Instr], results: Sequence[int] = ()):
+        self.values, self.body, self.results = values, body, tuple(results)
         self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
         self.uses: dict[int, list[Use]] = {}  # of a root, by instructions other than names and views of constants
-        self.constants: dict[int, Scalar] = dict(program.literals)
+        self.constants: dict[int, Scalar] = dict(literals)
         self._roots: dict[int, int] = {}
         for i, instr in enumerate(body):
             if is_other_name(self.values, instr):
@@ -77,7 +69,7 @@ class Flow:
             else:
                 self._read(i, instr.inputs)
                 if instr.block is not None:
-                    inside = (v for j in walk(instr.block.body) for v in (*j.inputs, *(j.block.results if j.block else ())))
+                    inside = (v for j in walk(instr.block.body) for v in j.reads)
                     self._read(i, (*inside, *instr.block.results), named=False)
         self._read(len(body), self.results)
 
@@ -85,8 +77,9 @@ class Flow:
     def of_graph(graph: Graph, ops: Sequence[int], results: Sequence[int]) -> Flow:
         """The flow of the ops number ``ops`` of ``graph``; ``results``: the values that others read as well."""
         body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
-        read = {v: graph.values[v].literal for i in body for v in i.inputs}
-        return Flow(_Ops(_LazyTypes(graph.values), tuple((v, c) for v, c in read.items() if c is not None)), body, results)
+        values = {v: graph.values[v] for i in body for v in (*i.inputs, *i.outputs)}
+        types = {v: TileType(False, value.shape, value.dtype) for v, value in values.items()}
+        return Flow(types, [(v, value.literal) for v, value in values.items() if value.literal is not None], body, results)
 
     def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
         for p, v in enumerate(values):
@@ -114,23 +107,6 @@ class Flow:
         return self.type(v).dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ops:
-    values: _LazyTypes
-    literals: tuple[tuple[int, Scalar], ...]
-
-
-class _LazyTypes(dict[int, TileType]):
-    """The types of a graph's values, made on first access."""
-
-    def __init__(self, values: Sequence[Value]):
-        self.graph_values = values
-
-    def __missing__(self, v: int) -> TileType:
-        self[v] = TileType(False, self.graph_values[v].shape, self.graph_values[v].dtype)
-        return self[v]
-
-
 # --- Copies, common subexpressions and dead code ----------------------------------------------------------------------------------
 
 
@@ -140,11 +116,7 @@ def simplified(program: TileProgram) -> TileProgram:
     An instruction whose value an earlier one of the same body, or of a body around it, has computed is replaced by that value."""
     once: dict[object, int] = {}
     literals = {v: once.setdefault((program.values[v].dtype, repr(c)), v) for v, c in program.literals}
-    stages = []
-    for stage in program.stages:
-        body, _ = _Names(program, dict(literals)).body(stage.body, {})
-        stages.append(dataclasses.replace(stage, body=live(body)))
-    return dataclasses.replace(program, stages=tuple(stages))
+    return program.with_bodies(lambda body: live(_Names(program, dict(literals)).body(body, {})))
 
 
 class _Names:
@@ -153,13 +125,13 @@ class _Names:
     def __init__(self, program: TileProgram, names: dict[int, int]):
         self.program, self.names, self.roots = program, names, dict[int, int]()
 
-    def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[tuple[Instr, ...], dict[object, int]]:
+    def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[Instr, ...]:
         """``known``: instructions that have been computed before ``body`` -> their values."""
         out = []
         for instr in body:
             instr = dataclasses.replace(instr, inputs=tuple(self.names.get(v, v) for v in instr.inputs))
             if instr.block is not None:
-                inside, _ = self.body(instr.block.body, dict(known))
+                inside = self.body(instr.block.body, dict(known))
                 results = tuple(self.names.get(v, v) for v in instr.block.results)
                 instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside, results=results))
             elif len(instr.outputs) == 1 and instr.kind not in EFFECTS:
@@ -169,7 +141,7 @@ class _Names:
                     self.names[made] = same
                     continue
             out.append(instr)
-        return tuple(out), known
+        return tuple(out)
 
     def _before(self, instr: Instr, made: int, known: dict[object, int]) -> int:
         """The value that ``made`` equals: an earlier one, or itself."""
@@ -192,10 +164,8 @@ def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...
             continue
         wanted.update(instr.inputs)
         if instr.block is not None:
-            inside = live(instr.block.body, instr.block.results)
-            instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inside))
-            wanted.update(instr.block.results if instr.block else ())
-            wanted.update(v for i in walk(inside) for v in (*i.inputs, *(i.block.results if i.block else ())))
+            instr = instr.with_body(live(instr.block.body, instr.block.results))
+            wanted.update(v for i in walk((instr,)) for v in i.reads)
         kept.append(instr)
     return tuple(reversed(kept))
 
@@ -285,12 +255,11 @@ PARAMETERS = {  # activation -> how many parameters it has; x is the sum that it
     "gelu_erf": 1,  # x (1 + erf(a x)) / 2
 }
 
-Frozen = tuple[object, ...]
+Frozen = tuple[Any, ...]
 Term = tuple[int, tuple[tuple[str, Frozen], ...]]  # power of x, and atoms (function, arguments)
 Sum = dict[Term, float]
 
 X: Sum = {(1, ()): 1.0}
-_FUNCTIONS = frozenset({"tanh", "logistic", "erf", "erfc", "exp", "expm1"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,8 +276,9 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
     """The longest activation of ``x`` (unless float64) whose inner values, and ``x``, no other instruction reads.
 
     The instructions are evaluated symbolically, as sums of terms ``coefficient * x**power * atoms``, where an atom is a function of
-    such a sum; equal activations have equal sums. Thus ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x * logistic(2 * c * (x +
-    d * x**3))`` are both the tanh form of gelu. ``with_epilogues`` asks this of stages, the cost model of graphs.
+    such a sum: the logistic function is written with tanh, and erfc with erf, so that equal activations have equal sums. Thus
+    ``0.5 * x * (1 + tanh(c * (x + d * x**3)))`` and ``x * logistic(2 * c * (x + d * x**3))`` are both the tanh form of gelu.
+    ``with_epilogues`` asks this of stages, the cost model of graphs.
 
     An activation rounds its result once, so it replaces one operator of a dtype whose results ``rounding`` rounds, or a function
     whose steps the product's epilogue rounds as well: ``x * logistic(x)`` and both forms of ``jax.nn.gelu``.
@@ -412,9 +382,7 @@ def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype
     if kind in ("gt", "ge", "lt", "le"):
         a, b = args
         greater = kind in ("gt", "ge")
-        if (a, b) == (X, {}):
-            return _Positive(opposite=not greater)
-        return _Positive(opposite=greater) if (a, b) == ({}, X) else None
+        return _Positive(opposite=greater != (a == X)) if (a, b) in ((X, {}), ({}, X)) else None
     if kind == "select_n":
         return _select(args)
     sums = [a for a in args if isinstance(a, dict)]
@@ -422,8 +390,6 @@ def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype
         return None
     if kind == "integer_pow":
         return _power(sums[0], instr["y"])
-    if kind in _FUNCTIONS:
-        return _atom(kind, _freeze(sums[0]))
     rule = _RULES.get(kind)
     return None if rule is None else rule(*sums)
 
@@ -457,11 +423,20 @@ def _multiply(a: Sum, b: Sum) -> Sum:
 
 
 def _divide(a: Sum, b: Sum) -> Sum | None:
-    if not b:
-        return None
-    if set(b) == {(0, ())}:
-        return _multiply(a, _constant(1.0 / b[0, ()]))
-    return _multiply(a, _atom("inverse", _freeze(b)))
+    """By a constant, or by 1 + e^z."""
+    others = dict(b)
+    constant = others.pop((0, ()), 0.0)
+    match list(others.items()):
+        case [] if constant:
+            return _multiply(a, _constant(1.0 / constant))
+        case [((0, (("exp", (z,)),)), c)] if _near(constant, 1) and _near(c, 1):
+            return _multiply(a, _logistic(_multiply(dict(z), _constant(-1.0))))
+    return None
+
+
+def _logistic(z: Sum) -> Sum:
+    """(1 + tanh(z / 2)) / 2"""
+    return _add(_constant(0.5), _multiply(_constant(0.5), _atom("tanh", _freeze(_multiply(z, _constant(0.5))))))
 
 
 def _power(a: Sum, y: Param) -> Sum | None:
@@ -491,6 +466,9 @@ _RULES: dict[str, Callable[..., Sum | None]] = {
     "mul": _multiply,
     "div": _divide,
     "square": lambda a: _multiply(a, a),
+    "logistic": _logistic,
+    "erfc": lambda a: _add(_constant(1.0), _atom("erf", _freeze(a)), -1.0),
+    **{kind: lambda a, kind=kind: _atom(kind, _freeze(a)) for kind in ("tanh", "erf", "exp", "expm1")},
 }
 
 
@@ -509,54 +487,32 @@ def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
     if power not in (0, 1) or len(atoms) != 1:
         return None
     ((function, arguments),) = atoms
-    if not plain:
-        return _one_function(function, arguments, power, scale)
+    if function == "where_positive":
+        return _where(*arguments) if power == 0 and not plain and _near(scale, 1) else None
+    inner = _odd(arguments[0])
+    if inner is None or function not in ("tanh", "erf"):
+        return None
+    a, b = (math.copysign(1, scale) * c for c in inner)  # both functions are odd
+    if function == "tanh" and power == 0 and not plain and _near(abs(scale), 1):
+        return ("tanh", ()) if (a, b) == (1, 0) else None
     # (1 + f) / 2, times x or not
-    if not (_near(scale, 0.5) and set(plain) == {power} and _near(plain[power], 0.5)):
+    if not (_near(abs(scale), 0.5) and set(plain) == {power} and _near(plain[power], 0.5)):
         return None
-    inner = _odd(arguments[0])
-    if inner is None:
-        return None
-    if function == "tanh":
-        return _sigmoid(power, 2 * inner[0], 2 * inner[1])
-    return _positive("gelu_erf", inner[0]) if function == "erf" and power == 1 and inner[1] == 0 else None
-
-
-def _one_function(function: str, arguments: tuple[object, ...], power: int, scale: float) -> tuple[str, tuple[float, ...]] | None:
-    """The activation ``scale * x**power * function(arguments)``."""
-    if function == "where_positive" and power == 0 and _near(scale, 1):
-        return _where(*arguments)
-    inner = _odd(arguments[0])
-    if function == "erfc" and power == 1 and _near(scale, 0.5) and inner is not None and inner[1] == 0:
-        return _positive("gelu_erf", -inner[0])
-    if not _near(scale, 1):
-        return None
-    if function == "tanh" and power == 0:
-        return ("tanh", ()) if inner == (1, 0) else None
-    if function == "logistic" and inner is not None:
-        return _sigmoid(power, *inner)
-    if function == "inverse":  # of 1 + e^-ax
-        terms = dict(_terms(arguments[0]))
-        if not _near(terms.pop((0, ()), 0.0), 1) or len(terms) != 1:
-            return None
-        (((p, atoms), c),) = terms.items()
-        if p == 0 and len(atoms) == 1 and atoms[0][0] == "exp" and _near(c, 1):
-            inner = _odd(atoms[0][1][0])
-            return None if inner is None else _sigmoid(power, -inner[0], -inner[1])
-    return None
-
-
-def _terms(frozen: object) -> Sum:
-    return dict(frozen)  # type: ignore[call-overload, no-any-return]
+    if function == "erf":
+        return _positive("gelu_erf", a) if power == 1 and b == 0 else None
+    a, b = 2 * a, 2 * b  # of the logistic function (``_logistic``)
+    if power == 0:
+        return ("logistic", ()) if (a, b) == (1, 0) else None
+    return _positive("silu", a) if b == 0 else _positive("gelu_tanh", a, b)
 
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= _TOLERANCE
 
 
-def _odd(frozen: object) -> tuple[float, float] | None:
+def _odd(frozen: Frozen) -> tuple[float, float] | None:
     """(a, b) of ``a x + b x^3``."""
-    terms = dict(_terms(frozen))
+    terms = dict(frozen)
     a, b = terms.pop((1, ()), 0.0), terms.pop((3, ()), 0.0)
     return None if terms else (a, b)
 
@@ -565,28 +521,14 @@ def _positive(name: str, *parameters: float) -> tuple[str, tuple[float, ...]] | 
     return (name, parameters) if all(2.0**-100 <= p <= 2.0**100 for p in parameters) else None
 
 
-def _sigmoid(power: int, a: float, b: float) -> tuple[str, tuple[float, ...]] | None:
-    """x**power times the logistic function of ``a x + b x^3``."""
-    if power == 0:
-        return ("logistic", ()) if (a, b) == (1, 0) else None
-    return _positive("silu", a) if b == 0 else _positive("gelu_tanh", a, b)
-
-
-def _where(on_true: object, on_false: object) -> tuple[str, tuple[float, ...]] | None:
+def _where(on_true: Frozen, on_false: Frozen) -> tuple[str, tuple[float, ...]] | None:
     """The activation that is x where x is positive, and ``on_false`` elsewhere."""
-    if _terms(on_true) != X:
-        return None
-    terms = _terms(on_false)
-    if len(terms) != 1:
-        return None
-    (((power, atoms), a),) = terms.items()
-    if not 2.0**-100 <= a <= 2.0**100:
-        return None
-    if power == 1 and not atoms:
-        return "leaky_relu", (a,)
     held = _freeze(_atom("where_positive", (), _freeze(X)))  # users clamp e^x so that it does not overflow where not selected
-    if power == 0 and len(atoms) == 1 and atoms[0][0] == "expm1" and atoms[0][1][0] in (_freeze(X), held):
-        return "elu", (a,)
+    match on_true, on_false:
+        case (((1, ()), 1.0),), (((1, ()), a),):
+            return _positive("leaky_relu", a)
+        case (((1, ()), 1.0),), (((0, (("expm1", (z,)),)), a),) if z in (_freeze(X), held):
+            return _positive("elu", a)
     return None
 
 
@@ -603,8 +545,8 @@ def with_epilogues(program: TileProgram, rounding: Rounding = EVERYWHERE, *, act
     as third operand and the activation as parameter, computed in its accumulation dtype, rounded once. ``program``: best
     ``simplified``."""
     folding = _Folding(program, rounding, activated)
-    stages = tuple(dataclasses.replace(s, body=folding.body(s.body, (), {})) for s in program.stages)
-    return dataclasses.replace(program, stages=stages, values=tuple(folding.values))
+    folded = program.with_bodies(lambda body: folding.body(body, (), {}))
+    return dataclasses.replace(folded, values=tuple(folding.values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -638,7 +580,7 @@ class _Folding:
 
     def body(self, body: Sequence[Instr], results: Sequence[int], around: Makers) -> tuple[Instr, ...]:
         """``around``: makers of the values of the code around a loop's body."""
-        flow = Flow(self.program, body, results)
+        flow = Flow(self.program.values, self.program.literals, body, results)
         makers = {**around, **flow.makers}
         found = {i: self._match(flow, makers, i) for i, instr in enumerate(body) if instr.kind == "matmul"}
         found = {i: e for i, e in found.items() if e.absorbed}
@@ -649,8 +591,7 @@ class _Folding:
         moved: set[int] = set()  # values that are now made earlier, for a bias
         for i, instr in enumerate(body):
             if instr.block is not None:
-                block = dataclasses.replace(instr.block, body=self.body(instr.block.body, instr.block.results, makers))
-                instr = dataclasses.replace(instr, block=block)
+                instr = instr.with_body(self.body(instr.block.body, instr.block.results, makers))
             if i in found:
                 bias = found[i].bias
                 for j in _chain(flow.makers, bias.source if bias else None):
@@ -815,15 +756,14 @@ def with_biases_first(program: TileProgram) -> TileProgram:
     values = list(program.values)
 
     def body_of(body: Sequence[Instr], results: Sequence[int], around: Mapping[int, Instr]) -> tuple[Instr, ...]:
-        flow = Flow(program, body, results)
+        flow = Flow(program.values, program.literals, body, results)
         makers = {**around, **flow.makers}
         moved = {j: found for j, instr in enumerate(body) if (found := _match(flow, makers, program, j, instr)) is not None}
         gone = {id(sums) for sums, *_ in moved.values()}
         out: list[Instr] = []
         for j, instr in enumerate(body):
             if instr.block is not None:
-                inner = body_of(instr.block.body, instr.block.results, makers)
-                instr = dataclasses.replace(instr, block=dataclasses.replace(instr.block, body=inner))
+                instr = instr.with_body(body_of(instr.block.body, instr.block.results, makers))
             if j in moved:
                 _, product, bias, other = moved[j]
                 values.append(flow.type(product))
@@ -833,8 +773,8 @@ def with_biases_first(program: TileProgram) -> TileProgram:
                 out.append(instr)
         return tuple(out)
 
-    stages = tuple(dataclasses.replace(s, body=body_of(s.body, (), {})) for s in program.stages)
-    return dataclasses.replace(program, stages=stages, values=tuple(values))
+    changed = program.with_bodies(lambda body: body_of(body, (), {}))
+    return dataclasses.replace(changed, values=tuple(values))
 
 
 def _match(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
@@ -19,6 +19,7 @@ from kitsune_jax.regions.joining import Chosen, estimate_text, gain_of_splitting
 # --- cuts: a training step at its loss, a network behind its products for each row ------------------------------------------------
 
 Pass = tuple[Seed, frozenset[int]]
+PlanOf = Callable[[Region], Plan | str]  # or the reason why there is none
 _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
 
 
@@ -29,7 +30,7 @@ def best_cut(
     order: Order,
     free: Set[int],
     spread: Callable[[Seed, Set[int]], Spread],
-    planner: Callable[[Region], Plan | str],
+    planner: PlanOf,
 ) -> list[Chosen]:
     """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``planned``: the
     whole region has a plan. ``order``: that of the chosen calls; ``free``: ops that none of them has."""
@@ -134,9 +135,7 @@ _POINTWISE = frozenset({"pointwise", "convert"})
 _CHEAP = _POINTWISE | {"broadcast", "reshape", "iota", "slice", "concatenate", "transpose", "rev", "pad"}
 
 
-def recompute(
-    index: GraphIndex, planned: Sequence[Planned], others: Sequence[int], plan_of: Callable[[Region], Plan | str]
-) -> list[Planned]:
+def recompute(index: GraphIndex, planned: Sequence[Planned], others: Sequence[int], plan_of: PlanOf) -> list[Planned]:
     """``planned`` regions, some without results that every region reading them computes again, if the model says that all calls
     together take less time. They come in an order in which they can run.
 
@@ -159,9 +158,7 @@ def recompute(
     return now
 
 
-def _without_results(
-    index: GraphIndex, now: Sequence[Planned], k: int, outside: set[int], plan_of: Callable[[Region], Plan | str]
-) -> dict[int, Planned]:
+def _without_results(index: GraphIndex, now: Sequence[Planned], k: int, outside: set[int], plan_of: PlanOf) -> dict[int, Planned]:
     """Region ``k`` and the regions that read its results, as they would be without these; empty if that does not pay."""
     maker, labels = now[k][0], now[k][0].label_of()
     readers = {j: region for j, (region, _) in enumerate(now) if j != k and not set(region.inputs).isdisjoint(maker.outputs)}
@@ -169,7 +166,9 @@ def _without_results(
         return {}
     alike = {j: r for j, r in readers.items() if r.space == maker.space and not _has_loop(index, r)}
     elsewhere = outside | {v for j, r in readers.items() if j not in alike for v in r.inputs}
-    gone = {v for v in maker.outputs if v in labels and v not in elsewhere and all(_agrees(v, labels, r) for r in alike.values())}
+    made = set(maker.outputs).intersection(labels)
+    otherwise = {v for r in alike.values() for v in made.intersection(r.inputs) if r.label_of().get(v) != labels[v]}
+    gone = made - elsewhere - otherwise
     if not gone:
         return {}
     best: dict[int, Planned] = {}
@@ -193,7 +192,7 @@ def _changed(
     alike: dict[int, Region],
     gone: set[int],
     stored: frozenset[int],
-    plan_of: Callable[[Region], Plan | str],
+    plan_of: PlanOf,
 ) -> dict[int, Planned]:
     """Region ``k`` without its results ``gone`` and with the results ``stored``, and its readers ``alike``; empty if one of them
     has no plan."""
@@ -251,10 +250,6 @@ def _has_loop(index: GraphIndex, region: Region) -> bool:
     return any(index.graph.ops[i].body is not None for i in region.ops)
 
 
-def _agrees(v: int, labels: dict[int, tuple[tuple[int, ...], ...]], reader: Region) -> bool:
-    return v not in reader.inputs or reader.label_of().get(v) == labels[v]
-
-
 def _reduced(index: GraphIndex, maker: Region, outputs: Sequence[int]) -> Region | None:
     """``maker`` with the results ``outputs`` and without ops that only other results needed."""
     return _region(index, maker, _before(index, set(maker.ops), outputs, set()), outputs, maker.recomputed) if outputs else None
@@ -276,33 +271,17 @@ def _grown(index: GraphIndex, reader: Region, maker: Region, gone: set[int], sto
 
 def _before(index: GraphIndex, inside: set[int], values: Sequence[int], stored: set[int]) -> set[int]:
     """The ops of ``inside`` that compute ``values`` from ``stored`` ones."""
-
-    def makers(values: Iterable[int]) -> set[int]:
-        return inside.intersection(index.producers.get(v, -1) for v in values)
-
-    return reached(makers(values), lambda i: makers(v for v in index.graph.ops[i].inputs if v not in stored))
+    ops = index.graph.ops
+    return reached(inside & index.makers(values), lambda i: inside & index.makers(set(ops[i].inputs) - stored))
 
 
 def _region(index: GraphIndex, like: Region, ops: set[int], outputs: Sequence[int], again: Sequence[int]) -> Region:
     """A region of ``ops`` with the labels of ``like``."""
-    graph = index.graph
-    made = {v for i in ops for v in graph.ops[i].outputs}
-    read = dict.fromkeys(v for i in sorted(ops) for v in graph.ops[i].inputs)
-    touched = made.union(read)
-    return Region(
-        space=like.space,
-        ops=tuple(sorted(ops)),
-        labels=tuple((v, axes) for v, axes in like.labels if v in touched),
-        inputs=tuple(v for v in read if v not in made and graph.values[v].literal is None),
-        outputs=tuple(outputs),
-        sinks=tuple(i for i in like.sinks if i in ops),
-        recomputed=tuple(sorted(set(again).intersection(ops))),
-    )
+    return Region.of(index.graph, like.space, sorted(ops), like.label_of(), outputs, like.sinks, set(again))
 
 
 # --- removing ops from a region that XLA, or a call of their own, runs faster -----------------------------------------------------
 
-PlanOf = Callable[[Region], Plan | str]
 Found = tuple[Region, Plan | str, dict[int, str]]  # the last: removed op -> reason
 
 _TABLE = "the pipeline that computes its rows would need one table per worker, and alone"
@@ -376,7 +355,7 @@ def repeated_ops(index: GraphIndex, region: Region) -> frozenset[int]:
         return frozenset()
     for i in sorted(set(region.ops).difference(left, sinks, again), reverse=True):
         outs = graph.ops[i].outputs
-        readers = {c for v in outs for c in index.consumers.get(v, ()) if c in live}
+        readers = live.intersection(index.readers(i))
         if readers and readers <= left and not index.results.intersection(outs):
             left.add(i)
     return frozenset(left)

@@ -19,6 +19,7 @@ from typing import TypeVar
 from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.spec import COMPARISONS, HAND_ON, is_float
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.streams import DimLabels, Region, Seed, Spread, StreamSpace, candidate_seeds, streamed_axes
 
 # --- ops that several regions compute, each for itself, because that is cheaper than storing their results ------------------------
@@ -124,16 +125,23 @@ class GraphIndex:
 
     @staticmethod
     def of(graph: Graph) -> GraphIndex:
-        producers, consumers = graph.producers(), graph.consumers()
-        live: set[int] = set()
-        needed = set(graph.outputs)
-        for i in range(len(graph.ops) - 1, -1, -1):
-            op = graph.ops[i]
-            if op.kind == "opaque" or any(v in needed for v in op.outputs):
-                live.add(i)
-                needed.update(op.inputs)
-        again = recomputed_ops(graph, live, consumers)
-        return GraphIndex(graph, producers, consumers, frozenset(live), frozenset(graph.outputs), again)
+        none = frozenset[int]()
+        index = GraphIndex(graph, graph.producers(), graph.consumers(), none, frozenset(graph.outputs), none)
+        kept = index.makers(graph.outputs).union(i for i, op in enumerate(graph.ops) if op.kind == "opaque")
+        live = frozenset(reached(kept, lambda i: index.makers(graph.ops[i].inputs)))
+        return dataclasses.replace(index, live=live, recomputed=recomputed_ops(graph, live, index.consumers))
+
+    def makers(self, values: Iterable[int]) -> set[int]:
+        """The ops that make ``values``."""
+        return {self.producers[v] for v in values if v in self.producers}
+
+    def readers(self, i: int) -> list[int]:
+        """The ops that read the results of op ``i``, some perhaps several times."""
+        return [c for v in self.graph.ops[i].outputs for c in self.consumers.get(v, ())]
+
+    def bytes(self, v: int) -> int:
+        value = self.graph.values[v]
+        return value.size * itemsize(value.dtype)
 
 
 def splits_layer(op: Op, scores: Container[int] = ()) -> bool:
@@ -196,40 +204,13 @@ class Order:
 
     def behind(self, nodes: Iterable[int], last: int) -> set[int]:
         """``nodes`` and all nodes that depend on them, up to position ``last``."""
-        found = set(nodes)
-        work = list(found)
-        while work:
-            for n in self.readers(work.pop()):
-                if n not in found and self._position[n] <= last:
-                    found.add(n)
-                    work.append(n)
+        found = reached(nodes, lambda node: (n for n in self.readers(node) if self._position[n] <= last))
         self.looks += len(found)
         return found
 
     def leads_to(self, node: int, other: int) -> bool:
         """Does ``other`` depend on ``node``?"""
-        last = self._position[other]
-        seen = {node}
-        work = [node]
-        while work:
-            for n in self.readers(work.pop()):
-                if n == other:
-                    return True
-                if n not in seen and self._position[n] < last:
-                    seen.add(n)
-                    work.append(n)
-        return False
-
-    def _before(self, nodes: Iterable[int], first: int) -> set[int]:
-        """``nodes`` and all nodes that they depend on, from position ``first`` on."""
-        found = set(nodes)
-        work = list(found)
-        while work:
-            for n in self.sources(work.pop()):
-                if n not in found and self._position[n] >= first:
-                    found.add(n)
-                    work.append(n)
-        return found
+        return other in self.behind((node,), self._position[other])
 
     def join(self, ops: Sequence[int]) -> None:
         """Make ``ops``, with the groups that some of them are in, one node.
@@ -240,7 +221,8 @@ class Order:
         if len(nodes) > 1:
             places = [self._position[n] for n in nodes]
             after = self.behind(nodes, max(places)) - nodes
-            before = self._before(nodes, min(places)) - nodes
+            first = min(places)
+            before = reached(nodes, lambda node: (n for n in self.sources(node) if self._position[n] >= first)) - nodes
             if after & before:
                 raise ValueError("the groups depend on each other")
             slots = sorted(self._position[n] for n in (*before, *nodes, *after))
@@ -306,16 +288,15 @@ def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> 
     makers = {i for i in members if _is_maker(index, sp, i)}
     # No path from behind the last member leads back to a member.
     last = max(order.position(order.node(i)) for i in members)
-    level = _levels_up_to(order, last, inside, makers, sinks)
+    level = levels_up_to(order, last, inside, makers, sinks)
     if any(level[i] for i in members):
-        readers = (c for i in members for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
-        last = max([last, *(order.position(order.node(c)) for c in readers)])
-        level = _levels_up_to(order, last, inside, makers, sinks)
+        last = max([last, *(order.position(order.node(c)) for i in members for c in index.readers(i))])
+        level = levels_up_to(order, last, inside, makers, sinks)
         _raise_levels(index, members, makers, sinks, level)
     return {i: level[i] for i in members}
 
 
-def _levels_up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
+def levels_up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
     """The levels of all ops that depend on members (``inside``) and are at or before position ``last``."""
     graph, producers = order.index.graph, order.index.producers
     level: dict[int, int] = {}
@@ -341,7 +322,7 @@ def _raise_levels(index: GraphIndex, members: list[int], makers: set[int], sinks
     lifted = {i for i in members if i not in sinks}
 
     def latest(i: int) -> int:
-        readers = [c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())]
+        readers = index.readers(i)
         if i in makers:
             readers = [c for c in readers if c in inside]
         return max(level[i], min((new[c] - (c not in inside) for c in readers), default=level[i]))
@@ -400,36 +381,23 @@ def _add_recomputed(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tu
     if not index.recomputed:
         return group
     streaming = index.recomputed.intersection(sp.ops)
-    makers = index.producers
-    return tuple(sorted(reached(group, lambda i: streaming.intersection(makers.get(v, -1) for v in index.graph.ops[i].inputs))))
+    return tuple(sorted(reached(group, lambda i: streaming & index.makers(index.graph.ops[i].inputs))))
 
 
 def needed(index: GraphIndex, sp: Spread, ops: Collection[int]) -> tuple[int, ...]:
     """Those of ``ops`` whose results are read, and the ops that several regions compute and that they need."""
     kept = {i for i in ops if i not in index.recomputed}
     for i in sorted(kept, reverse=True):
-        reads = (c for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ()))
-        if _is_maker(index, sp, i) and not any(c in kept for c in reads):
+        if _is_maker(index, sp, i) and kept.isdisjoint(index.readers(i)):
             kept.discard(i)
     return _add_recomputed(index, sp, tuple(sorted(kept)))
 
 
-def _border(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(values read from outside, values used outside), each in order of first appearance."""
-    inside = set(group)
-    ins: dict[int, None] = {}
-    outs: dict[int, None] = {}
-    for i in group:
-        op = index.graph.ops[i]
-        for v in op.inputs:
-            if index.producers.get(v) not in inside and index.graph.values[v].literal is None:
-                ins[v] = None
-        for v in op.outputs:
-            if i in index.recomputed or _is_maker(index, sp, i):
-                continue
-            if v in index.results or any(c not in inside and c in index.live for c in index.consumers.get(v, ())):
-                outs[v] = None
-    return tuple(ins), tuple(outs)
+def _outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> list[int]:
+    """The values of ``group`` that are used outside."""
+    inside, live = set(group), index.live
+    made = (v for i in group if i not in index.recomputed and not _is_maker(index, sp, i) for v in index.graph.ops[i].outputs)
+    return [v for v in made if v in index.results or not inside.issuperset(live.intersection(index.consumers.get(v, ())))]
 
 
 def _is_maker(index: GraphIndex, sp: Spread, i: int) -> bool:
@@ -439,25 +407,13 @@ def _is_maker(index: GraphIndex, sp: Spread, i: int) -> bool:
 
 def _partial_outputs(index: GraphIndex, sp: Spread, group: tuple[int, ...], all_axes: frozenset[int]) -> set[int]:
     """Ops whose streamed output is needed outside but cannot be stored, because it does not depend on every axis."""
-    _, outs = _border(index, sp, group)
-    partial = {index.producers[v] for v in outs if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes}
-    return partial.difference(sp.sinks)  # a sink has one sum for each batch
+    partial = (v for v in _outputs(index, sp, group) if v in sp.labels and streamed_axes(sp.labels[v]) != all_axes)
+    return index.makers(partial).difference(sp.sinks)  # a sink has one sum for each batch
 
 
 def region_of(index: GraphIndex, sp: Spread, group: tuple[int, ...]) -> Region:
     """The region of a group of ``groups_of``."""
-    ins, outs = _border(index, sp, group)
-    inside = set(group)
-    touched = {v for i in group for v in (*index.graph.ops[i].inputs, *index.graph.ops[i].outputs)}
-    return Region(
-        space=sp.space,
-        ops=group,
-        labels=tuple((v, sp.labels[v]) for v in sorted(touched) if v in sp.labels),
-        inputs=ins,
-        outputs=outs,
-        sinks=tuple(i for i in sp.sinks if i in inside),
-        recomputed=tuple(i for i in group if i in index.recomputed),
-    )
+    return Region.of(index.graph, sp.space, group, sp.labels, _outputs(index, sp, group), sp.sinks, index.recomputed)
 
 
 # --- compared values: both computed in regions, or both by XLA --------------------------------------------------------------------
@@ -488,7 +444,7 @@ def _made_twice(index: GraphIndex, inside: Collection[int]) -> frozenset[int]:
     by_xla = set(index.live.difference(inside))
     both = set[int]()
     for i in sorted(index.recomputed.intersection(inside), reverse=True):  # readers of a value come behind its maker
-        if any(c in by_xla for v in index.graph.ops[i].outputs for c in index.consumers.get(v, ())):
+        if not by_xla.isdisjoint(index.readers(i)):
             by_xla.add(i)
             both.add(i)
     if all(_is_exact(index.graph.ops[i]) for i in both):

@@ -12,11 +12,10 @@ import itertools
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kitsune_jax.ops.graph import Graph, reached, topological
-from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, has_few_rows
-from kitsune_jax.regions.grow import GraphIndex, Order, anchored, regions_of
+from kitsune_jax.regions.grow import GraphIndex, Order, anchored, levels_up_to, regions_of
 
 # --- a call -----------------------------------------------------------------------------------------------------------------------
 
@@ -41,19 +40,11 @@ class Chosen:
     def of(planned: Sequence[tuple[Region, Plan]], apart: tuple[Chosen, ...] = ()) -> Chosen:
         """The call of these regions with their plans, none of which may depend on itself."""
         maker = {v: k for k, (region, _) in enumerate(planned) for v in region.outputs}
+        needs = [{maker[v] for v in region.inputs if v in maker} for region, _ in planned]
         number: dict[int, int] = {}
-
-        def number_of(k: int) -> int:
-            work = [k]
-            while work:
-                before = {maker[v] for v in planned[work[-1]][0].inputs if v in maker}
-                missing = [j for j in before if j not in number]
-                work += missing
-                if not missing:
-                    number[work.pop()] = 1 + max((number[j] for j in before), default=-1)
-            return number[k]
-
-        phases = [Phase(number_of(k), region, plan) for k, (region, plan) in enumerate(planned)]
+        for k in topological(needs, range(len(needs))):
+            number[k] = 1 + max((number[j] for j in needs[k]), default=-1)
+        phases = [Phase(number[k], region, plan) for k, (region, plan) in enumerate(planned)]
         return Chosen(tuple(sorted(phases, key=lambda p: (p.number, p.region.ops))), apart)
 
     @property
@@ -298,8 +289,7 @@ class _Merge:
         first = dict.fromkeys((v for v in last if v not in born and v not in given), 0)
         apart, together = [0] * (len(regions) + 1), [0] * (len(regions) + 1)  # bytes more or less from each phase on
         for v, k in (first | born).items():
-            value = self.index.graph.values[v]
-            size = value.size * np_dtype(value.dtype).itemsize
+            size = self.index.bytes(v)
             stays = v in results or not inside.issuperset(consumers.get(v, ()))
             end = len(regions) if stays and v in born else last.get(v, k) + 1
             inner = v in born and not stays
@@ -311,9 +301,8 @@ class _Merge:
 
 # --- followers: later phases of a call, such as the updates of the parameters whose gradients it makes ----------------------------
 
-# A follower has an op of one of these families; one that only moved data would save nothing.
-_COMPUTES = frozenset({"pointwise", "convert", "reduce"})
 _SCALAR = frozenset({"pointwise", "convert"})
+_COMPUTES = _SCALAR | {"reduce"}  # a follower has an op of one of these families; one that only moved data would save nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -478,8 +467,7 @@ class _FollowerWalk:
         """One region per phase, of the scalar ops that followers need; XLA runs the others."""
 
         def makers(values: Iterable[int]) -> set[int]:
-            found = (self.given.index.producers.get(v, -1) for v in values)
-            return {i for i in found if i in self.scalars}
+            return self.given.index.makers(values) & self.scalars.keys()
 
         needed = reached(makers(v for region in self.joined for v in region.inputs), lambda i: makers(self.graph.ops[i].inputs))
         by_phase: dict[int, list[int]] = {}
@@ -491,31 +479,21 @@ class _FollowerWalk:
 # --- regions that pay only as an extra phase of a chosen call ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class PhaseSavings:
     """The seconds that a region saves as a phase of a chosen call, beyond its own modelled gain.
 
     An array that only one call reads lies in memory that the executor keeps. An array between a call and XLA lies in the block that
     XLA allocates for the whole program. A large block is fresh pages in every run, each zeroed by the system at its first touch: 29
-    of
-    200 ms of CPU time in the gradient of a graph attention network with three regions left to XLA between four calls.
+    of 200 ms of CPU time in the gradient of a graph attention network with three regions left to XLA between four calls.
 
-    ``ops`` of the chosen calls, and ``made``: their results. ``fresh``: seconds for each byte of an array in XLA's memory.
-    ``spare``: seconds that a region may lose by itself if it connects calls, whose other arrays then leave XLA's memory
-    (``border_seconds``).
+    ``fresh``: seconds for each byte of an array in XLA's memory. ``spare``: seconds that a region may lose by itself if it connects
+    calls, whose other arrays then leave XLA's memory (``border_seconds``).
     """
 
-    index: GraphIndex
-    ops: frozenset[int]
-    made: frozenset[int]
-    fresh: float
-    spare: float = 0.0
-
-    @staticmethod
-    def of(index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0) -> PhaseSavings:
-        regions = [r for c in chosen for r in c.regions]
-        ops, made = frozenset(i for r in regions for i in r.ops), frozenset(v for r in regions for v in r.outputs)
-        return PhaseSavings(index, ops, made, fresh, spare)
+    def __init__(self, index: GraphIndex, chosen: Sequence[Chosen], fresh: float, spare: float = 0.0):
+        self.index, self.fresh, self.spare = index, fresh, spare
+        self.ops = frozenset(i for c in chosen for i in c.ops)
+        self.made = frozenset(v for c in chosen for r in c.regions for v in r.outputs)
 
     def pays(self, region: Region, plan: Plan) -> bool:
         """Is ``region`` modelled faster than XLA, including its savings as a phase of a chosen call?"""
@@ -528,7 +506,7 @@ class PhaseSavings:
         inside = self.ops.union(region.ops)
         values = [v for v in region.inputs if v in self.made]
         values += [v for v in region.outputs if self._is_read(v)]
-        return self.fresh * sum(_bytes(self.index, v) for v in values if _stays(self.index, v, inside))
+        return self.fresh * sum(self.index.bytes(v) for v in values if _stays(self.index, v, inside))
 
     def _is_read(self, v: int) -> bool:
         return not self.ops.isdisjoint(self.index.consumers.get(v, ()))
@@ -566,16 +544,11 @@ class Bridges:
 def border_seconds(index: GraphIndex, calls: Sequence[Chosen], fresh: float) -> float:
     """Seconds for arrays that one of ``calls`` makes and another part of the program reads."""
     values = [(v, c.ops) for c in calls for r in c.regions for v in r.outputs if v not in index.results]
-    return fresh * sum(_bytes(index, v) for v, ops in values if not _stays(index, v, frozenset(ops)))
+    return fresh * sum(index.bytes(v) for v, ops in values if not _stays(index, v, frozenset(ops)))
 
 
 def _stays(index: GraphIndex, v: int, inside: frozenset[int]) -> bool:
     return v not in index.results and inside.issuperset(c for c in index.consumers.get(v, ()) if c in index.live)
-
-
-def _bytes(index: GraphIndex, v: int) -> int:
-    value = index.graph.values[v]
-    return value.size * np_dtype(value.dtype).itemsize
 
 
 # --- small ops between the calls of a decoded token: norms, rotary embeddings, residual sums of one row or a few ------------------
@@ -605,7 +578,7 @@ def find_decode_glue(
     calls; ``free``: ops that no region has.
     """
     graph = index.graph
-    if not any(has_few_row_product(index, c) for c in chosen):
+    if not any(has_few_row_product(index, c.regions) for c in chosen):
         return []
     members = {i for i in free if i in index.live and _small(graph, i) and supports(i) is None}
     levels: dict[int, list[int]] = {}
@@ -620,19 +593,15 @@ def find_decode_glue(
     return found
 
 
-def has_few_row_product(index: GraphIndex, call: Chosen) -> bool:
-    """Does ``call`` stream over the contracted dimension of a product of few rows?"""
-    return any(_few_rows(index, region) for region in call.regions)
-
-
-def _few_rows(index: GraphIndex, region: Region) -> bool:
-    return any(has_few_rows(index.graph, index.producers, i) for i in region.sinks)
+def has_few_row_product(index: GraphIndex, regions: Iterable[Region]) -> bool:
+    """Does one of ``regions`` stream over the contracted dimension of a product of few rows?"""
+    return any(has_few_rows(index.graph, index.producers, i) for region in regions for i in region.sinks)
 
 
 def pays_as_decode_phase(index: GraphIndex, chosen: Sequence[Chosen], region: Region, plan: Plan) -> bool:
     """Is ``region`` a product of few rows that pays as a phase of a call, beside another one among the ``chosen`` calls?"""
     near = plan.seconds <= plan.baseline_seconds + _SAVED
-    return near and _few_rows(index, region) and any(has_few_row_product(index, c) for c in chosen)
+    return near and has_few_row_product(index, (region,)) and any(has_few_row_product(index, c.regions) for c in chosen)
 
 
 def _small(graph: Graph, i: int) -> bool:
@@ -645,34 +614,19 @@ def _small(graph: Graph, i: int) -> bool:
 def _levels(index: GraphIndex, order: Order, members: set[int]) -> dict[int, int]:
     """The level of each member: the highest of its operands, plus one if a path from a member came through another op. A value that
     only members read is as high as the lowest of its readers, so that it is made beside them."""
-    graph, producers = index.graph, index.producers
-    level: dict[int, int] = {}
-    nodes = sorted({order.node(i) for i in index.live}, key=order.position)
-    for node in nodes:
-        inside = order.members(node)
-        at = 0
-        for v in (v for i in inside for v in graph.ops[i].inputs):
-            p = producers.get(v)
-            if p is not None and p in level and order.node(p) != node:
-                at = max(at, level[p] + (p in members and node not in members))
-        level.update(dict.fromkeys(inside, at))
-    for node in reversed(nodes):
-        if node in members and not index.results.intersection(graph.ops[node].outputs):
-            readers = [c for v in graph.ops[node].outputs for c in index.consumers.get(v, ()) if c in index.live]
-            if readers and members.issuperset(readers):
-                level[node] = max(level[node], min(level[c] for c in readers))
+    level = levels_up_to(order, len(index.graph.ops), members, set(), set())
+    for i in sorted(members, key=order.position, reverse=True):
+        readers = index.live.intersection(index.readers(i))
+        if readers and members.issuperset(readers) and index.results.isdisjoint(index.graph.ops[i].outputs):
+            level[i] = max(level[i], min(level[c] for c in readers))
     return {i: level[i] for i in members}
 
 
 def _one_row(index: GraphIndex, ops: Sequence[int]) -> Region:
     """``ops`` as a stream of one row: a space without axes, in which every array is a row."""
     graph, inside = index.graph, set(ops)
-    made = [v for i in ops for v in graph.ops[i].outputs]
-    read = dict.fromkeys(v for i in ops for v in graph.ops[i].inputs if graph.values[v].literal is None)
-    return Region(
-        space=StreamSpace(()),
-        ops=tuple(ops),
-        labels=tuple((v, ((),) * len(graph.values[v].shape)) for v in sorted({*made, *read})),
-        inputs=tuple(v for v in read if v not in made),
-        outputs=tuple(v for v in made if v in index.results or not inside.issuperset(index.consumers.get(v, ()))),
-    )
+    touched = {v for i in ops for v in (*graph.ops[i].inputs, *graph.ops[i].outputs) if graph.values[v].literal is None}
+    labels = {v: ((),) * len(graph.values[v].shape) for v in touched}
+    made = (v for i in ops for v in graph.ops[i].outputs)
+    outputs = (v for v in made if v in index.results or not inside.issuperset(index.consumers.get(v, ())))
+    return Region.of(graph, StreamSpace(()), ops, labels, outputs)

@@ -81,8 +81,7 @@ def loop_regions(
     p = parts(graph.ops[i])
     makers = (index.producers.get(v) for v in (*p.consts, *p.initial) if v not in p.xs)
     members = {i, *(m for m in makers if m is not None and m in free and _makes(graph, m))}
-    readers = {j for v in graph.ops[i].outputs for j in index.consumers.get(v, ()) if j in free}
-    sums = {j for j in readers if as_step(graph.ops[i], graph.ops[j]) is not None}
+    sums = {j for j in index.readers(i) if j in free and as_step(graph.ops[i], graph.ops[j]) is not None}
     seen: set[Region] = set()
     summed = False
     for mine in (members | sums, *((members,) if sums and sums_behind else ())):
@@ -122,16 +121,13 @@ def _seeds(graph: Graph, i: int) -> Iterator[Seed]:
     mixed = {(operands[k], d) for r in relations_of(graph, op) if r.role != "parallel" for k, d in r.members}
     p = parts(op)
     values = sorted(dict.fromkeys((*p.final, *p.ys, *p.xs)), key=lambda v: (-graph.values[v].size, v))
+    kept = {v: [d for d in range(len(graph.values[v].shape)) if (v, d) not in mixed] for v in values}
     choices: dict[Seed, None] = {}
-    for v in values:
-        shape = graph.values[v].shape
-        dims = tuple(d for d in range(len(shape)) if (v, d) not in mixed and shape[d] > 1)
-        choices |= dict.fromkeys(Seed(v, c) for c in (dims, *((d,) for d in dims)) if c)
-    shortest: dict[Seed, None] = {}
-    for v in values:  # if there is nothing else, a stream of one row
-        shape = graph.values[v].shape
-        shortest |= dict.fromkeys(Seed(v, (d,)) for d in range(len(shape)) if (v, d) not in mixed and shape[d] == 1)
-    yield from list(choices)[:_MOST] or list(shortest)[:1]
+    for v, dims in kept.items():
+        long = tuple(d for d in dims if graph.values[v].shape[d] > 1)
+        choices |= dict.fromkeys(Seed(v, c) for c in (long, *((d,) for d in long)) if c)
+    one_row = [Seed(v, (d,)) for v, dims in kept.items() for d in dims if graph.values[v].shape[d] == 1]
+    yield from list(choices)[:_MOST] or one_row[:1]
 
 
 _MOST = 8  # seeds that are tried
@@ -149,25 +145,18 @@ def _by_index(body: Graph) -> Op | None:
 def _one_row(index: GraphIndex, i: int) -> Region | str:
     graph, op = index.graph, index.graph.ops[i]
     p = parts(op)
-    results = set(graph.outputs)
     labelled = [v for v in (*p.initial, *p.xs, *op.outputs) if graph.values[v].literal is None and v not in p.consts]
     if not set(labelled).intersection(op.inputs):
         return "its results do not depend on the arguments"
     if (by_index := _by_index(body_of(op))) is not None:
         return f"{by_index.label or by_index.kind} ({by_index.source}) works by indices, and no dimension of it is independent"
-    labels = {v: ((),) * len(graph.values[v].shape) for v in sorted(set(labelled))}
+    labels = {v: ((),) * len(graph.values[v].shape) for v in labelled}
     alone = OPS[op.kind].alone
     if alone is not None and (
         why := alone(op, [Dims(graph.values[v].shape, labels.get(v), graph.values[v].dtype) for v in op.inputs])
     ):
         return why
-    return Region(
-        space=StreamSpace(()),
-        ops=(i,),
-        labels=tuple(labels.items()),
-        inputs=tuple(dict.fromkeys(v for v in op.inputs if graph.values[v].literal is None)),
-        outputs=tuple(v for v in op.outputs if v in results or index.consumers.get(v)),
-    )
+    return Region.of(graph, StreamSpace(()), (i,), labels, (v for v in op.outputs if v in index.results or v in index.consumers))
 
 
 # --- the search -------------------------------------------------------------------------------------------------------------------
@@ -234,7 +223,7 @@ class _Selector:
         self.index, self.graph, self.wiring = index, (graph := index.graph), wiring
         self.capabilities, self.planner, self.force = search.capabilities, search.planner, search.force
         self.merge_phases, self.failed, self.fresh = search.merge_phases, search.failed, search.fresh
-        self.phase_savings = PhaseSavings.of(self.index, (), self.fresh)  # of nothing yet
+        self.phase_savings = PhaseSavings(self.index, (), self.fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(search.supports)
         self.why = updated_in_place(graph)
@@ -299,7 +288,7 @@ class _Selector:
         """Choose regions that pay as phases of a chosen call, and regions that pay only with these. Returns the ops of all."""
         own, before = len(self.chosen), -1
         while before < len(self.chosen):
-            before, self.phase_savings = len(self.chosen), PhaseSavings.of(self.index, self.chosen, self.fresh)
+            before, self.phase_savings = len(self.chosen), PhaseSavings(self.index, self.chosen, self.fresh)
             self._choose(seeds)
         return frozenset(i for c in self.chosen[own:] for i in c.ops)
 
@@ -332,7 +321,7 @@ class _Selector:
                 and not region.sinks
             ):
                 continue  # its sums, with which the loop pays, would be left out
-            plan = region if isinstance(region, str) else self._plan_of(region)[0]
+            plan = region if isinstance(region, str) else self._plan_of(region)
             if isinstance(plan, str):
                 if planned or isinstance(region, str) or region.space.rows == 1:
                     self.why.setdefault(i, f"{_OWN_BODY}: {plan}")
@@ -388,7 +377,7 @@ class _Selector:
             i for c in self.chosen for later in c.regions[1:] for i in later.ops
         ]
         try:
-            found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, lambda r: self._plan_of(r)[0])
+            found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, self._plan_of)
         except Exception as error:
             self.failed(error, sorted(inside))
             return
@@ -400,9 +389,7 @@ class _Selector:
         try:
             found: list[Chosen] = []
             if self.capabilities.few_rows and not self.force:
-                found = find_decode_glue(
-                    self.index, self.chosen, self.order, self.free, self.supports, lambda r: self._plan_of(r)[0]
-                )
+                found = find_decode_glue(self.index, self.chosen, self.order, self.free, self.supports, self._plan_of)
             bridges = Bridges(
                 self.index,
                 lambda more: merge_calls(
@@ -411,12 +398,12 @@ class _Selector:
                 self.fresh,
             )
             if len(bridges.calls) > 1 and self.fresh and not self.force:
-                self.phase_savings = PhaseSavings.of(self.index, bridges.calls, self.fresh, bridges.border)
+                self.phase_savings = PhaseSavings(self.index, bridges.calls, self.fresh, bridges.border)
                 self._choose(seeds, bridges.accepts)
             calls = bridges.calls
             alone = [
                 *found,
-                *(c for c in self.chosen if has_few_row_product(self.index, c)),
+                *(c for c in self.chosen if has_few_row_product(self.index, c.regions)),
                 *(c for c in calls if extra.issuperset(c.ops)),
             ]
             self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]  # some pay only as phases
@@ -464,7 +451,7 @@ class _Selector:
         """``region`` and its plan, or the rest of it without ops that cost less elsewhere."""
         known = self.reduced.get(id(region))  # as ``_plan_of``: every op of a region may be a seed
         if known is None:
-            rest, smaller, why = drop_costly_ops(self.index, sp, region, plan, lambda r: self._plan_of(r)[0])
+            rest, smaller, why = drop_costly_ops(self.index, sp, region, plan, self._plan_of)
             self.why.update(why)
             known = self.reduced[id(region)] = region, (rest, smaller)
         return known[1]
@@ -487,7 +474,8 @@ class _Selector:
         region = self.spreads.region_with(kept, seed_op)
         if region is None or not region.outputs:
             return None, {seed_op}
-        plan, asked = self._plan_of(region)
+        first = id(region) not in self.asked
+        plan = self._plan_of(region)
         if not self.force:
             region, plan = self._drop_costly_ops(kept.spread, region, plan)
         passes = self._best_parts(region, plan)
@@ -495,7 +483,7 @@ class _Selector:
             mine = [c for c in passes if seed_op in c.region.ops]
             return (mine or passes)[0], {seed_op}
         if isinstance(plan, str):
-            for i in region.ops if asked else ():
+            for i in region.ops if first else ():
                 self.why[i] = plan
             return None, {seed_op}
         near = (
@@ -519,19 +507,17 @@ class _Selector:
         }
         return None, set(region.ops) - batched - few
 
-    def _plan_of(self, region: Region) -> tuple[Plan | str, bool]:
-        """The plan of ``region``, or the reason why it has none; and whether it is asked for the first time.
+    def _plan_of(self, region: Region) -> Plan | str:
+        """The plan of ``region``, or the reason why it has none.
 
         Regions are looked up by identity first: every op of a region may be a seed, and comparing regions takes time in proportion
         to their ops.
         """
-        known = self.asked.get(id(region))
-        if known is None:
+        if id(region) not in self.asked:
             if region not in self.plans:
                 self.plans[region] = self.planner(self.graph, region)
             self.asked[id(region)] = region, self.plans[region]  # with the region, so that no other one gets its identity
-            return self.plans[region], True
-        return known[1], False
+        return self.asked[id(region)][1]
 
     def _reason(self, i: int) -> str:
         op = self.graph.ops[i]

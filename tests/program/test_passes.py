@@ -158,7 +158,7 @@ def test_flow_names_makers_readers_and_constants() -> None:
     y = t.op("add", seen, t.broadcast(t.literal(2.0), (1, 6, 1), ()))
     t.store(y, (9, 1, 6, 1), ((0,), (), (), ()))
     (stage,) = t.program().stages
-    flow = Flow(t.program(), stage.body)
+    flow = Flow(t.values, t.literals, stage.body)
     assert flow.root(seen) == x and flow.literal(stage.body[3].inputs[1]) == 2.0
     assert flow.uses[x] == [(3, 0)] and flow.readers(y) == [4] and flow.makers[y].kind == "add"
 

@@ -9,6 +9,7 @@ import numpy as np
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.program.build import ScaledRows
+from kitsune_jax.program.instructions import Writer
 from kitsune_jax.program.ir import Instr, Program
 from tests.support.irregular import ids_of, order_of
 from tests.support.programs import Array, Case
@@ -36,13 +37,15 @@ def online_sums(
     index = t.load((rows,), "int32", ((0,),))
     t.in_order(t.input((rows,), "int32"))
     ones = t.broadcast(t.literal(1.0, dtype), (heads,), ())
-    scaled = ScaledRows(t.body, t.values, lambda made: t._new(made.tile, made.shape, made.dtype), t.literal)
+    writer = Writer(t.values, {})
+    writer.body, scaled = t.body, ScaledRows(writer)
     for values in (ones, x):
-        u, at, tops = scaled.operands(values, index, s, n, -1, values == ones)
+        u, at, tops = scaled.operands(values, index, s, n, values == ones)
         t.sink_at(u, at, "sum", n, "float32", ids_sorted=True)
         last = t.body.pop()
         params = make_params(**dict(last.params), finite=finite)
         t.body.append(Instr("sink_at", (u, at, tops), (), params))
+    t.literals += writer.literals.items()
 
     def operands(rng: np.random.Generator) -> list[Array]:
         index = ids_of(rng, ids, rows, n)

@@ -53,7 +53,7 @@ class StageLowering:
     ):
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
         self.rounding = rounding
-        self.flow = Flow(program, body, block.results if block else ())
+        self.flow = Flow(program.values, program.literals, body, block.results if block else ())
         self.uses = self.flow.uses
         self.rounded = rounded_values(program, self.flow, rounding)
         self.taken, self.dots = taken_sums(program, self.flow), taken_dots(self.flow)  # by the number of their sum

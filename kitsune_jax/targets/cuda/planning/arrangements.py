@@ -22,7 +22,6 @@ from kitsune_jax.planning.stages import (
     balance,
     joined,
     links,
-    links_to_each,
     resource_of,
     stage_name,
     with_makers,
@@ -417,7 +416,7 @@ class _SpatialBuilder:
         """The pipeline with rings at least as deep as skip connections need; None where it does not fit."""
         region, cost, machine = self.region, self.cost, self.machine
         # The L2 has one entry for all readers; in shared memory each reader has its own.
-        queued = (links if self.place == "l2" else links_to_each)(cost, drafts)
+        queued = links(cost, drafts, to_each=self.place != "l2")
         instances = max(1, min(instances, region.tiles))
         stages: list[_StageTraffic] = []
         for s, (draft, split) in enumerate(zip(drafts, splits, strict=True)):
