@@ -77,7 +77,7 @@ def _no_inherited_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _warnings_are_told_again() -> None:
-    lowering._warned.clear()
+    lowering.warn_sharded.cache_clear()
 
 
 @pytest.fixture(autouse=True)

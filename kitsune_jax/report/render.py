@@ -209,7 +209,7 @@ def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
             byte_text(p.kept_bytes),
             byte_text(p.argument_bytes),
             signed(flop_text, p.flops_added),
-            *(_planned(p.plan) if p.plan else ("not planned", "")),
+            *_planned(p.plan),
         )
         for p in residuals.policies
     ]
