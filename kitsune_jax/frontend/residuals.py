@@ -7,9 +7,10 @@ policy is read off a program that was traced with it, so batching, loops and the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,6 @@ from kitsune_jax.config import Options, logger
 from kitsune_jax.frontend import explain, lowering
 from kitsune_jax.frontend.tracing import pipeline_p
 from kitsune_jax.report.data import PlannedPasses, PolicyReport, ResidualReport
-from kitsune_jax.report.render import Report
 
 Policy = Callable[..., Any]
 ALTERNATIVES = ("save", "recompute")
@@ -71,7 +71,7 @@ class _ResidualFlow:
         self.made: dict[int, int] = {}
         self.arguments: dict[int, int] = {}
         self.read: dict[int, int] = {}
-        self._values = 0
+        self._new = itertools.count()
 
     def visit(self, program: Any, env: dict[Any, int], *, backward: bool) -> list[int]:
         """Walk a jaxpr whose arguments are in ``env``, in reading order. Returns the numbers of its results."""
@@ -95,14 +95,7 @@ class _ResidualFlow:
         return self._numbers(env, jaxpr.outvars)
 
     def _numbers(self, env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
-        numbers = []
-        for v in atoms:
-            if _compat.is_literal(v) or v not in env:
-                self._values += 1
-                if not _compat.is_literal(v):
-                    env[v] = self._values
-            numbers.append(self._values if _compat.is_literal(v) else env[v])
-        return numbers
+        return [next(self._new) if _compat.is_literal(v) else env.setdefault(v, next(self._new)) for v in atoms]
 
     def _sized(self, env: dict[Any, int], atoms: Sequence[Any]) -> dict[int, int]:
         arrays = [v for v in atoms if not _compat.is_literal(v)]

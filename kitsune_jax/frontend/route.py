@@ -19,11 +19,11 @@ from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Plan, ProgramContext
+from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Phase, Plan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.regions.joining import Chosen, Phase, region_of_call
+from kitsune_jax.regions.joining import Chosen, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.render import Report

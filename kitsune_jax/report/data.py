@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,50 +181,6 @@ class ResidualReport:
 
     policies: tuple[PolicyReport, ...]
     of_gradient: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReportData:
-    """The data of a ``Report``, without the ways in which it prints: ``report.render.Report`` documents the fields."""
-
-    ops_total: int
-    ops_pipelined: int
-    regions: tuple[RegionReport, ...]
-    rejected: tuple[Rejected, ...]
-    traffic_bulk_sync: int
-    traffic_pipeline: int
-    platform: str
-    machine: str
-    notes: tuple[str, ...] = ()
-    flops: int = 0
-    residuals: ResidualReport | None = None
-    obstacles: tuple[str, ...] = ()
-
-    @property
-    def coverage(self) -> float:
-        """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
-        return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of the regions; operators left to XLA are not in it."""
-        return sum(region.seconds for region in self.regions)
-
-    @property
-    def bytes_saved(self) -> int:
-        """Modelled off-chip bytes that the pipelines do not move."""
-        return self.traffic_bulk_sync - self.traffic_pipeline
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-serialisable dictionaries and lists, ``coverage`` and ``bytes_saved`` included."""
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
-        return {**plain, "coverage": self.coverage, "bytes_saved": self.bytes_saved}
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {k: _plain(v) for k, v in x.items()}
-    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 
 # --- texts of bytes, seconds, counts, percentages, ratios -------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kitsune_jax.frontend.route import PlannedRegion
+from kitsune_jax.planning.plan import Phase
 from kitsune_jax.program.ir import Program
-from kitsune_jax.regions.joining import Phase
 from kitsune_jax.targets.cuda import hostcc, runtime
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from reference import standalone

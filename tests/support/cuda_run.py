@@ -29,12 +29,11 @@ from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend.route import PlannedRegion, StreamOrder
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
-from kitsune_jax.planning.plan import GpuPlan, Infeasible, Stage
+from kitsune_jax.planning.plan import GpuPlan, Infeasible, Phase, Stage
 from kitsune_jax.planning.stages import orders_of
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cuda import compile, lower, runtime, tiles
 from kitsune_jax.targets.cuda import lower as cuda_lower
