@@ -55,10 +55,6 @@ def _register_call_rules_0_10(prim: Any) -> None:
     remat.rules[prim] = functools.partial(_remat_0_10, prim)
 
 
-def _nonzero(tangents: Sequence[Any]) -> list[bool]:
-    return [type(t) is not ad_util.Zero for t in tangents]
-
-
 def _with_zeros(call_jaxpr: Any, nonzero: Sequence[bool], tangents: Sequence[Any]) -> list[Any]:
     rest = iter(tangents)
     return [next(rest) if nz else ad_util.Zero(a.to_tangent_aval()) for a, nz in zip(out_avals(call_jaxpr), nonzero, strict=True)]
@@ -71,9 +67,9 @@ def _to_lojax_0_10(prim: Any, *hi_args: Any, call_jaxpr: Any, **params: Any) -> 
 
 
 def _jvp_0_10(prim: Any, primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, **params: Any) -> Any:
-    jvp_jaxpr, nz_out = ad.jvp_jaxpr(call_jaxpr, _nonzero(tangents), False)
-    live = [t for t in tangents if type(t) is not ad_util.Zero]
-    outs = prim.bind(*primals, *live, call_jaxpr=jvp_jaxpr, **params)
+    nonzero = [type(t) is not ad_util.Zero for t in tangents]
+    jvp_jaxpr, nz_out = ad.jvp_jaxpr(call_jaxpr, nonzero, False)
+    outs = prim.bind(*primals, *itertools.compress(tangents, nonzero), call_jaxpr=jvp_jaxpr, **params)
     n = len(call_jaxpr.out_avals)
     return outs[:n], _with_zeros(call_jaxpr, nz_out, outs[n:])
 

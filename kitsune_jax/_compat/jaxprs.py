@@ -1,8 +1,4 @@
-"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version.
-
-Invariant: importing this module works with every JAX; a missing part of JAX fails where it is used (``frontend.explain`` tries that
-first).
-"""
+"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version."""
 
 from __future__ import annotations
 

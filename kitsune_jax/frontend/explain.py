@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -165,9 +165,6 @@ def _call_signature(call_jaxpr: Any) -> tuple[str, ...]:
 TESTED_JAX = ((0, 10, 2), (0, 12, 0))
 SUPPORTED = "0.10.2 to 0.12.0"
 
-_lock = threading.Lock()
-_known: str | None = None  # the answer of ``why_jax_is_unsupported``
-
 
 def jax_is_supported() -> bool:
     """Whether functions can be pipelined with this JAX. Warns, once per process, if they cannot."""
@@ -176,16 +173,11 @@ def jax_is_supported() -> bool:
     return not why_jax_is_unsupported()
 
 
+@functools.cache
 def why_jax_is_unsupported() -> str:
     """The reason why ``jax_is_supported()`` is False, as a clause that names the supported versions; "" if it is True."""
-    global _known
-    if _known is None:
-        with _lock:
-            if _known is None:
-                reason = tracing.primitive_failure or ("" if _is_tested() else _try_in_thread())
-                works = f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})"
-                _known = works if reason else ""
-    return _known
+    reason = tracing.primitive_failure or ("" if _is_tested() else _try_in_thread())
+    return f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})" if reason else ""
 
 
 def _is_tested() -> bool:
@@ -200,19 +192,9 @@ def _warn() -> None:
 
 def _try_in_thread() -> str:
     """The error of ``_try``, or "". A thread of its own keeps the caller's contexts out (a mesh, ``disable_jit``, a device)."""
-    found: list[str] = []
-
-    def work() -> None:
-        try:
-            _try()
-            found.append("")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(_try).exception()
+    return f"{type(error).__name__}: {error}" if error else ""
 
 
 def _try() -> None:

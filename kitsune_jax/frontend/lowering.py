@@ -24,7 +24,7 @@ from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
-from kitsune_jax.config import Options
+from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
@@ -50,20 +50,13 @@ def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[PlannedReg
     """
     kept, dissolved = list(regions), list[PlannedRegion]()
     while True:
-        order, stuck = _ordered(graph, effects, kept)
+        nodes, needs = _dependencies(graph, effects, kept)
+        order = topological(needs, [node if isinstance(node, int) else max(node.region.ops) for node in nodes])  # lowest op first
+        reached = set(order)
+        stuck = [k for k in range(len(kept)) if k not in reached]  # regions that depend on themselves through other nodes
         if not stuck:
-            return order, dissolved
-        dissolved.append(stuck[0])
-        kept = [r for r in kept if r is not stuck[0]]
-
-
-def _ordered(graph: Graph, effects: Sequence[bool], regions: Sequence[PlannedRegion]) -> tuple[list[Node], list[PlannedRegion]]:
-    """Nodes, lowest op first, and the regions that depend on themselves through other nodes."""
-    nodes, needs = _dependencies(graph, effects, regions)
-    rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
-    order = topological(needs, rank)
-    done = set(order)
-    return [nodes[k] for k in order], [r for k, r in enumerate(regions) if k not in done]
+            return [nodes[k] for k in order], dissolved
+        dissolved.append(kept.pop(stuck[0]))
 
 
 def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[PlannedRegion]) -> tuple[list[Node], list[set[int]]]:
@@ -167,8 +160,6 @@ def _moves_nothing(graph: Graph, op: Op) -> bool:
 
 
 # --- the lowering rule ------------------------------------------------------------------------------------------------------------
-
-logger = config.logger
 
 PRIMITIVE_NAME = "kitsune_pipeline"
 

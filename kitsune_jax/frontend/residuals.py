@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from kitsune_jax import _compat
 from kitsune_jax.config import Options, logger
 from kitsune_jax.frontend import explain, lowering
-from kitsune_jax.frontend.tracing import pipeline_p
+from kitsune_jax.frontend.tracing import Residuals, pipeline_p
 from kitsune_jax.report.data import PlannedPasses, PolicyReport, ResidualReport
 
-Policy = Callable[..., Any]
 ALTERNATIVES = ("save", "recompute")
 
 # The policy that replaces the functions' own while ``explain`` traces an alternative. JAX keys its trace caches on it. Made at
@@ -33,7 +32,7 @@ override = jax.make_user_context(None)
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
-def policy_name(policy: str | Policy) -> str:
+def policy_name(policy: Residuals) -> str:
     """The name of a policy in a report: ``dots_saveable``, ``save_only_these_names``."""
     if isinstance(policy, str):
         return policy
@@ -130,7 +129,7 @@ def is_derivative(program: Any) -> bool:
 # --- the gradient of one call ---------------------------------------------------------------------------------------------------
 
 
-def gradient(plain: Any, options: Options, policy: str | Policy) -> Any:
+def gradient(plain: Any, options: Options, policy: Residuals) -> Any:
     """A pipelined call of ``plain`` (traced without a policy) and its backward pass by all inexact arguments, as one program.
 
     Raises JAX's error if ``plain`` has no gradient.
@@ -185,7 +184,7 @@ def compare_calls(
 ) -> ResidualReport | None:
     """Residuals of a program with pipelined calls. ``retrace(policy)`` traces it again, after ``closed`` with its own policies."""
 
-    def trace(policy: str | Policy | None) -> Any:
+    def trace(policy: Residuals | None) -> Any:
         if policy is None:
             return closed
         with override(policy):
@@ -196,19 +195,19 @@ def compare_calls(
 
 
 def compare_gradients(
-    closed: Any, options: Options, own: str | Policy, retrace: Callable[..., Any], platform: str, device: str | None
+    closed: Any, options: Options, own: Residuals, retrace: Callable[..., Any], platform: str, device: str | None
 ) -> ResidualReport | None:
     """Residuals of the gradient of a pipelined function, traced to ``closed`` with its ``own`` policy."""
     plain = closed if own == "save" else retrace("save")
 
-    def trace(policy: str | Policy | None) -> Any:
+    def trace(policy: Residuals | None) -> Any:
         return gradient(plain, options, own if policy is None else policy)
 
     return _compare(trace, options.residuals, platform, device, of_gradient=True)
 
 
 def _compare(
-    trace: Callable[[str | Policy | None], Any], in_use: str, platform: str, device: str | None, *, of_gradient: bool
+    trace: Callable[[Residuals | None], Any], in_use: str, platform: str, device: str | None, *, of_gradient: bool
 ) -> ResidualReport | None:
     """The policy ``in_use`` against the alternatives.
 

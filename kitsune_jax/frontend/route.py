@@ -347,12 +347,11 @@ def _make_calls(
                 return [(call, error)]
             return [result for k, one in enumerate(call.apart) for result in attempt(one, None, f"{name}.{k}")]
 
-    calls, fetches = [call for call, _ in chosen], [ahead for _, ahead in chosen]
-    names = [f"region{k}" for k in range(len(chosen))]
+    work = [(call, ahead, f"region{k}") for k, (call, ahead) in enumerate(chosen)]
     if not (generate and target.capabilities.compiles and len(chosen) > 1):
-        return [result for one in zip(calls, fetches, names, strict=True) for result in attempt(*one)]
+        return [result for one in work for result in attempt(*one)]
     with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run at the same time
-        return [result for results in pool.map(attempt, calls, fetches, names) for result in results]
+        return [result for results in pool.map(lambda one: attempt(*one), work) for result in results]
 
 
 def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:

@@ -250,7 +250,7 @@ def watch_mutations(fn: Callable[..., Any]) -> Callable[..., Any]:
         for (name, x), (leaves, tree) in zip(objects, before, strict=True):
             for path, old, new in _replaced(x, leaves, tree, result):
                 at = name + jax.tree_util.keystr(path)
-                if _is_dead(new):
+                if isinstance(new, jax.core.Tracer) and not _compat.is_alive(new):  # of the body of a loop: it cannot be a result
                     lost.append(at)
                 elif _compat.valid_jaxtype(new) and _compat.valid_jaxtype(old):
                     pairs.append((at, old, new))
@@ -348,11 +348,6 @@ def _replaced(x: Any, before: list[tuple[Any, Any]], tree: Any, result: Any) -> 
         and id(new) not in returned
         and new is same  # some classes make new arrays each time
     ]
-
-
-def _is_dead(x: Any) -> bool:
-    """Is ``x`` a tracer of a trace that has ended (the body of a loop)? Then it cannot be a result."""
-    return isinstance(x, jax.core.Tracer) and not _compat.is_alive(x)
 
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
@@ -465,8 +460,7 @@ def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
     _compat.register_call_rules(primitive, _choose_residuals, _repeats_products)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
-    _compat.register_lowering(primitive, functools.partial(lowering.lower_call, platform=None), cacheable=True)
-    for platform in targets.PLATFORMS:
+    for platform in (None, *targets.PLATFORMS):
         rule = functools.partial(lowering.lower_call, platform=platform)
         _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
     primitive.def_impl(_impl)

@@ -426,17 +426,14 @@ def merge_body_reports(reports: Sequence[Report]) -> Report:
 
 def merge_reports(reports: Sequence[Report], note: str) -> Report:
     """The sum of ``reports``, all for one machine, with ``note`` added; equal notes and obstacles are listed once."""
-    first = reports[0]
     regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
+    added = ("ops_total", "ops_pipelined", "traffic_bulk_sync", "traffic_pipeline", "flops")
+    sums: dict[str, Any] = {name: sum(getattr(r, name) for r in reports) for name in added}
     return dataclasses.replace(
-        first,
-        ops_total=sum(r.ops_total for r in reports),
-        ops_pipelined=sum(r.ops_pipelined for r in reports),
+        reports[0],
         regions=tuple(regions),
         rejected=tuple(x for r in reports for x in r.rejected),
-        traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
-        traffic_pipeline=sum(r.traffic_pipeline for r in reports),
         notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
-        flops=sum(r.flops for r in reports),
         obstacles=tuple(dict.fromkeys(o for r in reports for o in r.obstacles)),
+        **sums,
     )
