@@ -358,8 +358,9 @@ def planned_function(jaxpr: Any, options: RouteOptions, target: str) -> PlannedF
     def rewrite(body: Any) -> Any:
         try:
             found = pipelined_jaxpr(body, dataclasses.replace(options, body=True), target)
-            changed = found.jaxpr is not body  # the body of an equation has no constants
-            new = _compat.as_kind_of(_compat.constants_inside(found.jaxpr), body) if changed else body
+            new = found.jaxpr
+            if new is not body:  # the body of an equation has no constants
+                new = _compat.as_kind_of(_compat.constants_inside(new), body)
         except Exception as error:
             if options.strict:
                 raise
