@@ -27,7 +27,6 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kitsune_jax as kj
-from kitsune_jax.report import Report
 
 
 def parser(doc: str, *, out: str, steps: int, batch: int) -> argparse.ArgumentParser:
@@ -202,7 +201,7 @@ def rates(function: Callable[..., Any], arguments: Sequence[Any], count: int, fo
     return ", ".join(f"{way} {count / min(seconds):.3g} steps/s" for way, seconds in taken.items())
 
 
-def outcome(report: Report, plain: bool = False) -> str:
+def outcome(report: kj.Report, plain: bool = False) -> str:
     """What share of the operators under ``kj.pipeline`` ran pipelined, in words; or, of a ``plain`` run, would have."""
     if plain:
         return f"with --plain nothing is pipelined; without it, {report.ops_pipelined} of {report.ops_total} operators are"

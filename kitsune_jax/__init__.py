@@ -6,16 +6,11 @@ Importing it registers the custom calls, so that programs exported or cached by 
 
 from __future__ import annotations
 
-from kitsune_jax import config as config
+from kitsune_jax import config
 from kitsune_jax.config import __version__ as __version__
-from kitsune_jax.errors import Fallback as Fallback
-from kitsune_jax.errors import MutatedArgument as MutatedArgument
-from kitsune_jax.errors import NotPipelined as NotPipelined
-from kitsune_jax.errors import fallbacks as fallbacks
-from kitsune_jax.frontend.api import Pipeline as Pipeline
-from kitsune_jax.frontend.api import explain as explain
-from kitsune_jax.frontend.api import pipeline as pipeline
-from kitsune_jax.report.render import Report as Report
+from kitsune_jax.errors import Fallback, MutatedArgument, NotPipelined, fallbacks
+from kitsune_jax.frontend.api import Pipeline, explain, pipeline
+from kitsune_jax.report.render import Report
 from kitsune_jax.targets.cpu import call as _cpu_runtime
 
 __all__ = ["Fallback", "MutatedArgument", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]

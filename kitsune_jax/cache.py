@@ -268,23 +268,14 @@ def default() -> Cache:
     return Cache(None if folder is None else folder.absolute() / "cuda")
 
 
-class _ThreadLock:
-    """A lock that can be referenced weakly: the lock of a key disappears when no thread holds it or waits for it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-
-_thread_locks: weakref.WeakValueDictionary[tuple[Path | None, str], _ThreadLock] = weakref.WeakValueDictionary()
+# The lock of a key disappears when no thread holds it or waits for it.
+_thread_locks: weakref.WeakValueDictionary[tuple[Path | None, str], threading.Lock] = weakref.WeakValueDictionary()
 _thread_locks_guard = threading.Lock()
 
 
-@contextlib.contextmanager
-def _thread_lock(key: tuple[Path | None, str]) -> Iterator[None]:
+def _thread_lock(key: tuple[Path | None, str]) -> threading.Lock:
     with _thread_locks_guard:
-        entry = _thread_locks.setdefault(key, _ThreadLock())
-    with entry.lock:
-        yield
+        return _thread_locks.setdefault(key, threading.Lock())
 
 
 @contextlib.contextmanager
@@ -292,30 +283,20 @@ def _process_lock(folder: int, name: str) -> Iterator[None]:
     """Hold ``flock`` on a file of an open folder, removed afterwards. Raises ``OSError`` where nothing can be locked."""
     while True:
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        try:
+        with os.fdopen(descriptor, "rb"):  # closes it, which unlocks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # The last holder removes the file before it unlocks. Then this lock is on a file that nobody else will find: try again.
-            current = _inode(folder, name) == (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if current:
-            break
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=folder)
-        os.close(descriptor)
-
-
-def _inode(folder: int, name: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
+            try:
+                current = os.path.samestat(os.fstat(descriptor), os.stat(name, dir_fd=folder, follow_symlinks=False))
+            except FileNotFoundError:
+                current = False
+            if current:
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
+                return
 
 
 _unusable: set[Path | None] = set()

@@ -149,9 +149,7 @@ def num_threads() -> int:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"KITSUNE_NUM_THREADS={text!r} is not a positive integer")
         return int(text)
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def profile() -> str | None:

@@ -63,8 +63,9 @@ def text(profile: Profile) -> str:
         if kind == "gemm" and rest.endswith(("64x64", "512x512")):
             dtype, way, shape = rest.split("/")
             k, n = map(int, shape.split("x"))
-            xla = profile.get(f"xla/dot/{dtype}/1024x{'64x64' if k == 64 else '1024x1024'}")
-            theirs = f"{2e-9 * 1024 * (64 if k == 64 else 1024) ** 2 / xla:8.0f}" if xla else f"{'':8}"
+            size = 64 if k == 64 else 1024
+            xla = profile.get(f"xla/dot/{dtype}/1024x{size}x{size}")
+            theirs = f"{2e-9 * 1024 * size**2 / xla:8.0f}" if xla else f"{'':8}"
             lines.append(f"  {dtype:9} {way:8} {shape:>15} {2e-9 * 96 * k * n * profile.workers / seconds:14.0f} {theirs}")
     lines += ["", f"{'functions, ps an element (all workers)':36} {'ours':>14} {'XLA':>8}"]
     for name in ("add", "div", "exp", "log", "tanh", "logistic", "erf", "sin"):

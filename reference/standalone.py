@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from jax import export
 
 from kitsune_jax.capture.edit import Captured, Step
-from kitsune_jax.config import Options
 from kitsune_jax.frontend import lowering
-from kitsune_jax.frontend.route import RouteOptions
+from kitsune_jax.frontend.route import PlannedRegion, RouteOptions
 from kitsune_jax.ops.graph import Graph, Op, Param, Value, make_params
 from kitsune_jax.ops.table import verify
 from kitsune_jax.targets import INSTEAD
@@ -46,7 +45,7 @@ def captured_for(closed_jaxpr: Any, target: str, *, force: bool = False, strict:
     The constants are the values of the first inputs of the Graph. A loop that is left to XLA is opaque: its body calls its own
     pipelines. ``force``, ``strict``: as in ``as_function``.
     """
-    plan = lowering.planned_function(closed_jaxpr, Options(strict=strict, force=force), target)
+    plan = lowering.planned_function(closed_jaxpr, RouteOptions(strict=strict, force=force), target)
     graph, why = plan.captured.graph, dict(plan.routed.rejected)
     ops = [
         op if op.body is None or i not in why else dataclasses.replace(op, kind="opaque", params=(), body=None, reason=why[i])
@@ -104,9 +103,19 @@ def as_function(graph: Graph, target: str, *, force: bool = False, strict: bool 
     planned, _ = lowering.plan_and_schedule(captured, target, RouteOptions(strict=strict, force=force))
 
     def function(*arrays: Any) -> list[jax.Array]:
-        return lowering.run(captured, planned.regions, arrays)
+        return run(captured, planned.regions, arrays)
 
     return function
+
+
+def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a captured function, every op by JAX and every region by its custom call. Returns the graph's outputs."""
+    nodes, _ = lowering.schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
+
+    def failed(_: PlannedRegion, error: Exception) -> None:
+        raise error
+
+    return lowering.run_nodes(captured, nodes, args, failed)
 
 
 # --- a Graph as JSON --------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _no_inherited_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _warnings_are_told_again() -> None:
-    lowering._warned.clear()
+    lowering.warn_sharded.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def _explained_is_what_was_asked_for(request: pytest.FixtureRequest, monkeypatch
     """``kj.explain`` of a function plans its gradient too, under every policy of residuals, and that takes longer than the rest,
     a sixth of the time of the room ``lowering``. Only tests of reports and policies read what it finds."""
     if request.path.parent.name != "user" and request.path.stem not in ("test_residuals", "test_preview"):
-        monkeypatch.setattr(api, "_residuals_of_gradient", lambda *args: None)
+        monkeypatch.setattr(api, "compare_gradients", lambda *args: None)
 
 
 @pytest.fixture(params=[True, False], ids=["forced", "modelled"])

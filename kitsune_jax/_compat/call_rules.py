@@ -43,7 +43,6 @@ def _register_call_rules_0_10(prim: Any) -> None:
     core.custom_typechecks[prim] = lambda _ctx, *_atoms, call_jaxpr, **__: abstract_eval(call_jaxpr=call_jaxpr)
     prim.to_lojax = functools.partial(_to_lojax_0_10, prim)
     ad.primitive_jvps[prim] = functools.partial(_jvp_0_10, prim)
-    ad.primitive_linearizations[prim] = functools.partial(_linearize_0_10, prim)
     transpose_jaxpr = util.weakref_lru_cache(_transpose_jaxpr_0_10)
     ad.fancy_transposes[prim] = functools.partial(_transpose_0_10, prim, transpose_jaxpr)
     batching.fancy_primitive_batchers[prim] = functools.partial(_batch_0_10, prim)
@@ -56,13 +55,9 @@ def _register_call_rules_0_10(prim: Any) -> None:
     remat.rules[prim] = functools.partial(_remat_0_10, prim)
 
 
-def _nonzero(tangents: Sequence[Any]) -> list[bool]:
-    return [type(t) is not ad_util.Zero for t in tangents]
-
-
 def _with_zeros(call_jaxpr: Any, nonzero: Sequence[bool], tangents: Sequence[Any]) -> list[Any]:
     rest = iter(tangents)
-    return [next(rest) if nz else ad_util.Zero(a.to_tangent_aval()) for a, nz in zip(call_jaxpr.out_avals, nonzero, strict=True)]
+    return [next(rest) if nz else ad_util.Zero(a.to_tangent_aval()) for a, nz in zip(out_avals(call_jaxpr), nonzero, strict=True)]
 
 
 def _to_lojax_0_10(prim: Any, *hi_args: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
@@ -72,9 +67,9 @@ def _to_lojax_0_10(prim: Any, *hi_args: Any, call_jaxpr: Any, **params: Any) -> 
 
 
 def _jvp_0_10(prim: Any, primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, **params: Any) -> Any:
-    jvp_jaxpr, nz_out = ad.jvp_jaxpr(call_jaxpr, _nonzero(tangents), False)
-    live = [t for t in tangents if type(t) is not ad_util.Zero]
-    outs = prim.bind(*primals, *live, call_jaxpr=jvp_jaxpr, **params)
+    nonzero = [type(t) is not ad_util.Zero for t in tangents]
+    jvp_jaxpr, nz_out = ad.jvp_jaxpr(call_jaxpr, nonzero, False)
+    outs = prim.bind(*primals, *itertools.compress(tangents, nonzero), call_jaxpr=jvp_jaxpr, **params)
     n = len(call_jaxpr.out_avals)
     return outs[:n], _with_zeros(call_jaxpr, nz_out, outs[n:])
 
@@ -82,19 +77,6 @@ def _jvp_0_10(prim: Any, primals: Sequence[Any], tangents: Sequence[Any], *, cal
 def _batch_0_10(prim: Any, axis_data: Any, args: Any, dims: Any, *, call_jaxpr: Any, **params: Any) -> Any:
     batched, out_dims = batching.batch_jaxpr2(call_jaxpr, axis_data, tuple(dims))
     return prim.bind(*args, call_jaxpr=batched, **params), list(out_dims)
-
-
-def _linearize_0_10(prim: Any, is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
-    primal_jaxpr, n_res, nz_out, forwarded, tangent_jaxpr = ad.linearize_jaxpr(call_jaxpr, nzs, is_vjp=is_vjp)
-    outs = prim.bind(*primals, call_jaxpr=primal_jaxpr, **params)
-    results, computed = util.split_list(outs, [len(outs) - n_res])
-    residuals = util.subs_list(forwarded, [*call_jaxpr.consts, *primals], computed)
-
-    def tangent_fun(residuals: Any, *tangents: Any) -> list[Any]:
-        live = [ad.instantiate_zeros(t) for nz, t in zip(nzs, tangents, strict=True) if nz]
-        return _with_zeros(call_jaxpr, nz_out, prim.bind(*residuals, *live, call_jaxpr=tangent_jaxpr, **params))
-
-    return results, nz_out, residuals, tangent_fun
 
 
 def _transpose_jaxpr_0_10(jaxpr: Any, in_tree: Any, avals: Any, specs: Any) -> tuple[Any, Any]:
@@ -176,50 +158,41 @@ def register_call_rules(prim: Any, choose_residuals: Callable[..., Any], context
         jex_core.register_call_primitive_rules(prim, name=None)
     else:
         _register_call_rules_0_10(prim)
-    ad.primitive_linearizations[prim] = _linearize_rule(prim, ad.primitive_linearizations[prim], choose_residuals, context)
+    ad.primitive_linearizations[prim] = _linearize_rule(prim, choose_residuals, context)
     _register_checkify(prim)
     jet_lib.jet_rules[prim] = functools.partial(_jet_rule, prim)
 
 
-def _linearize_rule(
-    prim: Any, default_rule: Callable[..., Any], choose_residuals: Callable[..., Any], context: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The rule ``default_rule``, but with the residuals of ``choose_residuals`` where that returns some."""
+def _linearize_rule(prim: Any, choose_residuals: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's rule, but with the residuals of ``choose_residuals`` where that returns some."""
 
     def divide(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
         primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(call_jaxpr, list(nzs), is_vjp=is_vjp)
-        structured = None
-        if not isinstance(made, int):  # since 0.11: a tree of (results, residuals, structured residuals)
-            structured = made.unpack()[2]
-            if len(structured):
-                return None
-        n, consts = len(out_avals(call_jaxpr)), len(getattr(call_jaxpr, "consts", ()))
-        found = choose_residuals(primal, tangent, tuple(forwarded), n, consts, how)
-        return None if found is None else (*found, nz_out, structured)
+        division = primal, tangent, tuple(forwarded)
+        structured = None if isinstance(made, int) else made.unpack()[2]  # a tree of residuals, since 0.11
+        if not structured:
+            n, consts = len(out_avals(call_jaxpr)), len(getattr(call_jaxpr, "consts", ()))
+            division = choose_residuals(*division, n, consts, how) or division
+        return (*division, nz_out, structured)
 
     remembered = util.weakref_lru_cache(divide)
 
     def linearize(is_vjp: bool, nzs: Any, *primals: Any, call_jaxpr: Any, **params: Any) -> Any:
-        found = remembered(call_jaxpr, tuple(nzs), is_vjp, context(**params))
-        if found is None:
-            return default_rule(is_vjp, nzs, *primals, call_jaxpr=call_jaxpr, **params)
-        primal, tangent, forwarded, nz_out, structured = found
+        primal, tangent, forwarded, nz_out, structured = remembered(call_jaxpr, tuple(nzs), is_vjp, context(**params))
         n = len(out_avals(call_jaxpr))
         outs = prim.bind(*primals, call_jaxpr=primal, **params)
         known, made = [*getattr(call_jaxpr, "consts", ()), *primals], iter(outs[n:])
         residuals = [next(made) if f is None else known[f] for f in forwarded]
 
-        def tangents_of(residuals: Any, tangents: Sequence[Any]) -> list[Any]:
+        def tangents_of(residuals: Any, tree: Any, *tangents: Any) -> list[Any]:
             live = [ad.instantiate_zeros(t) for nz, t in zip(nzs, tangents, strict=True) if nz]
             tangent_prim = ad.vjp_node(prim) if is_vjp and hasattr(ad, "vjp_node") else prim
-            rest = iter(tangent_prim.bind(*residuals, *live, call_jaxpr=tangent, **params))
-            zero = (ad_util.Zero(v.to_tangent_aval()) for v in out_avals(call_jaxpr))
-            return [next(rest) if nz else z for nz, z in zip(nz_out, zero, strict=True)]
+            found = tangent_prim.bind(*residuals, *live, *tree_util.tree_leaves(tree), call_jaxpr=tangent, **params)
+            return _with_zeros(call_jaxpr, nz_out, found)
 
         if structured is None:
-            return outs[:n], nz_out, residuals, lambda residuals, *tangents: tangents_of(residuals, tangents)
-        nothing = structured.update([]).unflatten()
-        return outs[:n], nz_out, residuals, nothing, lambda residuals, _, *tangents: tangents_of(residuals, tangents)
+            return outs[:n], nz_out, residuals, lambda residuals, *tangents: tangents_of(residuals, (), *tangents)
+        return outs[:n], nz_out, residuals, structured.update(list(made)).unflatten(), tangents_of
 
     return linearize
 

@@ -1,8 +1,4 @@
-"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version.
-
-Invariant: importing this module works with every JAX; a missing part of JAX fails where it is used (``frontend.explain`` tries that
-first).
-"""
+"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version."""
 
 from __future__ import annotations
 
@@ -262,15 +258,9 @@ def as_kind_of(new: Any, old: Any) -> Any:
     return new
 
 
-def copy_jaxpr(closed: Any) -> Any:
-    """An equal jaxpr that is another object and keeps none of the first alive (caches are keyed on the object)."""
-    if type(closed).__name__ == "ClosedJaxpr":
-        return closed.replace(jaxpr=closed.jaxpr.replace())
-    return closed.replace()
-
-
 def replace_jaxpr(closed: Any, **parts: Any) -> Any:
-    """A closed jaxpr with other ``invars``, ``outvars`` or ``eqns``."""
+    """A closed jaxpr with other ``invars``, ``outvars`` or ``eqns``. Even without ``parts`` it is another object, which keeps none
+    of the first alive (caches are keyed on the object)."""
     if type(closed).__name__ == "ClosedJaxpr":
         return closed.replace(jaxpr=closed.jaxpr.replace(**parts))
     return closed.replace(**parts)

@@ -20,9 +20,8 @@ from kitsune_jax.config import Options, resolve
 from kitsune_jax.errors import NotPipelined
 from kitsune_jax.frontend import explain as preview
 from kitsune_jax.frontend import lowering, tracing
-from kitsune_jax.frontend.residuals import compare, gradient, is_derivative, override, policy_name
+from kitsune_jax.frontend.residuals import compare_calls, compare_gradients, is_derivative, override, policy_name
 from kitsune_jax.frontend.tracing import Residuals, body_of, expected_platform
-from kitsune_jax.report.data import ResidualReport
 from kitsune_jax.report.render import Report
 
 _compat.hide_from_tracebacks(__file__)
@@ -229,21 +228,29 @@ def explain(
         flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
         live = _compat.without_dead_code(_compat.without_refs(closed))
         calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)
-        kept = None
-        if not calls and not config.disabled():  # nnx.jit around pipelined calls carries the changes of a step out
-            tracing.refuse_mutations(pipelined, lost)
-        if calls:
-            obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
-            report = preview.explain_calls(calls, obstacles, chosen, device)
-            if report.ops_pipelined:
-                kept = _residuals_of_calls(pipelined, closed, calls, args, kwargs, chosen, device)
+        of_gradient = not calls  # of the function as one call
+        if of_gradient:
+            if not config.disabled():  # nnx.jit around pipelined calls carries the changes of a step out
+                tracing.refuse_mutations(pipelined, lost)
+            live = preview.as_call(live, resolved)
+            calls = preview.pipelined_calls(live)
+        if of_gradient and config.disabled():
+            obstacles: list[str | None] = [preview.DISABLED]
         else:
-            disabled = preview.DISABLED if config.disabled() else None
-            obstacle = disabled or preview.obstacle_of(live, resolved, flat, chosen, device)
-            report = preview.explain_jaxpr(live, resolved, chosen, device, obstacle)
-            if report.ops_pipelined and not is_derivative(closed):
-                kept = _residuals_of_gradient(pipelined, closed, resolved, args, kwargs, chosen, device)
-        notes = _notes({call.options for call in calls} or {resolved}, chosen, device) if report.ops_pipelined else ()
+            obstacles = preview.obstacles_of(live, calls, flat, chosen, device)
+        report = preview.explain_calls(calls, obstacles, chosen, device)
+        if not report.ops_pipelined:
+            return report
+
+        def retrace(policy: Residuals) -> Any:
+            return _compat.hoist_consts(_traced(pipelined, policy, args, kwargs)[0])[0]
+
+        kept = None
+        if not of_gradient:
+            kept = compare_calls(closed, calls, retrace, chosen, device)
+        elif not is_derivative(closed):
+            kept = compare_gradients(closed, resolved, pipelined.residuals(), retrace, chosen, device)
+        notes = _notes({call.options for call in calls}, chosen, device)
         return dataclasses.replace(report, residuals=kept, notes=(*report.notes, *notes))
 
     return explained
@@ -255,45 +262,6 @@ def _notes(options: Iterable[Options], platform: str, device: str | None) -> lis
     notes = [note for kind, note in (("plain", lowering.EXPORTED), ("calls", lowering.EXPORTED_CALLS)) if kind in kinds]
     missing = {why for o in options if (why := lowering.missing_target(lowering.target_of(o, platform)))} if device else ()
     return [*notes, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
-
-
-def _residuals_of_calls(
-    pipelined: Pipeline,
-    closed: Any,
-    calls: Sequence[preview.PipelinedCall],
-    args: Any,
-    kwargs: Any,
-    platform: str,
-    device: str | None,
-) -> ResidualReport | None:
-    """Residuals of a program with pipelined calls. The program is traced again under each policy."""
-
-    def trace(policy: Residuals | None) -> Any:
-        if policy is None:
-            return closed
-        with override(policy):
-            return _explained_jaxpr(pipelined, pipelined.residuals(), args, kwargs)
-
-    in_use = ", ".join(dict.fromkeys(call.options.residuals for call in calls))
-    return compare(trace, in_use, platform, device, of_gradient=False)
-
-
-def _residuals_of_gradient(
-    pipelined: Pipeline, closed: Any, options: Options, args: Any, kwargs: Any, platform: str, device: str | None
-) -> ResidualReport | None:
-    """Residuals of the gradient of a pipelined function."""
-    own = pipelined.residuals()
-    plain = closed if own == "save" else _explained_jaxpr(pipelined, "save", args, kwargs)
-
-    def trace(policy: Residuals | None) -> Any:
-        return gradient(plain, options, own if policy is None else policy)
-
-    return compare(trace, options.residuals, platform, device, of_gradient=True)
-
-
-def _explained_jaxpr(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The jaxpr of a call with ``args``, with its constants as leading arguments."""
-    return _compat.hoist_consts(_traced(pipelined, policy, args, kwargs)[0])[0]
 
 
 def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from kitsune_jax.errors import Failure, NotPipelined
 from kitsune_jax.frontend import lowering, tracing
 from kitsune_jax.frontend.route import RouteOptions
 from kitsune_jax.frontend.tracing import pipeline_p
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.report.build import build_report, graph_flops
 from kitsune_jax.report.data import Rejected
 from kitsune_jax.report.render import Report, merge_body_reports, merge_reports
@@ -71,33 +72,22 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
 
     ``obstacle``: why nothing of it will be pipelined. Raises errors of this package only if ``options.strict``.
     """
-    reports: list[Report] = []
     target = lowering.target_of(options, platform)
     assert target is not None
-
-    def visit(jaxpr: Any) -> Any:
-        whole = _compat.hoist_consts(jaxpr)[0]
-        if obstacle is None:
-            captured, planned, nodes = lowering.capture_until_stable(
-                whole, visit, target, RouteOptions.of(options, device=device, code=False, body=bool(reports))
-            )
-            reports.append(planned.report)
-            lowering.rewrite_bodies_left_to_xla(captured, nodes)
-        else:
-            captured = capture(whole, rewrite=visit)
-            everything = range(len(captured.graph.ops))
-            report = build_report(captured.graph, (), [(i, _SEE_ABOVE) for i in everything], *_machine(target, device))
-            reports.append(dataclasses.replace(report, obstacles=(obstacle,)))
-            lowering.rewrite_bodies_left_to_xla(captured, everything)
-        return jaxpr
-
     try:
-        visit(call_jaxpr)
+        if obstacle is None:
+            planned = RouteOptions.of(options, device=device, code=False)
+            return lowering.pipelined_jaxpr(call_jaxpr, planned, target).report
+        reports = []
+        for graph in _graphs(call_jaxpr):
+            rejected = [(i, _SEE_ABOVE) for i in range(len(graph.ops))]
+            report = build_report(graph, (), rejected, *_machine(target, device))
+            reports.append(dataclasses.replace(report, obstacles=(obstacle,)))
+        return merge_body_reports(reports)
     except Exception as error:  # lowering would record it; symbolic shapes have no size to report either
         if options.strict and obstacle is None:
             raise
         return report_without_plan(call_jaxpr, target, device, obstacle or Failure.of(error, "").report_reason)
-    return merge_body_reports(reports)
 
 
 def report_without_plan(program: Any, target: str, device: str | None, obstacle: str) -> Report:
@@ -114,37 +104,51 @@ def _machine(target: str, device: str | None) -> tuple[str, str]:
 
 def flops_of(call_jaxpr: Any) -> int:
     """Useful operations of ``call_jaxpr`` and of the bodies of its loops, once where the number of steps is unknown."""
-    flops = 0
+    return sum(graph_flops(graph) for graph in _graphs(call_jaxpr, scans=False))
+
+
+def _graphs(call_jaxpr: Any, scans: bool = True) -> list[Graph]:
+    """The Graph of ``call_jaxpr`` and those of the bodies of its loops and branches. ``scans``: also of loops that are operators
+    with a body of their own."""
+    found: list[Graph] = []
 
     def visit(jaxpr: Any) -> Any:
-        nonlocal flops
         captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
-        flops += graph_flops(captured.graph)
-        for op, step in zip(captured.graph.ops, captured.steps, strict=True):
-            if step.prepare is not None and op.body is None:
-                step.prepare()
+        found.append(captured.graph)
+        left = [i for i, op in enumerate(captured.graph.ops) if scans or op.body is None]
+        lowering.rewrite_bodies_left_to_xla(captured, left)
         return jaxpr
 
     visit(call_jaxpr)
-    return flops
+    return found
 
 
 # --- obstacles that JAX's lowering finds ------------------------------------------------------------------------------------------
 
 
-def obstacle_of(program: Any, options: Options, args: Sequence[Any], platform: str, device: str | None) -> str | None:
-    """The reason why nothing of a call of ``program`` (closed, without constants) on ``args`` would be pipelined, or ``None``."""
-    seen = _watch_lowering(
-        lambda *flat: pipeline_p.bind(*flat, call_jaxpr=program, options=options), program, args, platform, device
-    )
-    return seen[0].obstacle if seen else None
+def as_call(program: Any, options: Options) -> Any:
+    """The program of one pipelined call, that of ``program`` (closed, without constants)."""
+    call = functools.partial(pipeline_p.bind, call_jaxpr=program, options=options)
+    return _compat.trace_jaxpr(lambda *args: call(*args), _compat.in_avals(program), like=program)
 
 
 def obstacles_of(
     program: Any, calls: Sequence[PipelinedCall], args: Sequence[Any], platform: str, device: str | None
 ) -> list[str | None]:
-    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``."""
-    seen = _watch_lowering(_compat.jaxpr_as_fun(program), program, args, platform, device)
+    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``.
+
+    Listed are the calls that JAX lowers in ``program`` of ``args``: none if JAX cannot lower it here.
+    """
+    shapes = [
+        a if hasattr(a, "sharding") and not _compat.is_ref(aval) else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        for a, aval in zip(args, _compat.in_avals(program), strict=True)
+    ]
+    run = _compat.jaxpr_as_fun(program)
+    with lowering.watch_calls(elsewhere=device is not None) as seen:
+        try:
+            jax.jit(lambda *flat: run(*flat)).trace(*shapes).lower(lowering_platforms=(platform,))
+        except Exception:  # such as an operator that does not lower for this platform: JAX will report it to the user
+            logger.debug("the program cannot be lowered for %s to see what keeps pipelines away", platform, exc_info=True)
     if len(seen) == len(calls):  # calls are lowered in program order
         return [s.obstacle for s in seen]
     by_kind = {_call_signature(s.call_jaxpr): s.obstacle for s in seen}  # equal calls were lowered once
@@ -156,27 +160,10 @@ def _call_signature(call_jaxpr: Any) -> tuple[str, ...]:
     return (_compat.function_name(call_jaxpr), *map(str, (*_compat.in_avals(call_jaxpr), *_compat.out_avals(call_jaxpr))))
 
 
-def _watch_lowering(run: Any, program: Any, args: Sequence[Any], platform: str, device: str | None) -> list[lowering.LoweredCall]:
-    """The pipelined calls that JAX lowers in ``run`` of ``args``; empty if JAX cannot lower it here."""
-    shapes = [
-        a if hasattr(a, "sharding") and not _compat.is_ref(aval) else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        for a, aval in zip(args, _compat.in_avals(program), strict=True)
-    ]
-    with lowering.watch_calls(elsewhere=device is not None) as seen:
-        try:
-            jax.jit(lambda *flat: run(*flat)).trace(*shapes).lower(lowering_platforms=(platform,))
-        except Exception:  # such as an operator that does not lower for this platform: JAX will report it to the user
-            logger.debug("the program cannot be lowered for %s to see what keeps pipelines away", platform, exc_info=True)
-    return seen
-
-
 # --- does this package work with the JAX at hand? ---------------------------------------------------------------------------------
 
 TESTED_JAX = ((0, 10, 2), (0, 12, 0))
 SUPPORTED = "0.10.2 to 0.12.0"
-
-_lock = threading.Lock()
-_known: str | None = None  # the answer of ``why_jax_is_unsupported``
 
 
 def jax_is_supported() -> bool:
@@ -186,16 +173,11 @@ def jax_is_supported() -> bool:
     return not why_jax_is_unsupported()
 
 
+@functools.cache
 def why_jax_is_unsupported() -> str:
     """The reason why ``jax_is_supported()`` is False, as a clause that names the supported versions; "" if it is True."""
-    global _known
-    if _known is None:
-        with _lock:
-            if _known is None:
-                reason = tracing.primitive_failure or ("" if _is_tested() else _try_in_thread())
-                works = f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})"
-                _known = works if reason else ""
-    return _known
+    reason = tracing.primitive_failure or ("" if _is_tested() else _try_in_thread())
+    return f"kitsune_jax works with JAX {SUPPORTED}, and not with this JAX {jax.__version__} ({reason})" if reason else ""
 
 
 def _is_tested() -> bool:
@@ -210,19 +192,9 @@ def _warn() -> None:
 
 def _try_in_thread() -> str:
     """The error of ``_try``, or "". A thread of its own keeps the caller's contexts out (a mesh, ``disable_jit``, a device)."""
-    found: list[str] = []
-
-    def work() -> None:
-        try:
-            _try()
-            found.append("")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(_try).exception()
+    return f"{type(error).__name__}: {error}" if error else ""
 
 
 def _try() -> None:

@@ -12,10 +12,9 @@ import contextvars
 import dataclasses
 import functools
 import gc
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
-from kitsune_jax.config import Options
+from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
@@ -34,25 +33,7 @@ from kitsune_jax.report.render import Report, merge_body_reports
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
 
 
-class _Border(Protocol):
-    @property
-    def ops(self) -> tuple[int, ...]: ...
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
-    @property
-    def outputs(self) -> tuple[int, ...]: ...
-
-
-class Placed(Protocol):
-    """The part of a planned region that ``schedule`` reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def region(self) -> _Border: ...
-
-
-R = TypeVar("R", bound=Placed)
+Node: TypeAlias = int | PlannedRegion  # an op by its index, or a region
 
 DISSOLVED = (
     "a side effect lies in the middle of this region, so it cannot run as one call: to pipeline these operators, move the print, "
@@ -60,37 +41,30 @@ DISSOLVED = (
 )
 
 
-def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
-    """Nodes (an op's index, or a region) in an order that can be evaluated, and the regions that were dissolved into their ops.
+def schedule(graph: Graph, effects: Sequence[bool], regions: Sequence[PlannedRegion]) -> tuple[list[Node], list[PlannedRegion]]:
+    """Nodes in an order that can be evaluated, and the regions that were dissolved into their ops.
 
     ``effects[i]``: op ``i`` has a side effect. An op of a region is also a node of its own if others read its result and the region
     does not return it (recomputing a broadcast is cheaper than storing it). A region that would have to run both before and after
     an op, or an effect, is dissolved.
     """
-    kept, dissolved = list(regions), list[R]()
+    kept, dissolved = list(regions), list[PlannedRegion]()
     while True:
-        order, stuck = _ordered(graph, effects, kept)
+        nodes, needs = _dependencies(graph, effects, kept)
+        order = topological(needs, [node if isinstance(node, int) else max(node.region.ops) for node in nodes])  # lowest op first
+        reached = set(order)
+        stuck = [k for k in range(len(kept)) if k not in reached]  # regions that depend on themselves through other nodes
         if not stuck:
-            return order, dissolved
-        dissolved.append(stuck[0])
-        kept = [r for r in kept if r is not stuck[0]]
+            return [nodes[k] for k in order], dissolved
+        dissolved.append(kept.pop(stuck[0]))
 
 
-def _ordered(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[R]]:
-    """Nodes, lowest op first, and the regions that depend on themselves through other nodes."""
-    nodes, needs = _dependencies(graph, effects, regions)
-    rank = [node if isinstance(node, int) else max(node.region.ops) for node in nodes]
-    order = topological(needs, rank)
-    done = set(order)
-    return [nodes[k] for k in order], [r for k, r in enumerate(regions) if k not in done]
-
-
-def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[R]) -> tuple[list[int | R], list[set[int]]]:
+def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[PlannedRegion]) -> tuple[list[Node], list[set[int]]]:
     """The nodes (regions first), and for each the nodes that must come before it."""
     producers = graph.producers()
     owner = {i: k for k, r in enumerate(regions) for i in r.region.ops}
     given = {v: k for k, r in enumerate(regions) for v in r.region.outputs}
-    nodes: list[int | R] = [*regions]
+    nodes: list[Node] = [*regions]
     reads: list[Sequence[int]] = [r.region.inputs for r in regions]
     number: dict[int, int] = {}
 
@@ -143,23 +117,16 @@ def collector_paused() -> Iterator[None]:
 
 # --- the choice between a captured function and the same with long reductions split -----------------------------------------------
 
-Nodes = TypeVar("Nodes")
 
-
-def choose_split(
-    captured: Captured, plan: Callable[[Captured], tuple[Routed, Nodes]], target: str, options: RouteOptions
-) -> tuple[Captured, Routed, Nodes]:
-    """``captured``, or the same with long reductions of few rows split where the model finds that faster, and the result of
-    ``plan`` for it."""
-    planned, nodes = plan(captured)
+def choose_split(captured: Captured, target: str, options: RouteOptions) -> tuple[Captured, Routed, list[Node]]:
+    """``captured``, or the same with long reductions of few rows split where the model finds that faster, planned."""
+    in_one = captured, *plan_and_schedule(captured, target, options)
     split = split_few_rows(captured, target, options.device)
     if split is captured:
-        return captured, planned, nodes
-    in_one = modelled_seconds(captured.graph, planned, target, options)
-    split_planned, split_nodes = plan(split)
-    if modelled_seconds(split.graph, split_planned, target, options) < in_one:
-        return split, split_planned, split_nodes
-    return captured, planned, nodes
+        return in_one
+    in_parts = split, *plan_and_schedule(split, target, options)
+    seconds = [modelled_seconds(which.graph, planned, target, options) for which, planned, _ in (in_one, in_parts)]
+    return in_parts if seconds[1] < seconds[0] else in_one
 
 
 def split_few_rows(captured: Captured, target: str, device: str | None) -> Captured:
@@ -194,12 +161,7 @@ def _moves_nothing(graph: Graph, op: Op) -> bool:
 
 # --- the lowering rule ------------------------------------------------------------------------------------------------------------
 
-logger = config.logger
-
 PRIMITIVE_NAME = "kitsune_pipeline"
-
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
 
 SHARDED = (
     "kitsune_jax: a pipelined function is lowered under jit on several devices with automatic partitioning, where XLA would gather "
@@ -224,13 +186,8 @@ class LoweredCall:
     obstacle: str | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Watch:
-    seen: list[LoweredCall]
-    elsewhere: bool
-
-
-_watch: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("kitsune_jax_watch", default=None)
+# The calls seen under ``watch_calls``, and its ``elsewhere``.
+_watch: contextvars.ContextVar[tuple[list[LoweredCall], bool] | None] = contextvars.ContextVar("kitsune_jax_watch", default=None)
 
 
 @contextlib.contextmanager
@@ -240,7 +197,7 @@ def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
     ``elsewhere``: plan for another machine, and ignore what is missing on this one.
     """
     seen: list[LoweredCall] = []
-    token = _watch.set(_Watch(seen, elsewhere))
+    token = _watch.set((seen, elsewhere))
     try:
         yield seen
     finally:
@@ -252,9 +209,9 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
     target = target_of(options, platform)
     watch = _watch.get()
     if watch is not None:
-        why_not = missing_target(target)
-        obstacle = (why_not if not watch.elsewhere else None) or _obstacle(ctx, call_jaxpr, options)
-        watch.seen.append(LoweredCall(call_jaxpr, obstacle))
+        seen, elsewhere = watch
+        missing = None if elsewhere else missing_target(target)
+        seen.append(LoweredCall(call_jaxpr, missing or _obstacle(ctx, call_jaxpr, options)))
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     obstacle = None if target is not None and targets.get(target).available() else missing_target(target)
     obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)
@@ -262,7 +219,7 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
         if options.strict:
             raise NotPipelined(f"kitsune_jax: nothing was pipelined: {obstacle}")
         if obstacle is SHARDED:
-            _warn_once(SHARDED, UserWarning)
+            warn_sharded()
         logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None
@@ -301,7 +258,7 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
     name = _compat.function_name(call_jaxpr)
     try:
         with collector_paused():
-            pipelined = pipelined_jaxpr(call_jaxpr, options, target)
+            pipelined = pipelined_jaxpr(call_jaxpr, RouteOptions.of(options), target)
     except Exception as error:
         if options.strict:
             raise
@@ -319,28 +276,41 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A jaxpr with custom calls in it, the report over it and the bodies of its loops, and the parts that a bug of ours left
+    """A jaxpr with custom calls in it, the reports over it and each body of its loops, and the parts that a bug of ours left
     out."""
 
     jaxpr: Any
-    report: Report
+    reports: tuple[Report, ...]
     failures: tuple[Failure, ...]
 
+    @property
+    def report(self) -> Report:
+        return merge_body_reports(self.reports)
 
-def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined:
-    """Capture, route and rebuild ``call_jaxpr``.
+
+def pipelined_jaxpr(jaxpr: Any, options: RouteOptions, target: str) -> Pipelined:
+    """Capture, route and rebuild ``jaxpr``; it stays as it was if ``options.code`` is off.
 
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
-    found = _EvaluationResults()
-    plan = planned_function(call_jaxpr, options, target)
-    if plan.changes:
-        avals = _compat.in_avals(call_jaxpr)
-        rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, found), avals, lower=True, like=call_jaxpr)
-    else:
-        _collect_results(plan, {}, found)
-        rebuilt = call_jaxpr  # as it was, so that XLA compiles its inner calls once each
-    return Pipelined(rebuilt, merge_body_reports(found.reports), tuple(dict.fromkeys(found.failures)))
+    plan = planned_function(jaxpr, options, target)
+    graph, lost = plan.captured.graph, dict[str, Failure]()
+
+    def failed(region: PlannedRegion, error: Exception) -> None:
+        if options.strict:
+            raise error
+        lost[region.name] = Failure.of(error, f"the call of {region.name}")
+
+    rebuilt = jaxpr  # as it was, so that XLA compiles its inner calls once each
+    if options.code and plan.changes:
+
+        def evaluate(*args: Any) -> list[Any]:
+            return run_nodes(plan.captured, plan.nodes, [*plan.consts, *args], failed)
+
+        rebuilt = _compat.trace_jaxpr(evaluate, _compat.in_avals(jaxpr), lower=True, like=jaxpr)
+    planned = remove_regions(graph, plan.routed, {name: failure.report_reason for name, failure in lost.items()})
+    failures = (*plan.captured.failures, *planned.failures, *lost.values(), *plan.failures)
+    return Pipelined(rebuilt, (planned.report, *plan.reports), tuple(dict.fromkeys(failures)))
 
 
 def routed(graph: Graph, target: str, options: RouteOptions) -> Routed:
@@ -356,14 +326,6 @@ def _routed(graph: Graph, target: str, options: RouteOptions, _surroundings: tup
 # --- evaluation -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _EvaluationResults:
-    """The report of a function and those of its loop bodies, and the failures in all of them, collected during an evaluation."""
-
-    reports: list[Report] = dataclasses.field(default_factory=list)
-    failures: list[Failure] = dataclasses.field(default_factory=list)
-
-
 @dataclasses.dataclass(frozen=True)
 class PlannedFunction:
     """A captured function, its plan, and the reports and failures of its loop bodies."""
@@ -372,14 +334,15 @@ class PlannedFunction:
     captured: Captured
     consts: Sequence[Any]
     routed: Routed
-    nodes: Sequence[int | PlannedRegion]
-    bodies: _EvaluationResults
+    nodes: Sequence[Node]
+    reports: Sequence[Report]
+    failures: Sequence[Failure]
 
     @property
     def changes(self) -> bool:
         """Would anything lower differently: a call in it or in a loop body, a rewrite that saves work, or an inner pipelined
         function that was inlined?"""
-        calls = bool(self.routed.regions) or any(report.regions for report in self.bodies.reports)
+        calls = bool(self.routed.regions) or any(report.regions for report in self.reports)
         return calls or self.captured.saves or _holds_pipelines(self.jaxpr)
 
 
@@ -388,49 +351,43 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME or any(map(_holds_pipelines, _compat.inner_jaxprs(e))) for e in eqns)
 
 
-def planned_function(jaxpr: Any, options: Options, target: str, body: bool = False) -> PlannedFunction:
-    """``jaxpr`` captured and planned, with the bodies of its loops rewritten. ``body``: ``jaxpr`` is the body of a loop."""
-    bodies = _EvaluationResults()
+def planned_function(jaxpr: Any, options: RouteOptions, target: str) -> PlannedFunction:
+    """``jaxpr`` captured and planned, with the bodies of its loops rewritten."""
+    reports, failures = list[Report](), list[Failure]()
 
     def rewrite(body: Any) -> Any:
-        inside = _EvaluationResults()
         try:
-            plan = planned_function(body, options, target, body=True)
-            if not plan.changes:
-                _collect_results(plan, {}, bodies)
-                return body
-            avals = _compat.in_avals(body)
-            new = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, inside), avals, lower=True, like=body)
-            new = _compat.constants_inside(new)  # the body of an equation has no constants
+            found = pipelined_jaxpr(body, dataclasses.replace(options, body=True), target)
+            new = found.jaxpr
+            if new is not body:  # the body of an equation has no constants
+                new = _compat.as_kind_of(_compat.constants_inside(new), body)
         except Exception as error:
             if options.strict:
                 raise
-            bodies.failures.append(Failure.of(error, f"the body of a loop or branch ({_compat.function_name(body)})"))
+            failures.append(Failure.of(error, f"the body of a loop or branch ({_compat.function_name(body)})"))
             return body
-        bodies.failures.extend(inside.failures)
-        bodies.reports.extend(inside.reports)
-        return _compat.as_kind_of(new, body)
+        reports.extend(found.reports)
+        failures.extend(found.failures)
+        return new
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may leave constants
-    captured, planned, nodes = capture_until_stable(jaxpr, rewrite, target, RouteOptions.of(options, body=body))
-    bodies.failures.extend(rewrite_bodies_left_to_xla(captured, nodes))
-    return PlannedFunction(jaxpr, captured, consts, planned, nodes, bodies)
+    captured, planned, nodes = capture_until_stable(jaxpr, rewrite, target, options)
+    failures += rewrite_bodies_left_to_xla(captured, nodes)
+    return PlannedFunction(jaxpr, captured, consts, planned, nodes, reports, failures)
 
 
 def capture_until_stable(
     jaxpr: Any, rewrite: Callable[[Any], Any], target: str, options: RouteOptions
-) -> tuple[Captured, Routed, list[int | PlannedRegion]]:
+) -> tuple[Captured, Routed, list[Node]]:
     """``jaxpr`` captured for ``target``, with its plan and nodes. ``rewrite``: applied to the bodies of loops that are left to XLA.
 
     A loop that was rewritten for a pipeline and is left to XLA all the same is captured again as its own equation: XLA runs that in
     less memory, and its body is pipelined by itself. This repeats until no such loop is left.
     """
     kept = set[Any]()
-    plan = functools.partial(plan_and_schedule, target=target, options=options)
     while True:
         context = RewriteContext(targets.get(target).capabilities, options, frozenset(kept))
-        whole = capture(jaxpr, rewrite, context)
-        captured, planned, nodes = choose_split(whole, plan, target, options)
+        captured, planned, nodes = choose_split(capture(jaxpr, rewrite, context), target, options)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
         if not again:
@@ -438,34 +395,13 @@ def capture_until_stable(
         kept |= again
 
 
-def rewrite_bodies_left_to_xla(captured: Captured, nodes: Sequence[int | PlannedRegion]) -> list[Failure]:
+def rewrite_bodies_left_to_xla(captured: Captured, nodes: Sequence[Node]) -> list[Failure]:
     """Rewrite the bodies of the loops and branches among ``nodes`` that are left to XLA. Returns the failures in them."""
     left = [captured.steps[node].prepare for node in nodes if isinstance(node, int)]
     return [failure for prepare in left if prepare is not None for failure in prepare()]
 
 
-def _evaluate(plan: PlannedFunction, args: Sequence[Any], options: Options, found: _EvaluationResults) -> list[Any]:
-    """The results of a planned function on ``args`` (tracers), with custom calls."""
-    lost: dict[str, Failure] = {}
-
-    def failed(region: PlannedRegion, error: Exception) -> None:
-        if options.strict:
-            raise error
-        lost[region.name] = Failure.of(error, f"the call of {region.name}")
-
-    outs = _run_nodes(plan.captured, plan.nodes, [*plan.consts, *args], failed)
-    _collect_results(plan, lost, found)
-    return outs
-
-
-def _collect_results(plan: PlannedFunction, lost: Mapping[str, Failure], found: _EvaluationResults) -> None:
-    """Add the report and failures of ``plan`` and of its loop bodies to ``found``. ``lost``: regions whose calls failed to bind."""
-    planned = remove_regions(plan.captured.graph, plan.routed, {name: failure.report_reason for name, failure in lost.items()})
-    found.reports += [planned.report, *plan.bodies.reports]
-    found.failures += [*plan.captured.failures, *planned.failures, *lost.values(), *plan.bodies.failures]
-
-
-def plan_and_schedule(captured: Captured, target: str, options: RouteOptions) -> tuple[Routed, list[int | PlannedRegion]]:
+def plan_and_schedule(captured: Captured, target: str, options: RouteOptions) -> tuple[Routed, list[Node]]:
     """The regions that will run, and the nodes in order. Regions that a side effect would split are dissolved; before that, a call
     of several phases becomes one call per phase.
     """
@@ -478,23 +414,11 @@ def plan_and_schedule(captured: Captured, target: str, options: RouteOptions) ->
     return remove_regions(captured.graph, planned, {region.name: DISSOLVED for region in dissolved}), nodes
 
 
-def run(captured: Captured, regions: Sequence[PlannedRegion], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a captured function, every op by JAX and every region by its custom call. Returns the graph's outputs."""
-    nodes, _ = schedule(captured.graph, [step.has_effects for step in captured.steps], regions)
-
-    def failed(_: PlannedRegion, error: Exception) -> None:
-        raise error
-
-    return _run_nodes(captured, nodes, args, failed)
-
-
-def _run_nodes(
-    captured: Captured,
-    nodes: Sequence[int | PlannedRegion],
-    args: Sequence[Any],
-    failed: Callable[[PlannedRegion, Exception], None],
+def run_nodes(
+    captured: Captured, nodes: Sequence[Node], args: Sequence[Any], failed: Callable[[PlannedRegion, Exception], None]
 ) -> list[Any]:
-    """Evaluate ``nodes`` in order. A region whose call cannot be bound is reported to ``failed`` and evaluated op by op."""
+    """The results of ``captured`` on ``args``, node by node. A region whose call cannot be bound is reported to ``failed`` and
+    evaluated op by op."""
     graph = captured.graph
     env: dict[int, Any] = dict(zip(graph.inputs, args, strict=True))
 
@@ -532,10 +456,7 @@ def _run_nodes(
     return [read(v) for v in graph.outputs]
 
 
-def _warn_once(message: str, category: type[Warning]) -> None:
+@functools.cache
+def warn_sharded() -> None:
     """Warn once per process. Lowerings are cached, so whether a warning were repeated would depend on the cache."""
-    with _warned_lock:
-        if message in _warned:
-            return
-        _warned.add(message)
-    warnings.warn(message, category, stacklevel=2)
+    warnings.warn(SHARDED, UserWarning, stacklevel=2)

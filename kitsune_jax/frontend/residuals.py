@@ -7,9 +7,10 @@ policy is read off a program that was traced with it, so batching, loops and the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +19,9 @@ import jax.numpy as jnp
 from kitsune_jax import _compat
 from kitsune_jax.config import Options, logger
 from kitsune_jax.frontend import explain, lowering
-from kitsune_jax.frontend.tracing import pipeline_p
+from kitsune_jax.frontend.tracing import Residuals, pipeline_p
 from kitsune_jax.report.data import PlannedPasses, PolicyReport, ResidualReport
-from kitsune_jax.report.render import Report
 
-Policy = Callable[..., Any]
 ALTERNATIVES = ("save", "recompute")
 
 # The policy that replaces the functions' own while ``explain`` traces an alternative. JAX keys its trace caches on it. Made at
@@ -33,7 +32,7 @@ override = jax.make_user_context(None)
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
-def policy_name(policy: str | Policy) -> str:
+def policy_name(policy: Residuals) -> str:
     """The name of a policy in a report: ``dots_saveable``, ``save_only_these_names``."""
     if isinstance(policy, str):
         return policy
@@ -49,16 +48,9 @@ def policy_name(policy: str | Policy) -> str:
 # --- the residuals of one program -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class KeptBytes:
-    """Bytes that backward equations read: results of forward equations (``made``), and operands of those (``arguments``)."""
-
-    made: int
-    arguments: int
-
-
-def kept(program: Any) -> KeptBytes | None:
-    """The residuals of ``program``, or ``None`` if it has no pipelined backward pass.
+def kept(program: Any) -> tuple[int, int] | None:
+    """The bytes that backward equations of ``program`` read: (results of forward equations, operands of those); ``None`` if it has
+    no pipelined backward pass.
 
     An equation counts if it is a pipelined call or contains some (a loop, a ``shard_map``). An equation with both passes, such as a
     loop over steps of training, is looked into, and counts once for any trip count.
@@ -68,7 +60,7 @@ def kept(program: Any) -> KeptBytes | None:
     if not flow.read:
         return None
     made, arguments = flow.read.keys() & flow.made.keys(), flow.read.keys() & flow.arguments.keys()
-    return KeptBytes(sum(flow.read[v] for v in made), sum(flow.read[v] for v in arguments - made))
+    return sum(flow.read[v] for v in made), sum(flow.read[v] for v in arguments - made)
 
 
 class _ResidualFlow:
@@ -78,7 +70,7 @@ class _ResidualFlow:
         self.made: dict[int, int] = {}
         self.arguments: dict[int, int] = {}
         self.read: dict[int, int] = {}
-        self._values = 0
+        self._new = itertools.count()
 
     def visit(self, program: Any, env: dict[Any, int], *, backward: bool) -> list[int]:
         """Walk a jaxpr whose arguments are in ``env``, in reading order. Returns the numbers of its results."""
@@ -102,14 +94,7 @@ class _ResidualFlow:
         return self._numbers(env, jaxpr.outvars)
 
     def _numbers(self, env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
-        numbers = []
-        for v in atoms:
-            if _compat.is_literal(v) or v not in env:
-                self._values += 1
-                if not _compat.is_literal(v):
-                    env[v] = self._values
-            numbers.append(self._values if _compat.is_literal(v) else env[v])
-        return numbers
+        return [next(self._new) if _compat.is_literal(v) else env.setdefault(v, next(self._new)) for v in atoms]
 
     def _sized(self, env: dict[Any, int], atoms: Sequence[Any]) -> dict[int, int]:
         arrays = [v for v in atoms if not _compat.is_literal(v)]
@@ -144,7 +129,7 @@ def is_derivative(program: Any) -> bool:
 # --- the gradient of one call ---------------------------------------------------------------------------------------------------
 
 
-def gradient(plain: Any, options: Options, policy: str | Policy) -> Any:
+def gradient(plain: Any, options: Options, policy: Residuals) -> Any:
     """A pipelined call of ``plain`` (traced without a policy) and its backward pass by all inexact arguments, as one program.
 
     Raises JAX's error if ``plain`` has no gradient.
@@ -173,60 +158,56 @@ def gradient(plain: Any, options: Options, policy: str | Policy) -> Any:
 # --- the report -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Costed:
-    """A program's residuals, its useful operations, and the reports of its calls, each with the number of its runs.
+def cost_of(program: Any, policy: str, in_use: bool, platform: str, device: str | None) -> PolicyReport | None:
+    """The residuals and plans of ``program``, or ``None`` if it has no pipelined backward pass.
 
-    ``calls`` is empty if nothing was planned.
+    ``flops_added`` and ``seconds_added`` are all of its operations and seconds, until ``_beside`` subtracts those of "save".
     """
-
-    kept: KeptBytes
-    flops: int
-    calls: tuple[tuple[int, Report], ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(times * report.seconds for times, report in self.calls)
-
-
-def costed(program: Any, platform: str, device: str | None) -> Costed | None:
-    """The counts and plans of ``program``, or ``None`` if it has no pipelined backward pass."""
     live = _compat.without_dead_code(program)
-    flow = kept(live)
-    if flow is None:
+    bytes_kept = kept(live)
+    if bytes_kept is None:
         return None
     calls = explain.pipelined_calls(live)
-    flops = sum(call.times * explain.flops_of(call.jaxpr) for call in calls)
-    return Costed(flow, flops, tuple((c.times, explain.explain_jaxpr(c.jaxpr, c.options, platform, device)) for c in calls))
+    reports = [explain.explain_jaxpr(c.jaxpr, c.options, platform, device) for c in calls]
+    seconds = sum(call.times * report.seconds for call, report in zip(calls, reports, strict=True))
+    plan = PlannedPasses(seconds, seconds, sum(r.ops_pipelined for r in reports), sum(r.ops_total for r in reports))
+    return PolicyReport(policy, in_use, *bytes_kept, sum(call.times * explain.flops_of(call.jaxpr) for call in calls), plan)
 
 
-def build_residuals(programs: Mapping[str, Costed], in_use: str, of_gradient: bool) -> ResidualReport:
-    """One row per policy, in the order of ``programs``, which contains "save": all are compared with it."""
-    base = programs["save"]
-
-    def plan(program: Costed) -> PlannedPasses:
-        return PlannedPasses(
-            seconds=program.seconds,
-            seconds_added=program.seconds - base.seconds,
-            ops_pipelined=sum(report.ops_pipelined for _, report in program.calls),
-            ops_total=sum(report.ops_total for _, report in program.calls),
-        )
-
-    def row(policy: str, program: Costed) -> PolicyReport:
-        return PolicyReport(
-            policy=policy,
-            in_use=policy == in_use,
-            kept_bytes=program.kept.made,
-            argument_bytes=program.kept.arguments,
-            flops_added=program.flops - base.flops,
-            plan=plan(program) if program.calls else None,
-        )
-
-    return ResidualReport(tuple(row(policy, program) for policy, program in programs.items()), of_gradient)
+def _beside(base: PolicyReport, policy: PolicyReport) -> PolicyReport:
+    plan = dataclasses.replace(policy.plan, seconds_added=policy.plan.seconds - base.plan.seconds)
+    return dataclasses.replace(policy, flops_added=policy.flops_added - base.flops_added, plan=plan)
 
 
-def compare(
-    trace: Callable[[str | Policy | None], Any], in_use: str, platform: str, device: str | None, *, of_gradient: bool
+def compare_calls(
+    closed: Any, calls: Sequence[explain.PipelinedCall], retrace: Callable[..., Any], platform: str, device: str | None
+) -> ResidualReport | None:
+    """Residuals of a program with pipelined calls. ``retrace(policy)`` traces it again, after ``closed`` with its own policies."""
+
+    def trace(policy: Residuals | None) -> Any:
+        if policy is None:
+            return closed
+        with override(policy):
+            return retrace(policy)
+
+    in_use = ", ".join(dict.fromkeys(call.options.residuals for call in calls))
+    return _compare(trace, in_use, platform, device, of_gradient=False)
+
+
+def compare_gradients(
+    closed: Any, options: Options, own: Residuals, retrace: Callable[..., Any], platform: str, device: str | None
+) -> ResidualReport | None:
+    """Residuals of the gradient of a pipelined function, traced to ``closed`` with its ``own`` policy."""
+    plain = closed if own == "save" else retrace("save")
+
+    def trace(policy: Residuals | None) -> Any:
+        return gradient(plain, options, own if policy is None else policy)
+
+    return _compare(trace, options.residuals, platform, device, of_gradient=True)
+
+
+def _compare(
+    trace: Callable[[Residuals | None], Any], in_use: str, platform: str, device: str | None, *, of_gradient: bool
 ) -> ResidualReport | None:
     """The policy ``in_use`` against the alternatives.
 
@@ -234,15 +215,17 @@ def compare(
     the program or because JAX cannot differentiate the function. A policy that JAX refuses (some effects cannot be recomputed) is
     left out.
     """
-    programs: dict[str, Costed] = {}
+    found: dict[str, PolicyReport] = {}
     for name in dict.fromkeys((in_use, *ALTERNATIVES)):
         try:
             traced = trace(None if name == in_use else name)
         except Exception:  # the rule that refuses may raise any type
             logger.debug("residuals=%r cannot be traced", name, exc_info=True)
             continue
-        program = costed(traced, platform, device)
-        if program is None:
+        cost = cost_of(traced, name, name == in_use, platform, device)
+        if cost is None:
             return None
-        programs[name] = program
-    return build_residuals(programs, in_use, of_gradient) if {in_use, "save"} <= programs.keys() else None
+        found[name] = cost
+    if not {in_use, "save"} <= found.keys():
+        return None
+    return ResidualReport(tuple(_beside(found["save"], cost) for cost in found.values()), of_gradient)

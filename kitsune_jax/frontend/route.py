@@ -19,11 +19,11 @@ from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Plan, ProgramContext
+from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Phase, Plan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.regions.joining import Chosen, Phase, region_of_call
+from kitsune_jax.regions.joining import Chosen, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.render import Report
@@ -347,12 +347,11 @@ def _make_calls(
                 return [(call, error)]
             return [result for k, one in enumerate(call.apart) for result in attempt(one, None, f"{name}.{k}")]
 
-    calls, fetches = [call for call, _ in chosen], [ahead for _, ahead in chosen]
-    names = [f"region{k}" for k in range(len(chosen))]
+    work = [(call, ahead, f"region{k}") for k, (call, ahead) in enumerate(chosen)]
     if not (generate and target.capabilities.compiles and len(chosen) > 1):
-        return [result for one in zip(calls, fetches, names, strict=True) for result in attempt(*one)]
+        return [result for one in work for result in attempt(*one)]
     with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run at the same time
-        return [result for results in pool.map(attempt, calls, fetches, names) for result in results]
+        return [result for results in pool.map(lambda one: attempt(*one), work) for result in results]
 
 
 def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:

@@ -32,7 +32,6 @@ from kitsune_jax.gradient import handover
 _compat.hide_from_tracebacks(__file__)
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-Rebuild: TypeAlias = Callable[[Sequence[Any]], Arguments]
 
 _DYNAMIC, _DONATED = object(), object()  # marks, in place of a leaf that is not static
 
@@ -98,11 +97,9 @@ class Statics:
         names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
         if not all(isinstance(n, str) for n in names):
             raise ValueError(f"static_argnames={argnames!r} must be a name or names of arguments")
-        try:
-            parameters = list(inspect.signature(fn).parameters.values())
-        except (TypeError, ValueError):  # a built-in without a signature
+        parameters, positional = _parameters(fn)
+        if parameters is None:
             return Statics(nums, names, give)
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         unknown = [n for n in names if n not in {p.name for p in parameters}]
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ValueError(f"static_argnames: the function has no argument {unknown[0]!r}")
@@ -126,8 +123,8 @@ class Statics:
     def all_arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Can ``jax.jit`` take these arguments as they are?"""
         if self.argnums or self.argnames:
-            rest = [a for i, a in enumerate(args) if i not in self.argnums and i - len(args) not in self.argnums]
-            return all(map(is_array_like, jax.tree.leaves((rest, {k: v for k, v in kwargs.items() if k not in self.argnames}))))
+            args = tuple(a for i, a in enumerate(args) if i not in self.argnums and i - len(args) not in self.argnums)
+            kwargs = {k: v for k, v in kwargs.items() if k not in self.argnames}
         return all(map(is_array_like, jax.tree.leaves((args, kwargs))))
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Static, list[Any], list[Any]]:
@@ -153,22 +150,25 @@ class Statics:
         return Static(tree, tuple(leaves)), donated, kept
 
 
-def flatten_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Rebuild, list[int]]:
-    """The tracers and arrays among the leaves, a function that puts others in their places, and their numbers among the leaves.
+def flattened(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any], list[int]]:
+    """``fn`` as a function of the tracers and arrays among the leaves of its arguments, these, and their numbers among the leaves.
 
     All other leaves are static already and stay the Python values they are.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.core.Tracer | jax.Array | np.ndarray)]
 
-    def rebuild(values: Sequence[Any]) -> Arguments:
+    @functools.wraps(fn, updated=())
+    def flat(*values: Any) -> Any:
         filled = list(leaves)
         for i, x in zip(places, values, strict=True):
             filled[i] = x
-        rebuilt: Arguments = jax.tree.unflatten(tree, filled)
-        return rebuilt
+        a, k = jax.tree.unflatten(tree, filled)
+        return fn(*a, **k)
 
-    return [leaves[i] for i in places], rebuild, places
+    return flat, [leaves[i] for i in places], places
 
 
 def checkpoint(fn: Callable[..., Any], policy: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -176,15 +176,9 @@ def checkpoint(fn: Callable[..., Any], policy: Callable[..., Any] | None) -> Cal
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        dynamic, rebuild, places = flatten_traced(args, kwargs)
-
-        @functools.wraps(fn)
-        def inner(*leaves: Any) -> Any:
-            a, k = rebuild(leaves)
-            return fn(*a, **k)
-
-        _compat.name_call(inner, fn, args, kwargs, places)
-        return jax.checkpoint(inner, policy=policy)(*dynamic)
+        flat, dynamic, places = flattened(fn, args, kwargs)
+        _compat.name_call(flat, fn, args, kwargs, places)
+        return jax.checkpoint(flat, policy=policy)(*dynamic)
 
     return wrapped
 
@@ -256,7 +250,7 @@ def watch_mutations(fn: Callable[..., Any]) -> Callable[..., Any]:
         for (name, x), (leaves, tree) in zip(objects, before, strict=True):
             for path, old, new in _replaced(x, leaves, tree, result):
                 at = name + jax.tree_util.keystr(path)
-                if _is_dead(new):
+                if isinstance(new, jax.core.Tracer) and not _compat.is_alive(new):  # of the body of a loop: it cannot be a result
                     lost.append(at)
                 elif _compat.valid_jaxtype(new) and _compat.valid_jaxtype(old):
                     pairs.append((at, old, new))
@@ -356,20 +350,20 @@ def _replaced(x: Any, before: list[tuple[Any, Any]], tree: Any, result: Any) -> 
     ]
 
 
-def _is_dead(x: Any) -> bool:
-    """Is ``x`` a tracer of a trace that has ended (the body of a loop)? Then it cannot be a result."""
-    return isinstance(x, jax.core.Tracer) and not _compat.is_alive(x)
-
-
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
     """The names of positional arguments."""
+    parameters, positional = _parameters(fn)
+    rest = next((p.name for p in parameters or () if p.kind is p.VAR_POSITIONAL), "args")
+    return positional[:count] + [f"{rest}[{i}]" for i in range(count - len(positional))]
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[list[inspect.Parameter] | None, list[str]]:
+    """All parameters of ``fn``, ``None`` for a built-in without a signature; and the names of those that are positional."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # a built-in without a signature
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return names + [f"{rest}[{i}]" for i in range(count - len(names))]
+    except (TypeError, ValueError):
+        return None, []
+    return parameters, [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _forwarded(program: Any) -> list[int | None]:
@@ -426,7 +420,7 @@ def _compiled(call_jaxpr: Any, options: Options) -> Callable[..., list[Any]]:
     with _jitted_lock:
         per_options = _jitted.setdefault(key, {})
         if options not in per_options:
-            copy = _compat.copy_jaxpr(call_jaxpr)
+            copy = _compat.replace_jaxpr(call_jaxpr)
             per_options[options] = jax.jit(functools.partial(pipeline_p.bind, call_jaxpr=copy, options=options))
         return per_options[options]
 
@@ -466,8 +460,7 @@ def _primitive() -> Any:
     primitive = _compat.new_primitive(lowering.PRIMITIVE_NAME)
     _compat.register_call_rules(primitive, _choose_residuals, _repeats_products)
     # Lowering is cacheable: equal calls in a module share one function, and multi-platform export asks for it.
-    _compat.register_lowering(primitive, functools.partial(lowering.lower_call, platform=None), cacheable=True)
-    for platform in targets.PLATFORMS:
+    for platform in (None, *targets.PLATFORMS):
         rule = functools.partial(lowering.lower_call, platform=platform)
         _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
     primitive.def_impl(_impl)
@@ -511,13 +504,8 @@ class Body:
             # Not under jit's trace: disable_jit, or debug_nans runs the function op by op to name the failing operator. Let it see
             # them.
             return self._with_residuals(self._fn())(*args, **kwargs)
-        dynamic, rebuild, places = flatten_traced(args, kwargs)
-        fn = self._with_residuals(watch_mutations(self._fn()))
-
-        def flat(*leaves: Any) -> Any:
-            a, k = rebuild(leaves)
-            return fn(*a, **k)
-
+        fn = self.watched()
+        flat, dynamic, places = flattened(fn, args, kwargs)
         closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
         closed, out_tree, lost = find_lost_mutations(closed, out_tree)
         refuse_mutations(self._fn(), lost)
@@ -546,10 +534,7 @@ _bodies_lock = threading.Lock()
 
 def body_of(fn: Callable[..., Any], residuals: Residuals, options: Options | None) -> Body:
     """One body per function, residual policy and options, so that JAX's trace cache recognises it. Lives as long as ``fn``."""
-    try:
-        hash(fn)
-        weakref.ref(fn)
-    except TypeError:  # an unhashable callable, such as a module that holds arrays: it gets a body of its own
+    if not isinstance(_reference(fn), weakref.ref):
         return Body(fn, residuals, options)
     with _bodies_lock:
         per_fn = _bodies.setdefault(fn, {})
@@ -563,5 +548,5 @@ def _reference(fn: Callable[..., Any]) -> Callable[[], Any]:
     try:
         hash(fn)
         return weakref.ref(fn)
-    except TypeError:
+    except TypeError:  # an unhashable callable, such as a module that holds arrays: it gets a body of its own
         return lambda: fn

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from kitsune_jax.config import Options
+from kitsune_jax.planning.streams import Region
 
 # --- Plans ------------------------------------------------------------------------------------------------------------------------
 
@@ -102,6 +103,15 @@ class GpuPlan(Plan):
     cluster: int = 1
     lanes: int = 0
     l2_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A region that runs in phase ``number`` of a call."""
+
+    number: int
+    region: Region
+    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

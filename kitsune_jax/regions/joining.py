@@ -13,20 +13,11 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kitsune_jax.ops.graph import Graph, reached, topological
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Plan
+from kitsune_jax.planning.plan import Phase, Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, has_few_rows
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, levels_up_to, regions_of
 
 # --- a call -----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A region that runs in phase ``number`` of a call."""
-
-    number: int
-    region: Region
-    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True)

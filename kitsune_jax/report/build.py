@@ -7,18 +7,18 @@ results to both traffic sums, so the difference of the sums is what the regions 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from kitsune_jax.ops.graph import Graph, Value
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import may_differ
+from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, GpuPlan, Plan, Queue
+from kitsune_jax.planning.plan import Ahead, GpuPlan, Phase, Plan, Queue
 from kitsune_jax.planning.streams import Region, row_shape
 from kitsune_jax.report.data import (
     AheadReport,
@@ -38,28 +38,15 @@ _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "io
 _KEYS = frozenset({"random_unwrap", "random_wrap"})
 
 
-class ReportedPhase(Protocol):
-    """The part of a phase that ``build_report`` reads."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def region(self) -> Region: ...
-    @property
-    def plan(self) -> Plan: ...
-
-
 class Planned(Protocol):
-    """The part of a planned region that ``build_report`` reads. ``region`` is the whole call, ``plan`` that of its first phase."""
+    """The part of a planned region that ``build_report`` reads. ``region`` is the whole call."""
 
     @property
     def name(self) -> str: ...
     @property
     def region(self) -> Region: ...
     @property
-    def plan(self) -> Plan: ...
-    @property
-    def phases(self) -> Sequence[ReportedPhase]: ...
+    def phases(self) -> Sequence[Phase]: ...
     @property
     def ahead(self) -> Ahead | None: ...
 
@@ -93,8 +80,8 @@ def build_report(
 
 
 def _region(graph: Graph, planned: Planned) -> RegionReport:
-    region, plan = planned.region, planned.plan
     first, *later = planned.phases
+    region, plan = planned.region, first.plan
     names = tuple(s.name for s in plan.stages)
     kept, most = _kept(graph, planned)
     return RegionReport(
@@ -105,15 +92,7 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         tiles=plan.tiles,
         arrangement=plan.arrangement,
         stages=tuple(
-            StageReport(
-                s.name,
-                _operators(graph, s.ops),
-                s.resource,
-                s.workers,
-                s.tile_seconds * 1e6,
-                s.split,
-                s.resident,
-            )
+            StageReport(s.name, _operators(graph, s.ops), s.resource, s.workers, s.tile_seconds * 1e6, s.split, s.resident)
             for s in plan.stages
         ),
         queues=tuple(_queue(graph, first.region, plan, names, q) for q in plan.queues),
@@ -150,7 +129,7 @@ def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
     return [note] if sums else []
 
 
-def _order(graph: Graph, phase: ReportedPhase) -> str:
+def _order(graph: Graph, phase: Phase) -> str:
     """The order of a stream, named by the first op that adds rows by its indices."""
     order = phase.plan.order
     by = next((i for i in phase.region.sinks if order is not None and order in graph.ops[i].inputs[1:]), None)
@@ -167,26 +146,25 @@ def _kept(graph: Graph, planned: Planned) -> tuple[int, int]:
     results = set(planned.region.outputs)
     last = {v: k for k, p in enumerate(planned.phases) for v in p.region.inputs}
     total = alive = most = 0
-    dying: dict[int, int] = {}
+    dying = collections.Counter[int]()
     for k, phase in enumerate(planned.phases):
         for v in phase.region.outputs:
             if v not in results:
                 size = _bytes(graph.values[v])
                 total, alive = total + size, alive + size
-                dying[last.get(v, k)] = dying.get(last.get(v, k), 0) + size
+                dying[last.get(v, k)] += size
         most = max(most, alive)
-        alive -= dying.get(k, 0)
+        alive -= dying[k]
     return total, most
 
 
-def _phase(graph: Graph, planned: Planned, phases: Sequence[ReportedPhase]) -> PhaseReport:
+def _phase(graph: Graph, planned: Planned, phases: Sequence[Phase]) -> PhaseReport:
     """The report of ``phases``, all those with one number."""
     results = set(planned.region.outputs)
-    spaces: dict[StreamReport, int] = {}
+    streams = []
     for p in phases:
         ops = tuple(label for stage in p.plan.stages for label in _operators(graph, stage.ops))
-        one = StreamReport(1, p.region.space.rows, p.plan.tiles, p.plan.tile_rows, _order(graph, p), ops)
-        spaces[one] = spaces.get(one, 0) + 1
+        streams.append(StreamReport(1, p.region.space.rows, p.plan.tiles, p.plan.tile_rows, _order(graph, p), ops))
     return PhaseReport(
         number=phases[0].number,
         ops=sum(len(_operators(graph, p.region.ops)) for p in phases),
@@ -194,7 +172,7 @@ def _phase(graph: Graph, planned: Planned, phases: Sequence[ReportedPhase]) -> P
         rows=sum(p.region.space.rows for p in phases),
         seconds=sum(p.plan.seconds for p in phases),
         kept_bytes=sum(_bytes(graph.values[v]) for p in phases for v in p.region.outputs if v not in results),
-        spaces=tuple(dataclasses.replace(one, count=n) for one, n in spaces.items()),
+        spaces=tuple(dataclasses.replace(one, count=n) for one, n in collections.Counter(streams).items()),
     )
 
 
@@ -213,11 +191,8 @@ def _queue(graph: Graph, region: Region, plan: Plan, names: tuple[str, ...], que
 
 def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejected, ...]:
     """Equal (operator, line, reason) become one entry with a count, in the order of their first appearance."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for i, reason in rejected:
-        key = (_label(graph, i), graph.ops[i].source, reason)
-        counts[key] = counts.get(key, 0) + 1
-    return tuple(Rejected(op, source, reason, n) for (op, source, reason), n in counts.items())
+    counts = collections.Counter((_label(graph, i), graph.ops[i].source, reason) for i, reason in rejected)
+    return tuple(Rejected(*entry, n) for entry, n in counts.items())
 
 
 def _operators(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
@@ -293,13 +268,10 @@ def _flops(graph: Graph, i: int) -> int:
 
 
 def _bytes(value: Value) -> int:
-    return 0 if value.literal is not None else math.prod(value.shape) * _itemsize(value.dtype)
-
-
-def _itemsize(dtype: str) -> int:
+    if value.literal is not None:
+        return 0
     try:
-        return np.dtype(dtype).itemsize
-    except TypeError:  # not a NumPy dtype: bfloat16 and the 8-bit floats are in ml_dtypes, PRNG keys nowhere
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, dtype, np.uint64)).itemsize
+        itemsize = np_dtype(value.dtype).itemsize
+    except TypeError:  # keys of ``jax.random``
+        itemsize = 8
+    return math.prod(value.shape) * itemsize

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ class PolicyReport:
 
     ``kept_bytes``: values that the forward pass makes and the backward pass reads. ``argument_bytes``: arguments of the forward
     pass that the backward pass reads again; every policy keeps them, most by the caller anyway. ``flops_added``: useful operations
-    of both passes beyond those under the policy "save". ``plan``: the plans of both passes, or None if they were not planned.
+    of both passes beyond those under the policy "save". ``plan``: the plans of both passes.
     """
 
     policy: str
@@ -170,7 +169,7 @@ class PolicyReport:
     kept_bytes: int
     argument_bytes: int
     flops_added: int
-    plan: PlannedPasses | None
+    plan: PlannedPasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,79 +183,22 @@ class ResidualReport:
     of_gradient: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReportData:
-    """The data of a ``Report``, without the ways in which it prints: ``report.render.Report`` documents the fields."""
-
-    ops_total: int
-    ops_pipelined: int
-    regions: tuple[RegionReport, ...]
-    rejected: tuple[Rejected, ...]
-    traffic_bulk_sync: int
-    traffic_pipeline: int
-    platform: str
-    machine: str
-    notes: tuple[str, ...] = ()
-    flops: int = 0
-    residuals: ResidualReport | None = None
-    obstacles: tuple[str, ...] = ()
-
-    @property
-    def coverage(self) -> float:
-        """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
-        return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of the regions; operators left to XLA are not in it."""
-        return sum(region.seconds for region in self.regions)
-
-    @property
-    def bytes_saved(self) -> int:
-        """Modelled off-chip bytes that the pipelines do not move."""
-        return self.traffic_bulk_sync - self.traffic_pipeline
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-serialisable dictionaries and lists, ``coverage`` and ``bytes_saved`` included."""
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
-        return {**plain, "coverage": self.coverage, "bytes_saved": self.bytes_saved}
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {k: _plain(v) for k, v in x.items()}
-    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
-
-
 # --- texts of bytes, seconds, counts, percentages, ratios -------------------------------------------------------------------------
 
 
 def byte_text(n: float) -> str:
     """Decimal units, three significant digits: ``1.03 GB``, ``48.2 kB``, ``12 B``."""
-    sign, n = ("-" if n < 0 else ""), abs(n)
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= 0.9995 * scale:
-            return f"{sign}{_three_digits(n / scale)} {unit}"
-    return f"{sign}{n:.0f} B"
+    return _scaled(n, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
 def time_text(seconds: float) -> str:
     """Three significant digits: ``1.20 s``, ``-42.0 ms``, ``7.31 us``."""
-    if seconds < 0:
-        return f"-{time_text(-seconds)}"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= 0.9995 * scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{seconds * 1e9:.0f} ns"
+    return _scaled(seconds, {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
 
 
 def flop_text(n: float) -> str:
     """Three significant digits: ``1.03 Gflop``, ``-12.0 kflop``, ``7 flop``."""
-    sign, n = ("-" if n < 0 else ""), abs(n)
-    for unit, scale in (("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("kflop", 1e3)):
-        if n >= 0.9995 * scale:
-            return f"{sign}{_three_digits(n / scale)} {unit}"
-    return f"{sign}{n:.0f} flop"
+    return _scaled(n, {"Tflop": 1e12, "Gflop": 1e9, "Mflop": 1e6, "kflop": 1e3, "flop": 1})
 
 
 def signed(text: Callable[[float], str], x: float) -> str:
@@ -280,5 +222,10 @@ def plural(n: int, noun: str) -> str:
     return f"{count_text(n)} {noun}" + ("" if n == 1 else "s")
 
 
-def _three_digits(x: float) -> str:
-    return f"{x:.2f}" if x < 9.995 else f"{x:.1f}" if x < 99.95 else f"{x:.0f}"
+def _scaled(x: float, units: dict[str, float]) -> str:
+    """Three significant digits in the first unit that is at most ``x``; a whole number of the last unit, the smallest."""
+    *larger, smallest = units
+    unit = next((unit for unit in larger if abs(x) >= 0.9995 * units[unit]), smallest)
+    n = abs(x) / units[unit]
+    digits = 0 if unit == smallest or n >= 99.95 else 1 if n >= 9.995 else 2
+    return f"{'-' if x < 0 else ''}{n:.{digits}f} {unit}"

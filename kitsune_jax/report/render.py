@@ -11,17 +11,15 @@ import dataclasses
 import html
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kitsune_jax.config import printable
 from kitsune_jax.report.data import (
-    AheadReport,
-    LoopReport,
     PhaseReport,
     PlannedPasses,
     RegionReport,
     Rejected,
-    ReportData,
     ResidualReport,
     StreamReport,
     byte_text,
@@ -40,7 +38,7 @@ _LONGEST_REPEAT = 16  # operators in a stretch whose repetitions are folded
 _BANDWIDTHS = {"dram": "memory bandwidth", "l2": "L2 bandwidth"}  # a bottleneck that is no stage
 
 
-def render_text(report: ReportData) -> str:
+def render_text(report: Report) -> str:
     """The text of ``str(report)``."""
     obstacles = [line for text in obstacle_texts(report) for line in _wrap(text)]
     blocks = ["\n".join([*obstacles, *_summary(report)]), *("\n".join(_text_region(r)) for r in report.regions)]
@@ -53,13 +51,13 @@ def render_text(report: ReportData) -> str:
     return "\n\n".join(blocks)
 
 
-def obstacle_texts(report: ReportData) -> list[str]:
+def obstacle_texts(report: Report) -> list[str]:
     """The first lines of a report: why nothing, or not all, of the function is pipelined."""
     share = "not all" if report.ops_pipelined else "nothing"
     return [f"{share} is pipelined: {obstacle}" for obstacle in report.obstacles]
 
 
-def _summary(report: ReportData) -> list[str]:
+def _summary(report: Report) -> list[str]:
     planned = f"planned for {report.platform}, {report.machine}" if report.machine else f"planned for {report.platform}"
     if not report.ops_total:
         return _wrap(f"nothing to pipeline: the function has no operators ({planned})")
@@ -90,22 +88,10 @@ def _text_region(region: RegionReport) -> list[str]:
         f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
-    lines += [line for loop in region.loops for line in _wrap(loop_text(loop), "  ")]
-    if region.kept_bytes:
-        lines += _wrap(kept_text(region), "  ")
-    if region.ahead:
-        lines += _wrap(ahead_text(region.ahead), "  ")
-    if region.lanes:
-        stages = [(s.name, s.resource, str(s.workers), f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
-        lines += _text_table(("stage", "unit", "workers", "us/tile", "operators"), stages, right=(2, 3))
-    else:  # on a CPU every worker runs all stages
-        alike = [(s.name, s.resource, f"{s.microseconds:.1f}", _repeats(s.ops)) for s in region.stages]
-        lines += _text_table(("stage", "unit", "us/tile", "operators"), alike, right=(2,))
+    lines += [line for text in _details(region) for line in _wrap(text, "  ")]
+    lines += _text_table(*_stage_table(region, _repeats), right=(2, 3) if region.lanes else (2,))
     if region.queues:
-        queues = [
-            (f"{q.producer} -> {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
-        ]
-        lines += _text_table(("queue", "entry", "depth", "bytes", "place"), queues, right=(2, 3))
+        lines += _text_table(QUEUES_HEAD, _queue_rows(region, "->"), right=(2, 3))
     for text, spaces in phase_texts(region):
         lines += _wrap(text, "  ")
         lines += [line for space, ops in spaces for line in _wrap(f"{space}: {ops}", "    ")]
@@ -118,27 +104,46 @@ def in_phases(region: RegionReport) -> str:
     return f" in {count_text(last + 1)} phases, the first" if last else ""
 
 
-def loop_text(loop: LoopReport) -> str:
-    """The bytes that a loop inside a region keeps on chip, and those that a step moves."""
-    where = f" ({loop.source})" if loop.source else ""
-    text = f"{loop.op} of {plural(loop.steps, 'step')}{where}: {byte_text(loop.carried)} of carries stay on chip"
-    return f"{text}; a step reads {byte_text(loop.bytes_in)} and writes {byte_text(loop.bytes_out)}"
+def _details(region: RegionReport) -> list[str]:
+    """The loops of a region, the bytes that its phases leave for later ones, and the weight that it prefetches."""
+    texts = []
+    for loop in region.loops:
+        where = f" ({loop.source})" if loop.source else ""
+        texts.append(
+            f"{loop.op} of {plural(loop.steps, 'step')}{where}: {byte_text(loop.carried)} of carries stay on chip; "
+            f"a step reads {byte_text(loop.bytes_in)} and writes {byte_text(loop.bytes_out)}"
+        )
+    if region.kept_bytes:
+        texts.append(
+            f"between its phases {byte_text(region.kept_bytes)} in scratch memory of the call, "
+            f"{byte_text(region.kept_at_once)} of it at a time"
+        )
+    if ahead := region.ahead:
+        texts.append(
+            f"prefetches into the L2 cache {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that "
+            f"{ahead.op} ({ahead.source or 'no source line'}) reads next; estimate: it takes {time_text(ahead.seconds)} less"
+        )
+    return texts
 
 
-def kept_text(region: RegionReport) -> str:
-    """The bytes that phases of a call leave for later phases."""
-    return (
-        f"between its phases {byte_text(region.kept_bytes)} in scratch memory of the call, "
-        f"{byte_text(region.kept_at_once)} of it at a time"
-    )
+def _stage_table(region: RegionReport, operators: Callable[[Sequence[str]], str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows; workers only on a GPU, as on a CPU every worker runs all stages."""
+    head = ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators")
+    rows = []
+    for s in region.stages:
+        workers = (str(s.workers),) if region.lanes else ()
+        rows.append((s.name, s.resource, *workers, f"{s.microseconds:.1f}", operators(s.ops)))
+    return head, rows
 
 
-def ahead_text(ahead: AheadReport) -> str:
-    """The weight that a call prefetches for the operator behind it."""
-    return (
-        f"prefetches into the L2 cache {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that {ahead.op} "
-        f"({ahead.source or 'no source line'}) reads next; estimate: it takes {time_text(ahead.seconds)} less"
-    )
+QUEUES_HEAD = ("queue", "entry", "depth", "bytes", "place")
+
+
+def _queue_rows(region: RegionReport, arrow: str) -> list[tuple[str, ...]]:
+    return [
+        (f"{q.producer} {arrow} {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place)
+        for q in region.queues
+    ]
 
 
 def phase_texts(region: RegionReport) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -209,7 +214,7 @@ def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
             byte_text(p.kept_bytes),
             byte_text(p.argument_bytes),
             signed(flop_text, p.flops_added),
-            *(_planned(p.plan) if p.plan else ("not planned", "")),
+            *_planned(p.plan),
         )
         for p in residuals.policies
     ]
@@ -284,7 +289,7 @@ def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
 # --- HTML -------------------------------------------------------------------------------------------------------------------------
 
 
-def render_html(report: ReportData) -> str:
+def render_html(report: Report) -> str:
     """The HTML of ``Report._repr_html_``."""
     covered = percent_text(report.ops_pipelined, report.ops_total)
     head = (
@@ -325,24 +330,11 @@ def _html_region(region: RegionReport) -> str:
         f"with jax.jit {time_text(region.baseline_seconds)}; {escape(_bottleneck(region))}; "
         f"saves {byte_text(region.bytes_saved)}</p>"
     )
-    head += "".join(f"<p>{escape(loop_text(loop))}</p>" for loop in region.loops)
-    if region.kept_bytes:
-        head += f"<p>{escape(kept_text(region))}</p>"
-    if region.ahead:
-        head += f"<p>{escape(ahead_text(region.ahead))}</p>"
-    workers = [(str(s.workers),) if region.lanes else () for s in region.stages]  # on a CPU every worker runs all stages
-    stages = _html_table(
-        ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators"),
-        [
-            (s.name, s.resource, *own, f"{s.microseconds:.1f}", ", ".join(s.ops))
-            for s, own in zip(region.stages, workers, strict=True)
-        ],
-    )
-    queues = [
-        (f"{q.producer} → {', '.join(q.consumers)}", q.value, str(q.depth), byte_text(q.bytes), q.place) for q in region.queues
-    ]
+    details = "".join(f"<p>{escape(text)}</p>" for text in _details(region))
+    stages = _html_table(*_stage_table(region, ", ".join))
+    queues = _html_table(QUEUES_HEAD, _queue_rows(region, "→")) if region.queues else ""
     phases = "".join(f"<p>{escape(text)}</p>" + _html_table(("rows", "operators"), spaces) for text, spaces in phase_texts(region))
-    return head + stages + (_html_table(("queue", "entry", "depth", "bytes", "place"), queues) if queues else "") + phases
+    return head + details + stages + queues + phases
 
 
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -356,7 +348,7 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report(ReportData):
+class Report:
     """The result of ``kj.explain(fn)(*args)``: what ``pipeline`` would do with ``fn`` on ``platform``, found without running it.
 
     ``ops_total`` counts the function's operators after calls were inlined, without views (reshapes, broadcasts, iota), which move
@@ -374,11 +366,50 @@ class Report(ReportData):
         json.dumps(report.to_dict())
     """
 
+    ops_total: int
+    ops_pipelined: int
+    regions: tuple[RegionReport, ...]
+    rejected: tuple[Rejected, ...]
+    traffic_bulk_sync: int
+    traffic_pipeline: int
+    platform: str
+    machine: str
+    notes: tuple[str, ...] = ()
+    flops: int = 0
+    residuals: ResidualReport | None = None
+    obstacles: tuple[str, ...] = ()
+
+    @property
+    def coverage(self) -> float:
+        """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
+        return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the regions; operators left to XLA are not in it."""
+        return sum(region.seconds for region in self.regions)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Modelled off-chip bytes that the pipelines do not move."""
+        return self.traffic_bulk_sync - self.traffic_pipeline
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-serialisable dictionaries and lists, ``coverage`` and ``bytes_saved`` included."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return {**plain, "coverage": self.coverage, "bytes_saved": self.bytes_saved}
+
     def __str__(self) -> str:
         return render_text(self)
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 
 # --- several reports as one -------------------------------------------------------------------------------------------------------
@@ -395,17 +426,14 @@ def merge_body_reports(reports: Sequence[Report]) -> Report:
 
 def merge_reports(reports: Sequence[Report], note: str) -> Report:
     """The sum of ``reports``, all for one machine, with ``note`` added; equal notes and obstacles are listed once."""
-    first = reports[0]
     regions = [dataclasses.replace(r, name=f"region{k}") for k, r in enumerate(r for report in reports for r in report.regions)]
+    added = ("ops_total", "ops_pipelined", "traffic_bulk_sync", "traffic_pipeline", "flops")
+    sums: dict[str, Any] = {name: sum(getattr(r, name) for r in reports) for name in added}
     return dataclasses.replace(
-        first,
-        ops_total=sum(r.ops_total for r in reports),
-        ops_pipelined=sum(r.ops_pipelined for r in reports),
+        reports[0],
         regions=tuple(regions),
         rejected=tuple(x for r in reports for x in r.rejected),
-        traffic_bulk_sync=sum(r.traffic_bulk_sync for r in reports),
-        traffic_pipeline=sum(r.traffic_pipeline for r in reports),
         notes=(*dict.fromkeys(n for r in reports for n in r.notes), note),
-        flops=sum(r.flops for r in reports),
         obstacles=tuple(dict.fromkeys(o for r in reports for o in r.obstacles)),
+        **sums,
     )

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import kitsune_jax as kj
-from kitsune_jax.frontend import lowering
 from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import nvrtc, runtime
+from reference import standalone
 from tests.support import cuda_run
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
 from tests.support.cuda_call_cases import CALLS
@@ -72,7 +72,7 @@ class Program:
             return jax.jit(self._pipeline(emulator))
         of = self._subject()
         planned = of.planned(self.plan, self.target)
-        return jax.jit(lambda *args: lowering.run(of.captured, [planned], args))
+        return jax.jit(lambda *args: standalone.run(of.captured, [planned], args))
 
     def compile_kernel(self) -> None:
         """Puts the device's code into the cache on disk. Needs no device."""

@@ -20,9 +20,9 @@ from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import OF_NEW_ROWS, Rewrite, RewriteContext, apply_rewrites
 from kitsune_jax.capture.rewrites import few_rows as module
-from kitsune_jax.frontend.lowering import run
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from reference.graph import evaluate_numpy
+from reference.standalone import run
 from tests.capture.test_split_reductions import arguments, heads_last, keys_first, of_jax, plain, pooled, sorted_scores, weights_too
 
 Array = Any

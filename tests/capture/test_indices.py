@@ -13,7 +13,7 @@ import pytest
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import products
-from kitsune_jax.frontend import lowering
+from reference import standalone
 
 N, M = 5, 7
 
@@ -49,7 +49,7 @@ def captured(function: Callable[..., Any], *args: Any) -> Captured:
 def test_masks_of_indices(name: str) -> None:
     x = np.random.default_rng(0).standard_normal((N, M)).astype("float32")
     found = captured(lambda x: jnp.where(MASKS[name](), x, -1.0), x)
-    (got,) = jax.jit(lambda x: lowering.run(found, [], (x,)))(x)
+    (got,) = jax.jit(lambda x: standalone.run(found, [], (x,)))(x)
     np.testing.assert_array_equal(got, np.where(MASKS[name](), x, -1.0))
     graph = found.graph
     compared = [graph.values[v].shape for op in graph.ops if op.kind == "iota" for v in op.outputs]
@@ -78,7 +78,7 @@ def test_slopes_of_heads_are_made_once(power: bool, few: int, monkeypatch: pytes
 
     x = np.random.default_rng(0).standard_normal((3, N, M)).astype("float32")
     found = captured(biased, x)
-    (got,) = jax.jit(lambda x: lowering.run(found, [], (x,)))(x)
+    (got,) = jax.jit(lambda x: standalone.run(found, [], (x,)))(x)
     np.testing.assert_allclose(got, x + 0.5 ** np.arange(1, 4)[:, None, None] * (np.arange(M) - np.arange(N)[:, None]), atol=1e-6)
     ops, values = found.graph.ops, found.graph.values
     assert [values[op.outputs[0]].shape for op in ops if op.kind in ("exp2", "pow")] == [(3, N, M) if few else (3,)]
@@ -108,7 +108,7 @@ def test_a_place_that_is_an_argument(where: str) -> None:
 
     x, place = np.random.default_rng(0).standard_normal((N, M)).astype("float32"), jnp.int32(2)
     found = captured(masked, x, place)
-    (got,) = jax.jit(lambda *args: lowering.run(found, [], args))(x, place)
+    (got,) = jax.jit(lambda *args: standalone.run(found, [], args))(x, place)
     np.testing.assert_array_equal(got, masked(x, place))
     iotas = [found.graph.values[op.outputs[0]].shape for op in found.graph.ops if op.kind == "iota"]
     assert iotas == [(N, M)] * (1 if where == "alone" else 2)

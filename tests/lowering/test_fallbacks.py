@@ -113,7 +113,7 @@ def test_a_call_that_cannot_be_bound_is_evaluated_op_by_op(monkeypatch: pytest.M
     assert fallback.part == "the call of region0"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        pipelined = lowering.pipelined_jaxpr(jax.make_jaxpr(two_parts)(X, W1, W2), lowering.Options(force=True), "cpu")
+        pipelined = lowering.pipelined_jaxpr(jax.make_jaxpr(two_parts)(X, W1, W2), lowering.RouteOptions(force=True), "cpu")
     assert 0 < pipelined.report.ops_pipelined < pipelined.report.ops_total
     assert [r.name for r in pipelined.report.regions] == ["region1"]
 
@@ -128,7 +128,9 @@ def test_forming_a_region_that_fails_costs_one_region(monkeypatch: pytest.Monkey
     monkeypatch.setattr(select, "spread", failing(select.spread, first))
     close(run(forced(two_parts), X, W1, W2), in_float64(two_parts, X, W1, W2))
     assert {f.reason for f in kj.fallbacks()} == {"Planted: planted"}
-    assert lowering.pipelined_jaxpr(jax.make_jaxpr(two_parts)(X, W1, W2), lowering.Options(force=True), "cpu").report.ops_pipelined
+    assert lowering.pipelined_jaxpr(
+        jax.make_jaxpr(two_parts)(X, W1, W2), lowering.RouteOptions(force=True), "cpu"
+    ).report.ops_pipelined
 
 
 def test_followers_that_fail_leave_the_region(monkeypatch: pytest.MonkeyPatch) -> None:

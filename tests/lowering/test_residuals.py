@@ -21,8 +21,8 @@ from benchmarks.apps import APPS, nerf
 from kitsune_jax import _compat
 from kitsune_jax.frontend import explain
 from kitsune_jax.frontend.residuals import policy_name
-from kitsune_jax.report import PolicyReport, Report
-from kitsune_jax.report.data import flop_text, signed, time_text
+from kitsune_jax.report.data import PolicyReport, flop_text, signed, time_text
+from kitsune_jax.report.render import Report
 from tests.support.checks import TARGET, arrays, close, count, in_float64
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here

@@ -105,7 +105,7 @@ def test_vmap_inside_shard_map() -> None:
 
 
 def test_sharded_jit_is_plain_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "_warned", set())
+    lowering.warn_sharded.cache_clear()
     mesh = _mesh()
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     weights = [jax.device_put(w, NamedSharding(mesh, P())) for w in (W1, W2)]

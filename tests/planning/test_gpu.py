@@ -18,13 +18,12 @@ from benchmarks.apps import APPS
 from kitsune_jax.frontend.route import PlannedRegion
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.cost import itemsize, round_up
-from kitsune_jax.planning.plan import Infeasible, Machine, Plan
+from kitsune_jax.planning.plan import Infeasible, Machine, Phase, Plan
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program
-from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
-from kitsune_jax.report import build_report
+from kitsune_jax.report.build import build_report
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, StageSteps, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan

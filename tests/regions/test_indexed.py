@@ -12,9 +12,9 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.frontend.route import Routed, RouteOptions, isolate, route
 from kitsune_jax.planning.cost import Access, pipeline_traffic
+from kitsune_jax.planning.plan import Phase
 from kitsune_jax.planning.stages import orders_of
 from kitsune_jax.regions.grow import recomputed_ops
-from kitsune_jax.regions.joining import Phase
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.machines import times as times_of

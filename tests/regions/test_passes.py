@@ -12,7 +12,7 @@ from benchmarks.apps import APPS
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.regions.alternatives import split_at_loss
-from kitsune_jax.report import Report
+from kitsune_jax.report.render import Report
 
 
 def step_of(name: str) -> Any:

@@ -26,16 +26,14 @@ import pytest
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
-from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import PlannedRegion, StreamOrder
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
-from kitsune_jax.planning.plan import GpuPlan, Infeasible, Stage
+from kitsune_jax.planning.plan import GpuPlan, Infeasible, Phase, Stage
 from kitsune_jax.planning.stages import orders_of
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.regions.joining import Phase
 from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cuda import compile, lower, runtime, tiles
 from kitsune_jax.targets.cuda import lower as cuda_lower
@@ -45,6 +43,7 @@ from kitsune_jax.targets.cuda.lower import generate_call_kernel, generate_kernel
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
 from kitsune_jax.targets.cuda.planning.planner import candidates, plans_in_batches
+from reference import standalone
 
 Array = Any
 
@@ -169,7 +168,7 @@ class Kernel:
     def __init__(self, of: Subject, plan: GpuPlan):
         self.args, planned = of.args, of.planned(plan, "emulator")
         self.code = planned.code
-        self.executable = jax.jit(lambda *args: lowering.run(of.captured, [planned], args)).lower(*of.args).compile()
+        self.executable = jax.jit(lambda *args: standalone.run(of.captured, [planned], args)).lower(*of.args).compile()
 
     def __call__(self, *args: Array, seed: int = 1) -> list[np.ndarray]:
         """The function's results under the emulator's schedule ``seed``, of ``args`` or of the subject's own."""

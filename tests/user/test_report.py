@@ -11,9 +11,9 @@ import pytest
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.planning.plan import Ahead, GpuPlan, Plan, Queue, Stage
 from kitsune_jax.planning.streams import Region, StreamSpace
-from kitsune_jax.report import Report, build_report
+from kitsune_jax.report.build import build_report
 from kitsune_jax.report.data import byte_text, percent_text, time_text
-from kitsune_jax.report.render import WIDTH, _repeats
+from kitsune_jax.report.render import WIDTH, Report, _repeats
 
 ROW = ((0,), ())
 

@@ -13,7 +13,7 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.frontend import lowering
-from kitsune_jax.report import Rejected
+from kitsune_jax.report.data import Rejected
 
 HOSTILE = "\x1b[31mred\x07\u202e<script>alert(1)</script>&"
 
