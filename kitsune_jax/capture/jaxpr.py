@@ -68,11 +68,12 @@ def _folded_constant(e: Equation) -> int | None:
     """
     values = [e.builder.values[v] for v in e.ins]
     numbers = [constant_of(e.builder, v) for v in e.ins]
-    if e.kind not in OPS or not OPS[e.kind].folded or None in numbers:
+    spec = OPS.get(e.kind)
+    if spec is None or spec.numpy is None or spec.moves or None in numbers:
         return None
     dtype = e.out_dtype
     arrays = [np.asarray(x, np_dtype(v.dtype)) for x, v in zip(numbers, values, strict=True)]
-    scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    scalar = scalar_of(spec.numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
     if scalar is None:
         return None
     small = is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)

@@ -20,7 +20,6 @@ from kitsune_jax.capture import random
 from kitsune_jax.capture.edit import Builder
 from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, constant_of, mode_of, scatter_dims_of
 from kitsune_jax.ops.graph import Scalar
-from kitsune_jax.ops.pointwise import LOG2_E
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import FORMATS, INTEGERS, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
@@ -484,6 +483,7 @@ def _full(e: Equation, scalar: Any, shape: Sequence[int]) -> int:
 Rule = Callable[[Equation], "int | list[int] | str"]
 
 _MOST_PIECES = 64  # an unstack into more stays one op
+_LOG2_E = 1.4426950408889634
 _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
 
@@ -656,7 +656,7 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _reduce_precision,
     "device_put": _device_put,
     "one_minus_square": _one_minus_square,
-    "log2": lambda e: e.op("mul", e.op("log", *e.ins), e.constant(LOG2_E)),
+    "log2": lambda e: e.op("mul", e.op("log", *e.ins), e.constant(_LOG2_E)),
     "pow": _pow,
     "polynomial": _polynomial,
     "broadcast_in_dim": _broadcast_in_dim,

@@ -19,7 +19,7 @@ from typing import Any
 from jax import lax
 
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.spec import Array, DimRelation, Dims, OpSpec, Params, Shapes, np_dtype
+from kitsune_jax.ops.spec import DimRelation, Dims, OpSpec, Shapes, np_dtype
 
 Table = Mapping[str, OpSpec]
 DimLabels = tuple[tuple[int, ...], ...]
@@ -296,8 +296,5 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
                 return f"{inner.label or inner.kind} ({inner.source}): {why}"
         return ""
 
-    def numpy(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
-        raise ValueError("a loop has several results: use reference.graph.evaluate_numpy")
-
     doc = "constants, carries, xs -> carries, ys: the body, length times, each time on the carries that it made before"
-    return {"scan": OpSpec("scan", "loop", None, numpy, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}
+    return {"scan": OpSpec("scan", "loop", None, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}
