@@ -395,6 +395,14 @@ class Inserter:
             return v
         return self.add("broadcast_in_dim", (v,), shape, shape=shape, dims=tuple(dims))
 
+    def spread(self, v: int, place: Sequence[int | None], shape: Sequence[int]) -> int:
+        """``v`` repeated to ``shape``: its dimension ``k`` becomes ``place[k]``, or has one element and is left out."""
+        # A dimension of one element stays where the result has one as well: the stream may run over it.
+        kept = {d: n for n, d in zip(self.editor.shape(v), place, strict=True) if d is not None and n == shape[d]}
+        dims = list(kept)
+        ordered = self.transpose(self.reshape(v, tuple(kept.values())), sorted(range(len(dims)), key=dims.__getitem__))
+        return self.broadcast(ordered, sorted(dims), tuple(shape))
+
     def convert(self, v: int, dtype: str) -> int:
         value = self.editor.values[v]
         if value.dtype == dtype:

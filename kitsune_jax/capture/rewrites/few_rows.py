@@ -24,11 +24,14 @@ ELEMENTWISE = frozenset({"pointwise", "convert"})
 CUT = ELEMENTWISE | {"broadcast", "reshape", "transpose", "dot", "reduce"}
 
 
-def is_long_maximum(graph: Graph, op: Op, least: int) -> bool:
-    """Is the op a maximum over one dimension, of ``least`` elements or more?"""
+_LONG = 1024  # elements of the dimension, at least
+
+
+def is_long_maximum(graph: Graph, op: Op) -> bool:
+    """Is the op a maximum over one long dimension?"""
     if op.kind != "reduce_max" or len(op["axes"]) != 1:
         return False
-    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= least
+    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= _LONG
 
 
 def _relations(editor: GraphEditor, op: Op) -> Sequence[DimRelation]:
@@ -78,19 +81,6 @@ class CutValues:
             self.made[v] = at.add("reshape", (v,), shape, new_sizes=shape)
         return self.made[v]
 
-    def spread(self, at: Inserter, v: int, place: Sequence[int | None], shape: Sequence[int]) -> int:
-        """``v`` repeated to ``shape``: its dimension ``k`` becomes ``place[k]``, or has one element."""
-        own = self.editor.shape(v)
-        # A dimension of one element stays where the result has one as well: the stream may run over it.
-        kept = [(k, p) for k, p in enumerate(place) if p is not None and own[k] == shape[p]]
-        if len(kept) < len(place):
-            v = at.reshape(v, tuple(own[k] for k, _ in kept))
-        dims = [p for _, p in kept]
-        order = sorted(range(len(dims)), key=lambda k: dims[k])
-        if order != list(range(len(dims))):
-            v = at.add("transpose", (v,), tuple(self.editor.shape(v)[k] for k in order), permutation=order)
-        return at.add("broadcast_in_dim", (v,), shape, shape=shape, dims=sorted(dims))
-
     def op(self, at: Inserter, op: Op) -> None:
         """Compute the result of ``op``, cut. An operand without the dimension stays whole."""
         (out,) = op.outputs
@@ -123,7 +113,7 @@ class CutValues:
             v, d = op.inputs[k], self.dims.get(op.inputs[k], -1)
             if d < 0:  # every part meets all of it
                 shape = (self.parts, *self.editor.shape(v))
-                inputs[k] = self.spread(at, v, range(1, len(shape)), shape)
+                inputs[k] = at.spread(v, range(1, len(shape)), shape)
             moved = [n + (n > d) for n in range(len(self.editor.shape(v)))]
             batch = [m for n in op[f"{side}_batch"] for m in ([d, d + 1] if n == d else [moved[n]])]
             batches.append(batch if d in op[f"{side}_batch"] else [max(d, 0), *batch])
@@ -157,7 +147,6 @@ class CutValues:
 
 # --- reductions of parts of the dimension, whose results are merged ---------------------------------------------------------------
 
-_LONG = 1024  # elements of the dimension, at least
 _PART = 256  # of a part, at least
 _PARTS = 4  # for each worker, where the dimension has so many: a worker that comes late leaves its parts to others
 _ROWS = 8  # of a head, at most: more rows are work enough for all workers
@@ -186,7 +175,7 @@ def split_reductions(captured: Captured, workers: int) -> Captured:
     """
     if workers < 2:
         return captured
-    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
+    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op)]:
         try:
             captured = _Splitter(captured, root, workers).split()
         except Unsupported:
@@ -376,7 +365,7 @@ class _Splitter:
         scores = self.cut.cut(self.at, state.scores)
         _, used = self._top(state.scores)
         shape, dim = self.cut.shape(out), self.dims[out]
-        spread = self.cut.spread(self.at, used, [d for d in range(len(shape)) if d != dim + 1], shape)
+        spread = self.at.spread(used, [d for d in range(len(shape)) if d != dim + 1], shape)
         return self.at.add("exp", (self.at.add("sub", (scores, spread), shape),), shape)
 
     def _top(self, scores: int) -> tuple[int, int]:
@@ -423,7 +412,7 @@ class _Splitter:
             if self.editor.shape(value):
                 in_result = [None if d is None else o.place[d] for d in place]
                 self._check_kept(value, in_result)
-                value = self.cut.spread(at, value, in_result, whole)
+                value = at.spread(value, in_result, whole)
             made = at.add(o.kind, (made, value), whole)
         narrow = Op("convert_element_type", (made,), (out,), source=op.source, label=op.label)
         self.editor.replace(i, with_params(narrow, (made,), (out,), new_dtype=self.editor.dtype(out)))
@@ -456,7 +445,7 @@ class _Splitter:
         place = [dim if d == long else None if to is None else to + (to >= dim) for d, to in enumerate(state.place)]
         self._check_kept(factor, place)
         shape = self.editor.shape(part)
-        factor = self.cut.spread(self.at, self.at.convert(factor, self.editor.dtype(part)), place, shape)
+        factor = self.at.spread(self.at.convert(factor, self.editor.dtype(part)), place, shape)
         return self.at.add("mul", (part, factor), shape)
 
     def _factor(self, state: _LostFactors) -> int:
@@ -466,92 +455,9 @@ class _Splitter:
             top, _ = self._top(state.scores)
             shape = self.editor.shape(top)
             row, place = self._row(state.minus) or (state.minus, ())
-            minus = self.cut.spread(self.at, row, place, shape) if self.editor.shape(row) else row
+            minus = self.at.spread(row, place, shape) if self.editor.shape(row) else row
             self.factors[key] = self.at.add("exp", (self.at.add("sub", (top, minus), shape),), shape)
         return self.factors[key]
-
-
-# --- scores over a long dimension: the ops that compute them, and their dimensions ------------------------------------------------
-
-Labels = tuple[int | None, ...]  # for each dimension of a value the one of the scores that it is; None: it has one element
-
-
-class Scores:
-    """The scores that op ``root`` reduces over their dimension ``long``, which one product makes; else raises ``Unsupported``.
-
-    ``labels``: of the values with the long dimension that the scores are computed of. ``ops``: that compute them, from the product
-    on. ``batch``: the product's batch dimensions; ``others``: all dimensions but these and the long one.
-    """
-
-    def __init__(self, editor: GraphEditor, root: int):
-        self.editor, self.graph = editor, editor.graph
-        (self.value,), (self.long,) = self.graph.ops[root].inputs, self.graph.ops[root]["axes"]
-        self.shape = editor.shape(self.value)
-        self.labels: dict[int, Labels] = {self.value: tuple(range(len(self.shape)))}
-        self.ops: set[int] = set()
-        self._find_ops(self.value)
-        self.batch = self._batch(self._first_product())
-        self.others = tuple(d for d in range(len(self.shape)) if d != self.long and d not in self.batch)
-
-    def _find_ops(self, v: int) -> None:
-        """Find the ops that make ``v``, from the product on."""
-        work = [v]
-        while work:
-            v = work.pop()
-            op = self.editor.made_by(v)
-            if op is None or op.kind == "opaque" or self.editor.maker[v] in self.ops:
-                continue
-            labels: Labels | None = self.labels[v]
-            if op.kind == "transpose":
-                labels = _unpermuted(self.labels[v], op["permutation"])
-            elif op.kind == "reshape":
-                labels = self.reshaped(op, self.labels[v], back=True)
-            elif op.kind != "dot_general" and OPS[op.kind].family not in ELEMENTWISE:
-                continue
-            if labels is not None:
-                self.ops.add(self.editor.maker[v])
-                work += [x for x in op.inputs if op.kind != "dot_general" and self._label(x, labels)]
-
-    def _label(self, v: int, labels: Labels) -> bool:
-        """Note the labels of ``v``; False where they are known, or ``v`` is a number."""
-        if not self.editor.shape(v):
-            return False
-        known = self.labels.setdefault(v, labels)
-        if known != labels:
-            raise Unsupported("two dimensions of one value")
-        return known is labels
-
-    def reshaped(self, op: Op, labels: Labels, back: bool = False) -> Labels | None:
-        """The labels of the result of a reshape that adds and drops dimensions of one element (``back``: of its operand)."""
-        before, after = (self.editor.shape(v) for v in (op.inputs[0], op.outputs[0]))
-        known, other = (after, before) if back else (before, after)
-        if [n for n in known if n != 1] != [n for n in other if n != 1]:
-            return None
-        left = [d for d, n in zip(labels, known, strict=True) if n != 1]
-        if any(d is not None and self.shape[d] != 1 for d, n in zip(labels, known, strict=True) if n == 1):
-            return None
-        return tuple(left.pop(0) if n != 1 else None for n in other)
-
-    def _first_product(self) -> int:
-        found = [i for i in self.ops if self.graph.ops[i].kind == "dot_general"]
-        if len(found) != 1:
-            raise Unsupported("the scores are no product, or several")
-        return found[0]
-
-    def _batch(self, product: int) -> tuple[int, ...]:
-        """The batch dimensions of the product, as the scores have them."""
-        op = self.graph.ops[product]
-        labels, count = self.labels[op.outputs[0]], len(op["lhs_batch"])
-        if any(d is None for d in labels):
-            raise Unsupported("dimensions of one element")
-        return tuple(d for d in labels[:count] if d is not None)
-
-
-def _unpermuted(labels: Labels, permutation: Sequence[int]) -> Labels:
-    found: list[int | None] = [None] * len(labels)
-    for d, p in zip(labels, permutation, strict=True):
-        found[p] = d
-    return tuple(found)
 
 
 # --- elements of the dimension as rows of a stream --------------------------------------------------------------------------------
@@ -574,7 +480,7 @@ def elements_as_rows(captured: Captured) -> Captured:
     softmax are online (``sum_online``), as those of a graph's attention are. Numbers of 16 bits are kept in 32 until they are
     folded, as in any attention that is made block by block.
     """
-    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
+    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op)]:
         try:
             captured = _RowMaker(captured, root).rewrite()
         except Unsupported:
@@ -582,17 +488,29 @@ def elements_as_rows(captured: Captured) -> Captured:
     return captured
 
 
+Labels = tuple[int | None, ...]  # for each dimension of a value the one of the scores that it is; None: it has one element
+
+
 class _RowMaker:
     """A value that has the long dimension is made a second time as [rows, others..]: rows run over the batch dimensions and the
-    long one. ``root``: the largest of the scores."""
+    long one.
+
+    ``value``: the scores, which one product makes and whose maximum over dimension ``long`` is ``root``. ``labels``: of the values
+    with the long dimension, of which and from which they are computed. ``ops``: that compute the scores, from the product on.
+    ``batch``: the product's batch dimensions, as the scores have them; ``others``: all but these and the long one.
+    """
 
     def __init__(self, captured: Captured, root: int):
         self.editor, self.graph = GraphEditor(captured), captured.graph
-        if not is_long_maximum(self.graph, self.graph.ops[self.editor.maker[root]], _LONG):
+        op = self.graph.ops[self.editor.maker[root]]
+        if not is_long_maximum(self.graph, op):
             raise Unsupported("it folds rows already, with the scores of another reduction")
-        self.scores = Scores(self.editor, self.editor.maker[root])
-        self.shape, self.long, self.labels = self.scores.shape, self.scores.long, self.scores.labels
-        self.batch, self.others = self.scores.batch, self.scores.others
+        (self.value,), (self.long,) = op.inputs, op["axes"]
+        self.shape = self.editor.shape(self.value)
+        self.labels: dict[int, Labels] = {self.value: tuple(range(len(self.shape)))}
+        self.ops = self._find_ops()
+        self.batch = self._batch()
+        self.others = tuple(d for d in range(len(self.shape)) if d != self.long and d not in self.batch)
         self.other_sizes = tuple(self.shape[d] for d in self.others)
         self.segments = math.prod(self.shape[d] for d in self.batch)
         self.rows = self.segments * self.shape[self.long]
@@ -603,11 +521,65 @@ class _RowMaker:
         self.tables: dict[int, int] = {}  # result of a fold -> the same as [batch, others..]
         self.index = -1
 
+    # -- the scores
+
+    def _find_ops(self) -> set[int]:
+        """Find the ops that make the scores, from the product on, and the labels of their operands."""
+        found, work = set[int](), [self.value]
+        while work:
+            v = work.pop()
+            op = self.editor.made_by(v)
+            if op is None or op.kind == "opaque" or self.editor.maker[v] in found:
+                continue
+            labels: Labels | None = self.labels[v]
+            if op.kind == "transpose":
+                labels = tuple(self.labels[v][op["permutation"].index(d)] for d in range(len(self.labels[v])))
+            elif op.kind == "reshape":
+                labels = self._reshaped(op, self.labels[v], back=True)
+            elif op.kind != "dot_general" and OPS[op.kind].family not in ELEMENTWISE:
+                continue
+            if labels is not None:
+                found.add(self.editor.maker[v])
+                work += [x for x in op.inputs if op.kind != "dot_general" and self._label(x, labels)]
+        return found
+
+    def _label(self, v: int, labels: Labels) -> bool:
+        """Note the labels of ``v``; False where they are known, or ``v`` is a number."""
+        if not self.editor.shape(v):
+            return False
+        known = self.labels.setdefault(v, labels)
+        if known != labels:
+            raise Unsupported("two dimensions of one value")
+        return known is labels
+
+    def _reshaped(self, op: Op, labels: Labels, back: bool = False) -> Labels | None:
+        """The labels of the result of a reshape that adds and drops dimensions of one element (``back``: of its operand)."""
+        before, after = (self.editor.shape(v) for v in (op.inputs[0], op.outputs[0]))
+        known, other = (after, before) if back else (before, after)
+        if [n for n in known if n != 1] != [n for n in other if n != 1]:
+            return None
+        left = [d for d, n in zip(labels, known, strict=True) if n != 1]
+        if any(d is not None and self.shape[d] != 1 for d, n in zip(labels, known, strict=True) if n == 1):
+            return None
+        return tuple(left.pop(0) if n != 1 else None for n in other)
+
+    def _batch(self) -> tuple[int, ...]:
+        """The batch dimensions of the product that makes the scores, as the scores have them."""
+        products = [op for i in self.ops if (op := self.graph.ops[i]).kind == "dot_general"]
+        if len(products) != 1:
+            raise Unsupported("the scores are no product, or several")
+        labels = self.labels[products[0].outputs[0]]
+        if None in labels:
+            raise Unsupported("dimensions of one element")
+        return tuple(d for d in labels[: len(products[0]["lhs_batch"])] if d is not None)
+
+    # -- values as rows
+
     def rewrite(self) -> Captured:
         for i, op in enumerate(self.graph.ops):
             self.new = self.editor.in_front_of(i)
             known = [v for v in op.inputs if v in self.labels]
-            if i in self.scores.ops:
+            if i in self.ops:
                 self.made[op.outputs[0]] = self._product(op) if op.kind == "dot_general" else self._again(op)
             elif known and any(v in self.made for v in known):
                 self._reader(i, op)
@@ -630,7 +602,7 @@ class _RowMaker:
             self.labels[out] = labels
             self.made[out] = self._again(op)
         elif op.kind in ("transpose", "reshape"):
-            to = tuple(labels[d] for d in op["permutation"]) if op.kind == "transpose" else self.scores.reshaped(op, labels)
+            to = tuple(labels[d] for d in op["permutation"]) if op.kind == "transpose" else self._reshaped(op, labels)
             if to is None:
                 raise Unsupported("a reshape of the scores")
             self.labels[out], self.made[out] = to, self.made[x]
@@ -738,15 +710,9 @@ class _RowMaker:
 
     def _spread(self, x: int, place: Labels, whole: Sequence[int]) -> int:
         """``x`` with all dimensions of ``whole``, repeated along those that it lacks."""
-        own = self.editor.shape(x)
-        kept = [(k, d) for k, d in enumerate(place) if d is not None and own[k] == self.shape[d]]
-        if any(n != 1 for k, n in enumerate(own) if k not in dict(kept)):
+        if any(n != 1 and (d is None or n != self.shape[d]) for n, d in zip(self.editor.shape(x), place, strict=True)):
             raise Unsupported("a dimension that the scores do not have")
-        if len(kept) < len(place):
-            x = self.new.reshape(x, tuple(own[k] for k, _ in kept))
-        at = [list(whole).index(d) for _, d in kept]
-        x = self.new.transpose(x, sorted(range(len(at)), key=lambda k: at[k]))
-        return self.new.broadcast(x, sorted(at), tuple(self.shape[d] for d in whole))
+        return self.new.spread(x, [None if d is None else whole.index(d) for d in place], [self.shape[d] for d in whole])
 
     def _take(self, table: int) -> int:
         sizes = (self.rows, *self.editor.shape(table)[1:])
@@ -756,7 +722,7 @@ class _RowMaker:
         """For each row the number of the fold that it belongs to."""
         if self.index < 0:
             sizes = (self.segments, self.shape[self.long])
-            counted = self.new.add("iota", (), sizes, "int32", like=self.scores.value, dimension=0, shape=sizes)
+            counted = self.new.add("iota", (), sizes, "int32", like=self.value, dimension=0, shape=sizes)
             self.index = self.new.reshape(counted, (self.rows,))
         return self.index
 

@@ -209,7 +209,7 @@ class _DivisionMover:
             self._remember(rows, ids, total)
         value = total
         for s, power, dims in found:
-            each = self._repeated(s, dims, shape)
+            each = self.at.spread(s, dims, shape)
             for _ in range(abs(power)):
                 value = self._add("div" if power < 0 else "mul", (value, each), out, shape)
         empty = self._empty(table, softmax, found[0][2], shape)
@@ -226,7 +226,7 @@ class _DivisionMover:
             params: dict[str, Param] = {"axis": 0, "n": softmax.n, "sorted": False}
             count, dims = self._add("scatter_sum", (ones, softmax.ids), table, (softmax.n,), **params), (0,)
         none = self._add("eq", (count, self._zero(count)), count, self.shape(count), "bool")
-        return self._repeated(none, dims, shape)
+        return self.at.spread(none, dims, shape)
 
     # --- factors of a product ---------------------------------------------------------------------------------------------------
 
@@ -341,11 +341,6 @@ class _DivisionMover:
         """The result of a new op, which varies as ``like`` does and has its dtype unless another is given."""
         label = self.at.op.label if kind == self.at.op.kind else kind
         return self.at.add(kind, inputs, shape, dtype, like=like, label=label, **params)
-
-    def _repeated(self, v: int, dims: Dims, shape: tuple[int, ...]) -> int:
-        """The table ``v`` repeated to ``shape``; its dimension k becomes ``dims[k]``."""
-        kept = [(n, d) for n, d in zip(self.shape(v), dims, strict=True) if d is not None]
-        return self.at.broadcast(self.at.reshape(v, tuple(n for n, _ in kept)), [d for _, d in kept], shape)
 
 
 def _not_one(shape: Sequence[int]) -> list[int]:
