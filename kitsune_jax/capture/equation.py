@@ -137,6 +137,10 @@ class Equation:
         python = float if is_float(dtype) else bool if dtype == "bool" else int
         return self.builder.literal(python(rounded), dtype)
 
+    def full(self, scalar: Scalar, shape: Sequence[int], dtype: str = "") -> int:
+        """``scalar`` everywhere, by default in the result's dtype."""
+        return self.broadcast(self.constant(scalar, dtype), shape, ())
+
 
 def _place(shape: Sequence[int], axis: int, to: Sequence[int]) -> int | None:
     """Where dimension ``axis`` of ``shape`` is in the shape ``to``, if they differ by dimensions of extent 1 only.
@@ -176,6 +180,11 @@ class ScatterDims:
     index_map: tuple[int, ...]
     batching: tuple[int, ...]
     index_batching: tuple[int, ...]
+
+    def windowed(self, rank: int) -> dict[int, int]:
+        """Dimension of the gathered or folded rows -> the dimension of the array, of that rank, that it comes from or goes to."""
+        in_window = [d for d in range(rank) if d not in (*self.dropped, *self.batching)]
+        return dict(zip(self.window, in_window, strict=True))
 
 
 def scatter_dims_of(e: Equation) -> ScatterDims:

@@ -183,7 +183,7 @@ def shifted_out(e: Equation) -> int | None:
     by = e.builder.values[amount].literal
     if by is None or not by >= 8 * np_dtype(e.out_dtype).itemsize:
         return None
-    return e.constant(0) if e.out_shape == () else e.broadcast(e.constant(0), e.out_shape, ())
+    return e.full(0, e.out_shape) if e.out_shape else e.constant(0)
 
 
 def all_bits(e: Equation) -> int | None:
@@ -200,7 +200,7 @@ def counts(e: Equation) -> list[int] | str:
     shape = e.out_shape
     if math.prod(shape) >= 2**32:
         return f"{e.name}: counts beyond 32 bits"
-    return [e.broadcast(e.constant(0), shape, ()), _places(e, shape)]
+    return [e.full(0, shape), _places(e, shape)]
 
 
 def _places(e: Equation, shape: tuple[int, ...]) -> int:
@@ -212,4 +212,4 @@ def _places(e: Equation, shape: tuple[int, ...]) -> int:
         place, stride = e.op("iota", shape=shape, dimension=d, dtype="uint32"), math.prod(shape[d + 1 :])
         part = place if stride == 1 else e.op("mul", place, e.constant(stride, "uint32"), dtype="uint32")
         low = part if low is None else e.op("add", low, part, dtype="uint32")
-    return e.broadcast(e.constant(0, "uint32"), shape, ()) if low is None else low
+    return e.full(0, shape, "uint32") if low is None else low

@@ -403,7 +403,7 @@ class _RowTerms:
                 return x
             kept = sorted(place, key=lambda d: place[d])
             narrow = lax.transpose(lax.squeeze(x, over), [sorted(place).index(d) for d in kept])
-            return lax.broadcast_in_dim(narrow, _sizes(narrow, shape, [place[d] for d in kept]), [place[d] for d in kept])
+            return lax.expand_dims(narrow, [k for k in range(len(shape)) if k not in place.values()])
 
         def evaluate(read: Read, handed: dict[int, Any]) -> Any:
             u = row.u.of(read(row.u.v))
@@ -416,13 +416,6 @@ class _RowTerms:
             return made.astype(self.tangent.avals[step.outputs[0]].dtype)
 
         return evaluate
-
-
-def _sizes(narrow: Any, shape: Sequence[int], at: Sequence[int]) -> list[int]:
-    sizes = [1] * len(shape)
-    for n, k in zip(narrow.shape, at, strict=True):
-        sizes[k] = n
-    return sizes
 
 
 def _thin(flat: Flat, v: Atom, over: Sequence[int]) -> _RowValue | None:
