@@ -469,6 +469,16 @@ class LoopEditor(_Readable):
 # --- values and types -------------------------------------------------------------------------------------------------------------
 
 
+def kept_dims(before: Sequence[int], after: Sequence[int]) -> dict[int, int] | None:
+    """Dimension of shape ``before`` -> the one of ``after`` that it is, where they differ by dimensions of one element only.
+
+    >>> kept_dims((7, 1, 2), (7, 2)), kept_dims((7, 2), (14,))
+    ({0: 0, 2: 1}, None)
+    """
+    real, other = ([d for d, n in enumerate(s) if n != 1] for s in (before, after))
+    return dict(zip(real, other, strict=True)) if [before[d] for d in real] == [after[d] for d in other] else None
+
+
 def value_of(aval: Any) -> Value:
     """The value of that abstract value; one that is no array has the dtype "ref" or "token"."""
     dtype = getattr(aval, "dtype", None)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax.capture import random
-from kitsune_jax.capture.edit import Builder
+from kitsune_jax.capture.edit import Builder, kept_dims
 from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, constant_of, mode_of, scatter_dims_of
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.reduce import identity
@@ -406,10 +406,7 @@ def _counted(builder: Builder, v: int) -> int | None:
     if op.kind == "broadcast_in_dim":
         to = int(op["dims"][inner])
         return to if shape[to] == before[inner] else None
-    wide = [[d for d, n in enumerate(s) if n != 1] for s in (before, shape)]
-    if inner not in wide[0] or [before[d] for d in wide[0]] != [shape[d] for d in wide[1]]:
-        return None
-    return wide[1][wide[0].index(inner)]
+    return (kept_dims(before, shape) or {}).get(inner)
 
 
 def _is_computed(builder: Builder, v: int) -> bool:

@@ -171,8 +171,7 @@ def philox_by_jax(*words: Any) -> Any:
 
 # --- the entries ------------------------------------------------------------------------------------------------------------------
 
-SIGNED = ("int8", "int16", "int32", "int64")
-SIGNED_NUMBERS = (*SIGNED, *FLOATS)
+_SIGNED = tuple(dtype for dtype in NUMBERS if not dtype.startswith("u"))
 
 Function = Callable[..., Any]
 
@@ -268,7 +267,7 @@ _METHODS = {"even": lax.RoundingMethod.TO_NEAREST_EVEN, "away": lax.RoundingMeth
 _ENTRIES = (
     _unary("neg", 1, "-x", NUMBERS, {"any": "(-{0})", "i32": "minus(0, {0})", "u32": "(0u - {0})"}, numpy=exact(np.negative)),
     _unary("sign", 2, "-1, 0 or 1; NaN and zeros stay", NUMBERS, "sign({0})"),
-    _unary("abs", 1, "|x|", SIGNED_NUMBERS, "magnitude({0})"),
+    _unary("abs", 1, "|x|", _SIGNED, "magnitude({0})"),
     _unary("floor", 1, "largest integer <= x", cuda="floorf({0})"),
     _unary("ceil", 1, "least integer >= x", cuda="ceilf({0})"),
     _unary("round", 2, "nearest integer; method: away or even", cuda="round_{method}({0})", cpu="round_{method}",

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, with_params
+from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, kept_dims, with_params
 from kitsune_jax.ops.graph import Graph, Op, Param, make_params
 from kitsune_jax.ops.spec import DimRelation
 from kitsune_jax.ops.table import OPS
@@ -556,12 +556,10 @@ class _RowMaker:
         """The labels of the result of a reshape that adds and drops dimensions of one element (``back``: of its operand)."""
         before, after = (self.editor.shape(v) for v in (op.inputs[0], op.outputs[0]))
         known, other = (after, before) if back else (before, after)
-        if [n for n in known if n != 1] != [n for n in other if n != 1]:
+        moved = kept_dims(other, known)
+        if moved is None or any(d is not None and self.shape[d] != 1 for d, n in zip(labels, known, strict=True) if n == 1):
             return None
-        left = [d for d, n in zip(labels, known, strict=True) if n != 1]
-        if any(d is not None and self.shape[d] != 1 for d, n in zip(labels, known, strict=True) if n == 1):
-            return None
-        return tuple(left.pop(0) if n != 1 else None for n in other)
+        return tuple(labels[moved[d]] if d in moved else None for d in range(len(other)))
 
     def _batch(self) -> tuple[int, ...]:
         """The batch dimensions of the product that makes the scores, as the scores have them."""
@@ -691,14 +689,13 @@ class _RowMaker:
         """The value that ``x`` is but for dimensions of one element, and for a maximum with -inf; ``place`` as its own."""
         while x not in self.tables and (op := self.editor.made_by(x)) is not None:
             before = self.editor.shape(op.inputs[0]) if op.inputs else ()
-            after = self.editor.shape(x)
-            left = [d for d, n in zip(place, after, strict=True) if n != 1]
+            moved = kept_dims(before, self.editor.shape(x))
             if op.kind == "max" and (kept := [v for v in op.inputs if not self._is_lowest(v)]) and len(kept) == 1:
                 (x,) = kept
-            elif op.kind in ("reshape", "broadcast_in_dim") and [n for n in before if n != 1] == [n for n in after if n != 1]:
+            elif op.kind in ("reshape", "broadcast_in_dim") and moved is not None:
                 if op.kind == "broadcast_in_dim" and list(op["dims"]) != sorted(op["dims"]):
                     break
-                x, place = op.inputs[0], tuple(left.pop(0) if n != 1 else None for n in before)
+                x, place = op.inputs[0], tuple(place[moved[d]] if d in moved else None for d in range(len(before)))
             else:
                 break
         return x, place

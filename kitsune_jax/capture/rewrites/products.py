@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, pruned, with_params
+from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, kept_dims, pruned, with_params
 from kitsune_jax.ops.graph import Op, Param, Value, make_params
 from kitsune_jax.ops.spec import is_float, is_narrow
 from kitsune_jax.ops.table import OPS
@@ -311,10 +311,9 @@ class _IndexSpreader:
         if op.kind == "reshape":
             (x,) = op.inputs
             before = self.editor.shape(x)
-            real, of_x = ([d for d, n in enumerate(s) if n != 1] for s in (sizes, before))
-            if [sizes[d] for d in real] != [before[d] for d in of_x]:
+            moved = kept_dims(before, sizes)
+            if moved is None:
                 return None
-            moved = dict(zip(of_x, real, strict=True))
             return ((x, shape, tuple(place[moved[d]] if d in moved else None for d in range(len(before)))),)
         if OPS[op.kind].family not in ("pointwise", "convert"):
             return None

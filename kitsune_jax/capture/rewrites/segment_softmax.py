@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kitsune_jax.capture.edit import Captured, GraphEditor
+from kitsune_jax.capture.edit import Captured, GraphEditor, kept_dims
 from kitsune_jax.ops.graph import Op, Param, Value, make_params
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.spec import is_float
@@ -271,12 +271,9 @@ class _DivisionMover:
 
     def _remember(self, rows: int, ids: int, total: int) -> None:
         """Note that ``total`` is the sum of ``rows`` by ``ids``, where they are an exponential times another value."""
-        product = self.segments.made(rows, "mul")
-        for k in range(2) if product is not None else ():
-            assert product is not None
-            e, v = self._source(product.inputs[k]), product.inputs[1 - k]
-            if self.segments.exponential(e) is not None:
-                number = self.segments.number
+        product, number = self.segments.made(rows, "mul"), self.segments.number
+        for factor, v in (product.inputs, product.inputs[::-1]) if product is not None else ():
+            if self.segments.exponential(e := self._source(factor)) is not None:
                 self.weighted.setdefault((number(e), number(v), number(ids)), total)
 
     def _from_weighted_sum(self, op: Op, rows: int, softmax: Exponential) -> int | None:
@@ -355,11 +352,10 @@ def _moved_dims(op: Op, values: Sequence[Value]) -> Dims | None:
     if op.kind == "broadcast_in_dim":
         moved: Dims = tuple(d if before[k] == after[d] else None for k, d in enumerate(op["dims"]))
     else:
-        places = [d for d, n in enumerate(after) if n > 1]
-        if _not_one(before) != _not_one(after):
+        kept = kept_dims(before, after)
+        if kept is None:
             return None
-        rest = iter(places)
-        moved = tuple(next(rest) if n > 1 else None for n in before)
+        moved = tuple(map(kept.get, range(len(before))))
         moved = (0, *moved[1:]) if before[0] == after[0] == 1 else moved
     return moved if moved[0] == 0 and before[0] == after[0] else None
 
@@ -411,10 +407,8 @@ def _factors(segments: Segments, total: Op) -> tuple[Exponential, int | None] | 
     if whole is not None:
         return (whole, None) if shape(whole.value) == shape(rows) else None
     product = segments.made(rows, "mul")
-    for k in range(2) if product is not None else ():
-        assert product is not None
-        found = softmax(product.inputs[k])
-        other = product.inputs[1 - k]
+    for factor, other in (product.inputs, product.inputs[::-1]) if product is not None else ():
+        found = softmax(factor)
         if found is not None and shape(other) == shape(rows):
             return found, other
     return None
