@@ -29,8 +29,8 @@ def remainder(x: Array, y: Array) -> Array:
     """Remainder with the sign of the dividend; of integers by zero the dividend."""
     if is_float(x.dtype):
         return np.asarray(np.fmod(x, y))
-    zero, minus_one = y == 0, y == np.asarray(-1).astype(y.dtype) if y.dtype.kind == "i" else False
-    return np.where(zero, x, np.fmod(x, np.where(zero | minus_one, np.ones_like(y), y)))  # the least number by -1 overflows
+    overflows = (y == -1) if y.dtype.kind == "i" else np.zeros(np.shape(y), bool)  # the least number by -1
+    return np.where(y == 0, x, np.fmod(x, np.where((y == 0) | overflows, np.ones_like(y), y)))
 
 
 def multiply_high(x: Array, y: Array) -> Array:

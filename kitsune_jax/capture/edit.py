@@ -218,7 +218,7 @@ class Builder(_GraphWriter):
 
         ``dtype``: the result's, where the kind and the operands leave it open. Raises ``ValueError`` where the op is not defined.
         """
-        op = self._op(kind, inputs, step, "", params)
+        op = Op(kind, tuple(inputs), (), make_params(**params))
         made = result(op, [self.values[v] for v in inputs], dtype)
         same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
@@ -226,22 +226,18 @@ class Builder(_GraphWriter):
     def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
         """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: its name in reports, by
         default the equation's."""
-        op = self._op("opaque", inputs, step, reason, {})
-        return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
+        return self._append(Op("opaque", tuple(inputs), (), reason=printable(reason), label=label), avals, step)
 
     def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
         """Append a loop. Returns its results, of types ``avals``. Raises ``ValueError`` where its body does not fit them."""
-        made = self._append(dataclasses.replace(self._op("scan", inputs, step, "", params), body=body), avals, step)
+        made = self._append(Op("scan", tuple(inputs), (), make_params(**params), body=body), avals, step)
         verify_op(self.ops[-1], self.values)
         return made
 
-    def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
-        label = printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else kind
-        return Op(kind, tuple(inputs), (), make_params(**params), step.origin.source, printable(reason), label)
-
     def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
         outputs = [self.value(aval) for aval in avals]
-        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label, body=op.body)
+        label = op.label or (printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else op.kind)
+        op = Op(op.kind, op.inputs, tuple(outputs), op.params, step.origin.source, op.reason, label, op.body)
         self.ops.append(self._made(op))
         self.steps.append(step)
         return outputs

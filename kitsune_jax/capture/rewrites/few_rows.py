@@ -464,6 +464,7 @@ class _Splitter:
 
 _SEGMENT_FOLDS = {"reduce_max": "scatter_max", "reduce_min": "scatter_min", "reduce_sum": "scatter_sum"}
 _HALVES = ("bfloat16", "float16")
+_CONTRACTED = ("lhs_contract", "rhs_contract")
 
 
 def elements_as_rows(captured: Captured) -> Captured:
@@ -728,43 +729,29 @@ class _RowMaker:
     def _product(self, op: Op) -> int:
         """The scores of a row: the sum of products of its numbers with those of its batch."""
         labels, dtype = self.labels[op.outputs[0]], str(op["accumulate"])
-        sides = self._sides(op, labels)
-        by_rows = [self.long in free for free, _, _ in sides]
-        if by_rows[0] == by_rows[1]:
+        # For each side: dimension of the scores -> the one of the operand that runs along.
+        where = [{labels[to]: d for d, to in other_dims(self.editor, op, k).items()} for k in range(2)]
+        if (self.long in where[0]) == (self.long in where[1]):
             raise Unsupported("both sides have the long dimension, or none")
-        rows, table = (0, 1) if by_rows[0] else (1, 0)
-        if len(sides[rows][0]) != 1 or sorted(d for d in sides[table][0] if d is not None) != sorted(self.others):
+        rows, table = (0, 1) if self.long in where[0] else (1, 0)
+        if where[rows].keys() != {*self.batch, self.long} or where[table].keys() != {*self.batch, *self.others}:
             raise Unsupported("a product of other dimensions")
-        if self._last_in_memory(op.inputs[rows]) not in op[("lhs_contract", "rhs_contract")[rows]]:
+        if self._last_in_memory(op.inputs[rows]) not in op[_CONTRACTED[rows]]:
             raise Unsupported("the numbers of a row do not lie side by side")
-        contracted = tuple(self.editor.shape(op.inputs[0])[d] for d in op["lhs_contract"])
-        flat = (math.prod(contracted),)
-        x = self._side(op, rows, sides[rows], (*self.batch, self.long), (self.rows, *flat))
-        t = self._take(self._side(op, table, sides[table], (*self.batch, *self.others), (self.segments, *self.other_sizes, *flat)))
+
+        def side(k: int, whole: Sequence[int], sizes: tuple[int, ...]) -> int:
+            """Operand ``k`` with its dimensions in the order of ``whole``, the contracted ones last."""
+            order = [*(where[k][d] for d in whole), *op[_CONTRACTED[k]]]
+            return self.new.reshape(self.new.transpose(op.inputs[k], order), sizes)
+
+        flat = (math.prod(self.editor.shape(op.inputs[0])[d] for d in op["lhs_contract"]),)
+        x = side(rows, (*self.batch, self.long), (self.rows, *flat))
+        t = self._take(side(table, (*self.batch, *self.others), (self.segments, *self.other_sizes, *flat)))
         sizes = (self.rows, *self.other_sizes, *flat)
         x = self.new.broadcast(self.new.convert(x, dtype), (0, len(sizes) - 1), sizes)
         product = self.new.add("mul", (self.new.convert(t, dtype), x), sizes)
         made = self.new.add("reduce_sum", (product,), sizes[:-1], axes=(len(sizes) - 1,))
         return self.new.convert(made, self._wide(self.editor.dtype(op.outputs[0])))
-
-    def _sides(self, op: Op, labels: Labels) -> list[tuple[Labels, tuple[int, ...], tuple[int, ...]]]:
-        """Of each operand: labels of its free dimensions, the free dimensions themselves, its batch dimensions."""
-        found, at = [], len(op["lhs_batch"])
-        for v, side in zip(op.inputs, ("lhs", "rhs"), strict=True):
-            batch, contract = op[f"{side}_batch"], op[f"{side}_contract"]
-            free = tuple(d for d in range(len(self.editor.shape(v))) if d not in batch and d not in contract)
-            found.append((labels[at : at + len(free)], free, tuple(batch)))
-            at += len(free)
-        return found
-
-    def _side(
-        self, op: Op, k: int, side: tuple[Labels, tuple[int, ...], tuple[int, ...]], whole: Sequence[int], sizes: tuple[int, ...]
-    ) -> int:
-        """Operand ``k`` of the first product with its dimensions in the order of ``whole``, the contracted ones last."""
-        labels, free, batch = side
-        where = dict(zip(labels, free, strict=True)) | dict(zip(self.batch, batch, strict=True))
-        order = [where[d] for d in whole] + list(op["lhs_contract"] if k == 0 else op["rhs_contract"])
-        return self.new.reshape(self.new.transpose(op.inputs[k], order), sizes)
 
     def _last_in_memory(self, v: int) -> int:
         """The dimension of ``v`` along which its numbers lie side by side in memory; a transposition moves no numbers there."""
