@@ -367,29 +367,28 @@ class Inserter:
         self.ops.append((self.editor._made(op), step or self.step))
         return op.outputs[0]
 
-    def add(
-        self, kind: str, inputs: Sequence[int], shape: Sequence[int], dtype: str = "", /, *, like: int = -1, label: str = "",
-        **params: Param,
-    ) -> int:  # fmt: skip
-        """The result of a new op. It has ``dtype``, or that of ``like``, which is the first operand unless another value is given.
-        ``label``: its name in reports, where that is not its kind."""
-        made = self.editor.value(like if like >= 0 else inputs[0], shape, dtype)
-        return self.append(Op(kind, tuple(inputs), (made,), make_params(**params), self.op.source, label=label or kind))
+    def add(self, kind: str, inputs: Sequence[int], dtype: str = "", /, *, like: int = -1, label: str = "", **params: Param) -> int:
+        """The result of a new op, whose entry gives its shape. It varies over the mesh axes of ``like``, which is the first operand
+        unless another value is given. ``dtype``: the result's, where the kind and the operands leave it open, by default that of
+        ``like``. ``label``: the op's name in reports, where that is not its kind."""
+        like = like if like >= 0 else inputs[0]
+        op = Op(kind, tuple(inputs), (), make_params(**params), self.op.source, label=label or kind)
+        return self._append_like(op, like, dtype)
 
-    def copy(
-        self, op: Op, inputs: Sequence[int], shape: Sequence[int] | None = None, dtype: str = "", /, *,
-        step: Step | None = None, **params: Param,
-    ) -> int:  # fmt: skip
-        """The result, a new value, of ``op`` on other inputs; of another shape or dtype, or with other ``params``, where given."""
-        (old,) = op.outputs
-        made = self.editor.value(old, self.editor.shape(old) if shape is None else shape, dtype)
-        return self.append(with_params(op, inputs, (made,), **params), step)
+    def copy(self, op: Op, inputs: Sequence[int], dtype: str = "", /, *, step: Step | None = None, **params: Param) -> int:
+        """The result, a new value, of ``op`` on other inputs, with other ``params`` where given. ``dtype``: as in ``add``."""
+        return self._append_like(with_params(op, inputs, (), **params), op.outputs[0], dtype, step)
+
+    def _append_like(self, op: Op, like: int, dtype: str, step: Step | None = None) -> int:
+        values = self.editor.values
+        made = result(op, [values[v] for v in op.inputs], dtype or values[like].dtype)
+        return self.append(dataclasses.replace(op, outputs=(self.editor.value(like, made.shape, made.dtype),)), step)
 
     def broadcast(self, v: int, dims: Sequence[int], shape: tuple[int, ...]) -> int:
         """``v`` repeated to ``shape``, of which it has ``dims``, in rising order."""
         if self.editor.shape(v) == shape:
             return v
-        return self.add("broadcast_in_dim", (v,), shape, shape=shape, dims=tuple(dims))
+        return self.add("broadcast_in_dim", (v,), shape=shape, dims=tuple(dims))
 
     def spread(self, v: int, place: Sequence[int | None], shape: Sequence[int]) -> int:
         """``v`` repeated to ``shape``: its dimension ``k`` becomes ``place[k]``, or has one element and is left out."""
@@ -405,10 +404,10 @@ class Inserter:
             return v
         if value.literal is not None and "float" in value.dtype and "float" in dtype:
             return self.editor.literal(float(value.literal), dtype)
-        return self.add("convert_element_type", (v,), value.shape, dtype, new_dtype=dtype)
+        return self.add("convert_element_type", (v,), new_dtype=dtype)
 
     def reshape(self, v: int, shape: tuple[int, ...]) -> int:
-        return v if self.editor.shape(v) == shape else self.add("reshape", (v,), shape, new_sizes=shape)
+        return v if self.editor.shape(v) == shape else self.add("reshape", (v,), new_sizes=shape)
 
     def transpose(self, v: int, order: Sequence[int]) -> int:
         if list(order) == list(range(len(order))):
@@ -417,7 +416,7 @@ class Inserter:
         real = [d for d in order if shape[d] != 1]
         if real == sorted(real):  # nothing moves
             return self.reshape(v, tuple(shape[d] for d in order))
-        return self.add("transpose", (v,), tuple(shape[d] for d in order), permutation=tuple(order))
+        return self.add("transpose", (v,), permutation=tuple(order))
 
 
 class LoopEditor(_Readable):

@@ -252,7 +252,7 @@ def _reciprocal(at: Inserter, v: int, known: dict[int, int]) -> int:
         (v,) = op.inputs
     if v not in known:
         one = at.editor.literal(1.0, at.editor.dtype(v))
-        known[v] = at.add("div", (one, v), at.editor.shape(v), like=v)
+        known[v] = at.add("div", (one, v), like=v)
     made = known[v]
     for op in reversed(moves):
         made = known[op.outputs[0]] = at.copy(op, (made,))

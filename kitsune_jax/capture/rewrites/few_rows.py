@@ -77,8 +77,7 @@ class CutValues:
     def cut(self, at: Inserter, v: int) -> int:
         """``v``, cut: an op of a cut operand has made it, or it is reshaped as it lies."""
         if v not in self.made:
-            shape = self.shape(v)
-            self.made[v] = at.add("reshape", (v,), shape, new_sizes=shape)
+            self.made[v] = at.add("reshape", (v,), new_sizes=self.shape(v))
         return self.made[v]
 
     def op(self, at: Inserter, op: Op) -> None:
@@ -86,7 +85,6 @@ class CutValues:
         (out,) = op.outputs
         family, d = OPS[op.kind].family, self.dims[out]
         inputs = [self.cut(at, v) if v in self.dims else v for v in op.inputs]
-        shape = self.shape(out)
         if family == "dot":
             self.made[out] = self._product(at, op, inputs)
             return
@@ -95,16 +93,16 @@ class CutValues:
             dims = [k + (k > d) for k in op["dims"]]
             if op.inputs[0] in self.dims:
                 dims.insert(self.dims[op.inputs[0]] + 1, d + 1)
-            params = {"shape": shape, "dims": dims}
+            params = {"shape": self.shape(out), "dims": dims}
         elif family == "reshape":
-            params = {"new_sizes": shape}
+            params = {"new_sizes": self.shape(out)}
         elif family == "transpose":
             (x,) = op.inputs
             to = [[k, k + 1] if k == self.dims[x] else [k + (k > self.dims[x])] for k in op["permutation"]]
             params = {"permutation": [k for ks in to for k in ks]}
         elif family == "reduce":
             params = {"axes": [k + (k > self.dims[op.inputs[0]]) for k in op["axes"]]}
-        self.made[out] = at.copy(op, inputs, shape, **params)
+        self.made[out] = at.copy(op, inputs, **params)
 
     def _product(self, at: Inserter, op: Op, inputs: list[int]) -> int:
         """A product whose result has the dimension."""
@@ -131,18 +129,15 @@ class CutValues:
         dtype: str = "",
     ) -> int:
         """The product of cut operands; the dimension of its parts, if that comes first, is brought to ``to``."""
-        free = []
-        for v, batch, contract in zip(inputs, batches, contracts, strict=True):
-            free += [n for d, n in enumerate(self.editor.shape(v)) if d not in batch and d not in contract]
-        shape = (*(self.editor.shape(inputs[0])[d] for d in batches[0]), *free)
         sides = {"lhs_batch": batches[0], "rhs_batch": batches[1], "lhs_contract": contracts[0], "rhs_contract": contracts[1]}
-        made = at.append(with_params(op, inputs, (self.editor.value(op.outputs[0], shape, dtype),), **sides))
+        made = at.copy(op, inputs, dtype, **sides)
         in_batch = any(self.dims.get(v, -1) in op[f"{side}_batch"] for v, side in zip(op.inputs, ("lhs", "rhs"), strict=True))
+        shape = self.editor.shape(made)
         first = len(batches[0]) > len(op["lhs_batch"]) and shape[0] == self.parts and not in_batch
         if not first or to == 0:
             return made
         order = [*range(1, to + 1), 0, *range(to + 1, len(shape))]
-        return at.add("transpose", (made,), [shape[d] for d in order], permutation=order)
+        return at.add("transpose", (made,), permutation=order)
 
 
 # --- reductions of parts of the dimension, whose results are merged ---------------------------------------------------------------
@@ -366,18 +361,17 @@ class _Splitter:
         _, used = self._top(state.scores)
         shape, dim = self.cut.shape(out), self.dims[out]
         spread = self.at.spread(used, [d for d in range(len(shape)) if d != dim + 1], shape)
-        return self.at.add("exp", (self.at.add("sub", (scores, spread), shape),), shape)
+        return self.at.add("exp", (self.at.add("sub", (scores, spread)),))
 
     def _top(self, scores: int) -> tuple[int, int]:
         """The largest score of each part, and the same with 0 where a part has none: e^(-inf - -inf) is no number."""
         if scores not in self.tops:
             cut, dim = self.cut.cut(self.at, scores), self.dims[scores]
-            shape = tuple(n for d, n in enumerate(self.cut.shape(scores)) if d != dim + 1)
-            top = self.at.add("reduce_max", (cut,), shape, axes=(dim + 1,))
+            top = self.at.add("reduce_max", (cut,), axes=(dim + 1,))
             lowest, zero = (self.editor.literal(x, self.editor.dtype(scores)) for x in (-math.inf, 0.0))
-            none = self.at.add("eq", (lowest, top), shape, "bool", like=top)
-            zeros = self.at.add("broadcast_in_dim", (zero,), shape, like=top, shape=shape, dims=())
-            self.tops[scores] = top, self.at.add("select_n", (none, top, zeros), shape, like=top)
+            none = self.at.add("eq", (lowest, top), like=top)
+            zeros = self.at.add("broadcast_in_dim", (zero,), like=top, shape=self.editor.shape(top), dims=())
+            self.tops[scores] = top, self.at.add("select_n", (none, top, zeros), like=top)
         return self.tops[scores]
 
     def _fold(self, i: int, op: Op) -> None:
@@ -405,7 +399,7 @@ class _Splitter:
         if not outer and dtype == self.editor.dtype(out):
             self.editor.replace(i, merged)
             return
-        made = at.append(dataclasses.replace(merged, outputs=(self.editor.value(part, whole),)))
+        made = at.add(merged.kind, (part,), label=op.label, axes=(dim,))
         for o in outer:
             value, place = self._row(o.value) or (o.value, ())
             value = at.convert(value, dtype)
@@ -413,7 +407,7 @@ class _Splitter:
                 in_result = [None if d is None else o.place[d] for d in place]
                 self._check_kept(value, in_result)
                 value = at.spread(value, in_result, whole)
-            made = at.add(o.kind, (made, value), whole)
+            made = at.add(o.kind, (made, value))
         narrow = Op("convert_element_type", (made,), (out,), source=op.source, label=op.label)
         self.editor.replace(i, with_params(narrow, (made,), (out,), new_dtype=self.editor.dtype(out)))
 
@@ -435,8 +429,7 @@ class _Splitter:
         (x,) = op.inputs
         d, cut = self.dims[x], self.cut.cut(self.at, x)
         axes = tuple(n + (n >= d) for n in op["axes"])
-        shape = tuple(n for k, n in enumerate(self.cut.shape(x)) if k not in axes)
-        return self.at.copy(op, (cut,), shape, axes=axes), sum(k not in axes for k in range(d))
+        return self.at.copy(op, (cut,), axes=axes), sum(k not in axes for k in range(d))
 
     def _scaled(self, state: _LostFactors, part: int, dim: int) -> int:
         """``part``, whose dimension ``dim`` are the parts, times ``exp(t - minus)``. ``state``: as of the whole result."""
@@ -444,19 +437,17 @@ class _Splitter:
         long = self.dims[state.scores]
         place = [dim if d == long else None if to is None else to + (to >= dim) for d, to in enumerate(state.place)]
         self._check_kept(factor, place)
-        shape = self.editor.shape(part)
-        factor = self.at.spread(self.at.convert(factor, self.editor.dtype(part)), place, shape)
-        return self.at.add("mul", (part, factor), shape)
+        factor = self.at.spread(self.at.convert(factor, self.editor.dtype(part)), place, self.editor.shape(part))
+        return self.at.add("mul", (part, factor))
 
     def _factor(self, state: _LostFactors) -> int:
         """``exp(t - minus)`` of each part: the scores' dimensions, that of the parts in the place of the long one."""
         key = state.scores, state.minus
         if key not in self.factors:
             top, _ = self._top(state.scores)
-            shape = self.editor.shape(top)
             row, place = self._row(state.minus) or (state.minus, ())
-            minus = self.at.spread(row, place, shape) if self.editor.shape(row) else row
-            self.factors[key] = self.at.add("exp", (self.at.add("sub", (top, minus), shape),), shape)
+            minus = self.at.spread(row, place, self.editor.shape(top)) if self.editor.shape(row) else row
+            self.factors[key] = self.at.add("exp", (self.at.add("sub", (top, minus)),))
         return self.factors[key]
 
 
@@ -614,14 +605,13 @@ class _RowMaker:
         if op.kind in ("transpose", "reshape"):
             return self._as_rows(op.inputs[0])
         inputs = [self._as_rows(v, self.labels[out]) if self.editor.shape(v) else v for v in op.inputs]
-        return self._pointwise(op, inputs, (self.rows, *self.other_sizes))
+        return self._pointwise(op, inputs)
 
-    def _pointwise(self, op: Op, inputs: Sequence[int], sizes: tuple[int, ...]) -> int:
+    def _pointwise(self, op: Op, inputs: Sequence[int]) -> int:
         """``op`` on its operands as rows, or as tables; floats of 16 bits become floats of 32."""
-        dtype = self._wide(self.editor.dtype(op.outputs[0]))
         if op.kind == "convert_element_type":
-            return self.new.convert(inputs[0], dtype)
-        return self.new.copy(op, [self.new.convert(v, self._wide(self.editor.dtype(v))) for v in inputs], sizes, dtype)
+            return self.new.convert(inputs[0], self._wide(self.editor.dtype(op.outputs[0])))
+        return self.new.copy(op, [self.new.convert(v, self._wide(self.editor.dtype(v))) for v in inputs])
 
     @staticmethod
     def _wide(dtype: str) -> str:
@@ -678,7 +668,7 @@ class _RowMaker:
         if all(not self.editor.shape(v) for v in inputs):
             return None
         spread = [v if self.editor.shape(v) else self.new.broadcast(v, (), sizes) for v in inputs]
-        return self._pointwise(op, spread, sizes)
+        return self._pointwise(op, spread)
 
     def _number(self, v: int) -> int | None:
         """The number that ``v`` holds everywhere."""
@@ -713,14 +703,13 @@ class _RowMaker:
         return self.new.spread(x, [None if d is None else whole.index(d) for d in place], [self.shape[d] for d in whole])
 
     def _take(self, table: int) -> int:
-        sizes = (self.rows, *self.editor.shape(table)[1:])
-        return self.new.add("take", (table, self._ids()), sizes, label="broadcast_in_dim", axis=0, mode="clip", fill=None)
+        return self.new.add("take", (table, self._ids()), label="broadcast_in_dim", axis=0, mode="clip", fill=None)
 
     def _ids(self) -> int:
         """For each row the number of the fold that it belongs to."""
         if self.index < 0:
             sizes = (self.segments, self.shape[self.long])
-            counted = self.new.add("iota", (), sizes, "int32", like=self.value, dimension=0, shape=sizes)
+            counted = self.new.add("iota", (), "int32", like=self.value, dimension=0, shape=sizes)
             self.index = self.new.reshape(counted, (self.rows,))
         return self.index
 
@@ -749,8 +738,8 @@ class _RowMaker:
         t = self._take(side(table, (*self.batch, *self.others), (self.segments, *self.other_sizes, *flat)))
         sizes = (self.rows, *self.other_sizes, *flat)
         x = self.new.broadcast(self.new.convert(x, dtype), (0, len(sizes) - 1), sizes)
-        product = self.new.add("mul", (self.new.convert(t, dtype), x), sizes)
-        made = self.new.add("reduce_sum", (product,), sizes[:-1], axes=(len(sizes) - 1,))
+        product = self.new.add("mul", (self.new.convert(t, dtype), x))
+        made = self.new.add("reduce_sum", (product,), axes=(len(sizes) - 1,))
         return self.new.convert(made, self._wide(self.editor.dtype(op.outputs[0])))
 
     def _last_in_memory(self, v: int) -> int:
@@ -795,7 +784,7 @@ class _RowMaker:
         sizes, ahead, dtype = (self.rows, *self.other_sizes, *wide), 1 + len(self.others), str(op["accumulate"])
         weights = self.new.broadcast(self.new.convert(self.made[op.inputs[k]], dtype), range(ahead), sizes)
         y = self.new.broadcast(self.new.convert(y, dtype), (0, *range(ahead, len(sizes))), sizes)
-        table = self._scatter("scatter_sum", self.new.add("mul", (weights, y), sizes), op.label)
+        table = self._scatter("scatter_sum", self.new.add("mul", (weights, y)), op.label)
         # The product has the batch dimensions first, then the free ones of its left operand, then those of its right one.
         mine_free = [labels[d] for d in range(len(labels)) if d not in mine and d not in batch]
         wide_labels = [-1 - n for n in range(len(wide))]
@@ -803,8 +792,7 @@ class _RowMaker:
         self._put(i, table, (*(labels[d] for d in batch), *ends), wide)
 
     def _scatter(self, kind: str, rows: int, label: str) -> int:
-        params: dict[str, Param] = {"axis": 0, "n": self.segments, "sorted": True}
-        return self.new.add(kind, (rows, self._ids()), (self.segments, *self.editor.shape(rows)[1:]), label=label, **params)
+        return self.new.add(kind, (rows, self._ids()), label=label, axis=0, n=self.segments, sorted=True)
 
     def _put(self, i: int, table: int, labels: Labels, wide: tuple[int, ...] = ()) -> None:
         """Make the result of op ``i`` from ``table``: dimensions in the order of ``labels``; those of ``wide`` are -1, -2, .."""

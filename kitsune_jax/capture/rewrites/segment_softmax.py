@@ -205,15 +205,15 @@ class _DivisionMover:
         if total is None:
             if self.segments.number(ids) != self.segments.number(softmax.ids):
                 return None
-            total = self._add("scatter_sum", (rows, ids), out, shape, **dict(op.params))
+            total = self._add("scatter_sum", (rows, ids), out, **dict(op.params))
             self._remember(rows, ids, total)
         value = total
         for s, power, dims in found:
             each = self.at.spread(s, dims, shape)
             for _ in range(abs(power)):
-                value = self._add("div" if power < 0 else "mul", (value, each), out, shape)
+                value = self._add("div" if power < 0 else "mul", (value, each), out)
         empty = self._empty(table, softmax, found[0][2], shape)
-        zeros = self._add("broadcast_in_dim", (self._zero(out),), out, shape, shape=shape, dims=())
+        zeros = self._add("broadcast_in_dim", (self._zero(out),), out, shape=shape, dims=())
         return Op("select_n", (empty, value, zeros), (out,), (), op.source, label="select_n")
 
     def _empty(self, table: int, softmax: Exponential, dims: Dims, shape: tuple[int, ...]) -> int:
@@ -222,10 +222,10 @@ class _DivisionMover:
         count = table
         if softmax.finite:
             rows, one = self.shape(softmax.ids), self.editor.literal(1.0, self.dtype(table))
-            ones = self._add("broadcast_in_dim", (one,), table, rows, shape=rows, dims=())
+            ones = self._add("broadcast_in_dim", (one,), table, shape=rows, dims=())
             params: dict[str, Param] = {"axis": 0, "n": softmax.n, "sorted": False}
-            count, dims = self._add("scatter_sum", (ones, softmax.ids), table, (softmax.n,), **params), (0,)
-        none = self._add("eq", (count, self._zero(count)), count, self.shape(count), "bool")
+            count, dims = self._add("scatter_sum", (ones, softmax.ids), table, **params), (0,)
+        none = self._add("eq", (count, self._zero(count)), count)
         return self.at.spread(none, dims, shape)
 
     # --- factors of a product ---------------------------------------------------------------------------------------------------
@@ -244,27 +244,26 @@ class _DivisionMover:
         if not any(side.found for side in sides):
             return _Left(v, [])
         found = [f for side in sides for f in side.found]
-        shape = self.shape(v)
         first = sides[0].value
         if op.kind == "mul":
             kept = [side.value for side in sides if side.value is not None]
-            return _Left(kept[0] if len(kept) == 1 else self._add("mul", kept, v, shape) if kept else None, found)
+            return _Left(kept[0] if len(kept) == 1 else self._add("mul", kept, v) if kept else None, found)
         if op.kind == "div":
             if first is None:
                 return _Left(v, [])
             inverse = [(s, -power, dims) for s, power, dims in sides[1].found]
-            value = first if sides[1].value is None else self._add("div", (first, sides[1].value), v, shape)
+            value = first if sides[1].value is None else self._add("div", (first, sides[1].value), v)
             return _Left(value, [*sides[0].found, *inverse])
         if op.kind == "integer_pow":
             return _Left(None, [(s, power * op["y"], dims) for s, power, dims in found]) if first is None else _Left(v, [])
         if op.kind == "neg":
-            return _Left(v, []) if first is None else _Left(self._add("neg", (first,), v, shape), found)
+            return _Left(v, []) if first is None else _Left(self._add("neg", (first,), v), found)
         moved = _moved_dims(op, self.editor.values)
         if moved is None:
             return _Left(v, [])
         found = [(s, power, tuple(d if d is None else moved[d] for d in dims)) for s, power, dims in found]
         if first is not None:
-            first = self._add(op.kind, (first,), v, shape, **dict(op.params))
+            first = self._add(op.kind, (first,), v, **dict(op.params))
         return _Left(first, found)
 
     # --- sums of products with rows that are taken ------------------------------------------------------------------------------
@@ -287,7 +286,7 @@ class _DivisionMover:
             terms = self.segments.made(reduced.inputs[0], "mul") if reduced is not None else None
             made = self._from_terms(op, softmax, reduced, terms) if reduced is not None and terms is not None else None
             if made is not None:
-                return made if negative is None else self._add("neg", (made,), made, self.shape(made))
+                return made if negative is None else self._add("neg", (made,), made)
         return None
 
     def _from_terms(self, op: Op, softmax: Exponential, reduced: Op, terms: Op) -> int | None:
@@ -306,10 +305,8 @@ class _DivisionMover:
             zero = number(ids) == number(softmax.ids) or take["mode"] == "fill" and take["fill"] == 0
             if not here or not zero or not self._runs_along(softmax, terms.outputs[0], reduced["axes"]):
                 continue
-            whole = self._add("mul", (taken[0], total), total, self.shape(total))
-            shape = tuple(n for d, n in enumerate(self.shape(total)) if d not in reduced["axes"])
-            summed = self._add("reduce_sum", (whole,), total, shape, axes=reduced["axes"])
-            return summed if shape == out else self._add("reshape", (summed,), total, out, new_sizes=out)
+            whole = self._add("mul", (taken[0], total), total)
+            return self.at.reshape(self._add("reduce_sum", (whole,), total, axes=reduced["axes"]), out)
         return None
 
     def _runs_along(self, softmax: Exponential, terms: int, axes: Sequence[int]) -> bool:
@@ -334,10 +331,10 @@ class _DivisionMover:
     def _zero(self, v: int) -> int:
         return self.editor.literal(0.0 if is_float(self.dtype(v)) else 0, self.dtype(v))
 
-    def _add(self, kind: str, inputs: Sequence[int], like: int, shape: Sequence[int], dtype: str = "", /, **params: Param) -> int:
-        """The result of a new op, which varies as ``like`` does and has its dtype unless another is given."""
+    def _add(self, kind: str, inputs: Sequence[int], like: int, /, **params: Param) -> int:
+        """The result of a new op, which varies as ``like`` does."""
         label = self.at.op.label if kind == self.at.op.kind else kind
-        return self.at.add(kind, inputs, shape, dtype, like=like, label=label, **params)
+        return self.at.add(kind, inputs, like=like, label=label, **params)
 
 
 def _not_one(shape: Sequence[int]) -> list[int]:
@@ -382,7 +379,7 @@ def sum_online(captured: Captured) -> Captured:
         if other is None:
             rows, shape = op.inputs[0], editor.shape(op.inputs[0])
             one, at = editor.literal(1.0, editor.dtype(rows)), editor.in_front_of(i)
-            other = at.add("broadcast_in_dim", (one,), shape, like=rows, label="broadcast", shape=shape, dims=())
+            other = at.add("broadcast_in_dim", (one,), like=rows, label="broadcast", shape=shape, dims=())
         params = make_params(**{**dict(op.params), "finite": exponential.finite})
         inputs = other, op.inputs[1], exponential.score
         editor.replace(i, Op("scatter_exp_sum", inputs, op.outputs, params, op.source, label=f"online {op.label}"))
