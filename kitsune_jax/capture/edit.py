@@ -197,6 +197,12 @@ class _GraphWriter:
         """The op that makes ``v``; None for an input or a literal."""
         return self._makers.get(v)
 
+    def constant_of(self, v: int) -> Scalar | None:
+        """The number that every element of ``v`` is, if it is a reshaped or repeated literal."""
+        while (op := self.made_by(v)) is not None and op.kind in ("broadcast_in_dim", "reshape"):
+            (v,) = op.inputs
+        return self.values[v].literal
+
 
 class Builder(_GraphWriter):
     """Collects values, ops and steps of a new Graph, in topological order.

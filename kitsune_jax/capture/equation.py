@@ -204,12 +204,3 @@ def components(e: Equation, count: int) -> tuple[int, ...]:
     if op is None or op.kind != "concatenate" or op["dimension"] != last or len(op.inputs) != count:
         return ()
     return op.inputs
-
-
-def constant_of(builder: Builder, v: int) -> Scalar | None:
-    """The number that every element of ``v`` is, if it is a reshaped or repeated literal."""
-    literal = builder.values[v].literal
-    op = builder.made_by(v)
-    if literal is None and op is not None and op.kind in ("broadcast_in_dim", "reshape"):
-        return constant_of(builder, op.inputs[0])
-    return literal

@@ -18,7 +18,7 @@ import numpy as np
 from kitsune_jax import _compat
 from kitsune_jax.capture import random
 from kitsune_jax.capture.edit import Builder, Captured, LoopEditor, Origin, Step, is_array, scalar_of, value_of
-from kitsune_jax.capture.equation import Equation, bind_in_place, constant_of
+from kitsune_jax.capture.equation import Equation, bind_in_place
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
 from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, apply_rewrites
@@ -67,7 +67,7 @@ def _folded_constant(e: Equation) -> int | None:
     index. If the operands are repeated literals, such as the bounds of random numbers, the result is repeated as well.
     """
     values = [e.builder.values[v] for v in e.ins]
-    numbers = [constant_of(e.builder, v) for v in e.ins]
+    numbers = [e.builder.constant_of(v) for v in e.ins]
     spec = OPS.get(e.kind)
     if spec is None or spec.numpy is None or spec.moves or None in numbers:
         return None

@@ -18,7 +18,7 @@ from jax import lax
 
 from kitsune_jax.capture import random
 from kitsune_jax.capture.edit import Builder, kept_dims
-from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, constant_of, mode_of, scatter_dims_of
+from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, mode_of, scatter_dims_of
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import FORMATS, INTEGERS, is_float, np_dtype
@@ -163,7 +163,7 @@ def scatter(e: Equation, fold: str) -> int | str:
     rows = _rows(e, numbers, [sizes.get(d, 1) for d in range(len(e.shape_of(x)))])
     if isinstance(rows, str):
         return rows
-    start = constant_of(e.builder, x)
+    start = e.builder.constant_of(x)
     fresh = start is not None and start == identity(fold, np_dtype(e.out_dtype))
     if not fresh and math.prod(e.shape_of(x)) > _IN_PLACE * math.prod(given):
         return f"{e.name}: changes a small part of an array; XLA does that in place"
@@ -216,7 +216,7 @@ def _whole(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> set[int]:
     pieces = dict(zip(numbers.index_map, components(e, count), strict=False))
     clips = mode_of(e) == "CLIP" or (mode_of(e) == "PROMISE_IN_BOUNDS" and e.name == "gather")
     whole = {d for d in numbers.index_map if sizes[d] == shape[d] != 1}
-    return {d for d in whole if clips or (d in pieces and constant_of(e.builder, pieces[d]) == 0)}
+    return {d for d in whole if clips or (d in pieces and e.builder.constant_of(pieces[d]) == 0)}
 
 
 Name = tuple[str, int]  # a dimension of the array ("x") or of the index ("i")
@@ -324,7 +324,7 @@ def gather(e: Equation) -> int | str:
     p = _pick(e, e.out_shape)
     if p is None:
         return take(e)
-    x, index = e.ins[0], constant_of(e.builder, p.index)
+    x, index = e.ins[0], e.builder.constant_of(p.index)
     if isinstance(index, int) and 0 <= index < p.extent:
         return e.reshape(e.part(x, p.along, index, 1), e.out_shape)
     if not _is_computed(e.builder, x):
@@ -340,7 +340,7 @@ def scatter_add(e: Equation) -> int | str:
         return scatter(e, "sum")
     each = e.broadcast(e.reshape(updates, p.row_shape), p.shape, p.others)
     total = e.op("add", x, each)
-    if p.extent == 1 and constant_of(e.builder, p.index) == 0:
+    if p.extent == 1 and e.builder.constant_of(p.index) == 0:
         return total
     index = _flat(e, p)
     hit = _hits(e, p, _clamped(e, index, p.extent) if mode_of(e) == "CLIP" else index)
@@ -393,7 +393,7 @@ def _counted(builder: Builder, v: int) -> int | None:
     if op.kind == "select_n":
         test = builder.made_by(op.inputs[0])
         wraps = (
-            test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and constant_of(builder, test.inputs[1]) == 0
+            test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and builder.constant_of(test.inputs[1]) == 0
         )
         return _counted(builder, op.inputs[1]) if wraps else None
     if op.kind not in ("broadcast_in_dim", "reshape"):
@@ -606,7 +606,7 @@ def _window(e: Equation) -> int | list[int]:
     dims = [d for d, (n, m) in enumerate(zip(shape, window, strict=True)) if m != n]
     if not dims:
         return [arrays[-1]]
-    numbers = [constant_of(e.builder, starts[d]) for d in dims]
+    numbers = [e.builder.constant_of(starts[d]) for d in dims]
     if not updates and None not in numbers:
         first = [0] * len(shape)
         for d, number in zip(dims, numbers, strict=True):

@@ -17,7 +17,7 @@ import jax
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.edit import Builder, Origin, Step, value_of
-from kitsune_jax.capture.equation import Equation, constant_of
+from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import np_dtype
 
 # --- keys -------------------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _split_keys(e: Equation) -> list[int] | None:
     if all(eqn.primitive.name != "random_split" for eqn in e.step.origin.eqns):
         return None
     *outer, few = e.out_shape or (0,)
-    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or constant_of(e.builder, e.ins[2]) != 0:
+    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or e.builder.constant_of(e.ins[2]) != 0:
         return None
     keys = [v if e.shape_of(v) == () else e.reshape(v, outer) for v in e.ins[:2] if e.shape_of(v) in ((), (*outer, 1))]
     if len(keys) < 2 or all(e.shape_of(v) == () for v in keys):
@@ -137,7 +137,7 @@ def _counts_along_last(e: Equation, v: int) -> bool:
 
 def _repeated(e: Equation, v: int) -> int:
     """``v`` in the shape of the result or as a number, by one op where its dimensions of extent 1 were added for that."""
-    if (number := constant_of(e.builder, v)) is not None:
+    if (number := e.builder.constant_of(v)) is not None:
         return e.constant(number)
     if e.shape_of(v) == e.out_shape:
         return v

@@ -681,7 +681,7 @@ class _RowMaker:
         while x not in self.tables and (op := self.editor.made_by(x)) is not None:
             before = self.editor.shape(op.inputs[0]) if op.inputs else ()
             moved = kept_dims(before, self.editor.shape(x))
-            if op.kind == "max" and (kept := [v for v in op.inputs if not self._is_lowest(v)]) and len(kept) == 1:
+            if op.kind == "max" and (kept := [v for v in op.inputs if self.editor.constant_of(v) != -math.inf]) and len(kept) == 1:
                 (x,) = kept
             elif op.kind in ("reshape", "broadcast_in_dim") and moved is not None:
                 if op.kind == "broadcast_in_dim" and list(op["dims"]) != sorted(op["dims"]):
@@ -690,11 +690,6 @@ class _RowMaker:
             else:
                 break
         return x, place
-
-    def _is_lowest(self, v: int) -> bool:
-        number = self._number(v)
-        literal = None if number is None else self.graph.values[number].literal
-        return literal is not None and float(literal) == -math.inf
 
     def _spread(self, x: int, place: Labels, whole: Sequence[int]) -> int:
         """``x`` with all dimensions of ``whole``, repeated along those that it lacks."""

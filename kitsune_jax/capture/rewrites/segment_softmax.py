@@ -68,23 +68,17 @@ class Segments:
         op = self.editor.made_by(v)
         return op if op is not None and op.kind == kind else None
 
-    def literal(self, v: int) -> object:
-        """The number that ``v`` holds everywhere; None if it is not a constant."""
-        while (op := self.made(v, "broadcast_in_dim")) is not None:
-            v = op.inputs[0]
-        return self.values[v].literal
-
     def same_rows(self, index: int, ids: int, n: int) -> bool:
         """Does ``index`` name the row that ``ids`` names, for every row whose id is in [0, n)?"""
         if self.number(index) == self.number(ids):
             return True
-        wrapped = self.made(index, "select_n")
-        if wrapped is None or len(wrapped.inputs) != 3 or self.number(wrapped.inputs[1]) != self.number(ids):
+        wrapped, number = self.made(index, "select_n"), self.number(ids)
+        if wrapped is None or self.number(wrapped.inputs[1]) != number:
             return False
         below, added = self.made(wrapped.inputs[0], "lt"), self.made(wrapped.inputs[2], "add")
-        if below is None or self.number(below.inputs[0]) != self.number(ids) or self.literal(below.inputs[1]) != 0:
+        if below is None or added is None or not self.number(below.inputs[0]) == self.number(added.inputs[0]) == number:
             return False
-        return added is not None and (self.number(added.inputs[0]), self.literal(added.inputs[1])) == (self.number(ids), n)
+        return self.editor.constant_of(below.inputs[1]) == 0 and self.editor.constant_of(added.inputs[1]) == n
 
     def scattered(self, v: int, kind: str) -> Op | None:
         """The op of that kind that makes ``v`` by an id for each row."""
@@ -116,8 +110,8 @@ class Segments:
     def _where_finite(self, v: int) -> tuple[int, bool]:
         """(x, True) of ``where(isfinite(x), x, 0)``, else (v, False)."""
         chosen = self.made(v, "select_n")
-        test = self.made(chosen.inputs[0], "is_finite") if chosen is not None and len(chosen.inputs) == 3 else None
-        if chosen is None or test is None or self.literal(chosen.inputs[1]) != 0:
+        test = self.made(chosen.inputs[0], "is_finite") if chosen is not None else None
+        if chosen is None or test is None or self.editor.constant_of(chosen.inputs[1]) != 0:
             return v, False
         same = self.number(test.inputs[0]) == self.number(chosen.inputs[2])
         return (chosen.inputs[2], True) if same else (v, False)
