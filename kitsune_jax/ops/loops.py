@@ -142,7 +142,7 @@ class Classes:
         body, p = body_of(op), parts(op)
         sets = DisjointSets()
         self.root = sets.root
-        stops: list[tuple[_Dim, str]] = []
+        stops: list[tuple[Hashable, str]] = []
         for a, b in zip(p.in_carries, p.in_next, strict=True):
             for d in range(len(body.values[a].shape)):
                 sets.join([(a, d), (b, d)])

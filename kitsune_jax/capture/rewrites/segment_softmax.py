@@ -182,7 +182,7 @@ class _DivisionMover:
         if total is None or self.dtype(op.inputs[0]) not in ("float32", "bfloat16", "float64"):
             return None
         left = self._without_sums(op.inputs[0])
-        if left.value is None or len({s for s, _, _ in left.found}) != 1:
+        if left.value is None or not self.shape(left.value) or len({s for s, _, _ in left.found}) != 1:
             return None
         return self._times_sums(op, left.value, left.found)
 
@@ -225,7 +225,7 @@ class _DivisionMover:
     # --- factors of a product ---------------------------------------------------------------------------------------------------
 
     def _without_sums(self, v: int) -> _Left:
-        """``v`` without the sums of softmaxes that are taken among its factors; the shape stays."""
+        """``v`` without the sums of softmaxes that are taken among its factors: a number, or of the same shape."""
         op = self.made_by(v)
         taken = self.segments.taken(v)
         if taken is not None:
@@ -256,7 +256,7 @@ class _DivisionMover:
         if moved is None:
             return _Left(v, [])
         found = [(s, power, tuple(d if d is None else moved[d] for d in dims)) for s, power, dims in found]
-        if first is not None:
+        if first is not None and self.shape(first):
             first = self._add(op.kind, (first,), v, **dict(op.params))
         return _Left(first, found)
 
