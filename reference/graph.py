@@ -14,6 +14,7 @@ from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.loops import body_of
 from kitsune_jax.ops.spec import Array, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
+from reference.operators import MEANINGS
 
 
 def evaluate_numpy(graph: Graph, arrays: Sequence[Array], *, widen: bool = False) -> list[Array]:
@@ -41,7 +42,7 @@ def evaluate_numpy(graph: Graph, arrays: Sequence[Array], *, widen: bool = False
             dtype = "float64" if is_float(dtype) else dtype
             if is_float(params.get("accumulate", "")):
                 params["accumulate"] = "float64"
-        env[op.outputs[0]] = OPS[op.kind].numpy(params, *operands, out_dtype=dtype)
+        env[op.outputs[0]] = MEANINGS[op.kind].numpy(params, *operands, out_dtype=dtype)
     return [env[v] for v in graph.outputs]
 
 

@@ -18,13 +18,13 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" and the 8-bit floats NumPy dty
 import numpy as np
 
 from kitsune_jax.ops.graph import Scalar
-from kitsune_jax.ops.reduce import FOLDS, identity
+from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import resolve_rows
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import tile_iterations
 from reference.check import Schedule
+from reference.operators import FOLDS, MEANINGS
 
 # --- instructions -----------------------------------------------------------------------------------------------------------------
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -191,12 +191,12 @@ def _take(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
     if instr["mode"] == "promise_in_bounds" and index.size and not (index.min() >= 0 and index.max() < n):
         raise ValueError(f"{instr.kind} was promised indices below {n}, not {index.min()} to {index.max()}")
     params = {"axis": axis, "mode": instr["mode"], "fill": instr.get("fill")}
-    return np.asarray(OPS["take"].numpy(params, x, index, out_dtype=state.made(instr).name))
+    return np.asarray(MEANINGS["take"].numpy(params, x, index, out_dtype=state.made(instr).name))
 
 
 def _put(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
     params = {"axis": instr["axis"], "n": instr["n"]}
-    return np.asarray(OPS["scatter_sum"].numpy(params, *inputs, out_dtype=state.made(instr).name))
+    return np.asarray(MEANINGS["scatter_sum"].numpy(params, *inputs, out_dtype=state.made(instr).name))
 
 
 def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
@@ -321,7 +321,7 @@ def _pop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
 def _table_op(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array | tuple[Array, ...]:
     params: Mapping[str, Any] = resolve_rows(dict(instr.params), len(tile.rows))
     with np.errstate(all="ignore"):
-        result = OPS[instr.kind].numpy(params, *inputs, out_dtype=state.made(instr).name)
+        result = MEANINGS[instr.kind].numpy(params, *inputs, out_dtype=state.made(instr).name)
     return result if isinstance(result, tuple) else np.asarray(result)
 
 
@@ -380,7 +380,7 @@ _ACTIVATIONS: dict[str, Callable[..., Array]] = {
     "tanh": np.tanh,
     "silu": lambda x, a: x * _logistic(a * x),
     "gelu_tanh": lambda x, a, b: x * _logistic(a * x + b * x**3),
-    "gelu_erf": lambda x, a: 0.5 * x * (1 + OPS["erf"].numpy({}, a * x, out_dtype=x.dtype.name)),
+    "gelu_erf": lambda x, a: 0.5 * x * (1 + MEANINGS["erf"].numpy({}, a * x, out_dtype=x.dtype.name)),
 }
 
 

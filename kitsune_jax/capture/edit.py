@@ -197,6 +197,12 @@ class _GraphWriter:
         """The op that makes ``v``; None for an input or a literal."""
         return self._makers.get(v)
 
+    def constant_of(self, v: int) -> Scalar | None:
+        """The number that every element of ``v`` is, if it is a reshaped or repeated literal."""
+        while (op := self.made_by(v)) is not None and op.kind in ("broadcast_in_dim", "reshape"):
+            (v,) = op.inputs
+        return self.values[v].literal
+
 
 class Builder(_GraphWriter):
     """Collects values, ops and steps of a new Graph, in topological order.
@@ -218,7 +224,7 @@ class Builder(_GraphWriter):
 
         ``dtype``: the result's, where the kind and the operands leave it open. Raises ``ValueError`` where the op is not defined.
         """
-        op = self._op(kind, inputs, step, "", params)
+        op = Op(kind, tuple(inputs), (), make_params(**params))
         made = result(op, [self.values[v] for v in inputs], dtype)
         same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
@@ -226,22 +232,18 @@ class Builder(_GraphWriter):
     def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
         """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: its name in reports, by
         default the equation's."""
-        op = self._op("opaque", inputs, step, reason, {})
-        return self._append(dataclasses.replace(op, label=label or op.label), avals, step)
+        return self._append(Op("opaque", tuple(inputs), (), reason=printable(reason), label=label), avals, step)
 
     def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
         """Append a loop. Returns its results, of types ``avals``. Raises ``ValueError`` where its body does not fit them."""
-        made = self._append(dataclasses.replace(self._op("scan", inputs, step, "", params), body=body), avals, step)
+        made = self._append(Op("scan", tuple(inputs), (), make_params(**params), body=body), avals, step)
         verify_op(self.ops[-1], self.values)
         return made
 
-    def _op(self, kind: str, inputs: Sequence[int], step: Step, reason: str, params: dict[str, Param]) -> Op:
-        label = printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else kind
-        return Op(kind, tuple(inputs), (), make_params(**params), step.origin.source, printable(reason), label)
-
     def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
         outputs = [self.value(aval) for aval in avals]
-        op = Op(op.kind, op.inputs, tuple(outputs), op.params, op.source, op.reason, op.label, body=op.body)
+        label = op.label or (printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else op.kind)
+        op = Op(op.kind, op.inputs, tuple(outputs), op.params, step.origin.source, op.reason, label, op.body)
         self.ops.append(self._made(op))
         self.steps.append(step)
         return outputs
@@ -371,29 +373,36 @@ class Inserter:
         self.ops.append((self.editor._made(op), step or self.step))
         return op.outputs[0]
 
-    def add(
-        self, kind: str, inputs: Sequence[int], shape: Sequence[int], dtype: str = "", /, *, like: int = -1, label: str = "",
-        **params: Param,
-    ) -> int:  # fmt: skip
-        """The result of a new op. It has ``dtype``, or that of ``like``, which is the first operand unless another value is given.
-        ``label``: its name in reports, where that is not its kind."""
-        made = self.editor.value(like if like >= 0 else inputs[0], shape, dtype)
-        return self.append(Op(kind, tuple(inputs), (made,), make_params(**params), self.op.source, label=label or kind))
+    def add(self, kind: str, inputs: Sequence[int], dtype: str = "", /, *, like: int = -1, label: str = "", **params: Param) -> int:
+        """The result of a new op, whose entry gives its shape. It varies over the mesh axes of ``like``, which is the first operand
+        unless another value is given. ``dtype``: the result's, where the kind and the operands leave it open, by default that of
+        ``like``. ``label``: the op's name in reports, where that is not its kind."""
+        like = like if like >= 0 else inputs[0]
+        op = Op(kind, tuple(inputs), (), make_params(**params), self.op.source, label=label or kind)
+        return self._append_like(op, like, dtype)
 
-    def copy(
-        self, op: Op, inputs: Sequence[int], shape: Sequence[int] | None = None, dtype: str = "", /, *,
-        step: Step | None = None, **params: Param,
-    ) -> int:  # fmt: skip
-        """The result, a new value, of ``op`` on other inputs; of another shape or dtype, or with other ``params``, where given."""
-        (old,) = op.outputs
-        made = self.editor.value(old, self.editor.shape(old) if shape is None else shape, dtype)
-        return self.append(with_params(op, inputs, (made,), **params), step)
+    def copy(self, op: Op, inputs: Sequence[int], dtype: str = "", /, *, step: Step | None = None, **params: Param) -> int:
+        """The result, a new value, of ``op`` on other inputs, with other ``params`` where given. ``dtype``: as in ``add``."""
+        return self._append_like(with_params(op, inputs, (), **params), op.outputs[0], dtype, step)
+
+    def _append_like(self, op: Op, like: int, dtype: str, step: Step | None = None) -> int:
+        values = self.editor.values
+        made = result(op, [values[v] for v in op.inputs], dtype or values[like].dtype)
+        return self.append(dataclasses.replace(op, outputs=(self.editor.value(like, made.shape, made.dtype),)), step)
 
     def broadcast(self, v: int, dims: Sequence[int], shape: tuple[int, ...]) -> int:
         """``v`` repeated to ``shape``, of which it has ``dims``, in rising order."""
         if self.editor.shape(v) == shape:
             return v
-        return self.add("broadcast_in_dim", (v,), shape, shape=shape, dims=tuple(dims))
+        return self.add("broadcast_in_dim", (v,), shape=shape, dims=tuple(dims))
+
+    def spread(self, v: int, place: Sequence[int | None], shape: Sequence[int]) -> int:
+        """``v`` repeated to ``shape``: its dimension ``k`` becomes ``place[k]``, or has one element and is left out."""
+        # A dimension of one element stays where the result has one as well: the stream may run over it.
+        kept = {d: n for n, d in zip(self.editor.shape(v), place, strict=True) if d is not None and n == shape[d]}
+        dims = list(kept)
+        ordered = self.transpose(self.reshape(v, tuple(kept.values())), sorted(range(len(dims)), key=dims.__getitem__))
+        return self.broadcast(ordered, sorted(dims), tuple(shape))
 
     def convert(self, v: int, dtype: str) -> int:
         value = self.editor.values[v]
@@ -401,10 +410,10 @@ class Inserter:
             return v
         if value.literal is not None and "float" in value.dtype and "float" in dtype:
             return self.editor.literal(float(value.literal), dtype)
-        return self.add("convert_element_type", (v,), value.shape, dtype, new_dtype=dtype)
+        return self.add("convert_element_type", (v,), new_dtype=dtype)
 
     def reshape(self, v: int, shape: tuple[int, ...]) -> int:
-        return v if self.editor.shape(v) == shape else self.add("reshape", (v,), shape, new_sizes=shape)
+        return v if self.editor.shape(v) == shape else self.add("reshape", (v,), new_sizes=shape)
 
     def transpose(self, v: int, order: Sequence[int]) -> int:
         if list(order) == list(range(len(order))):
@@ -413,7 +422,7 @@ class Inserter:
         real = [d for d in order if shape[d] != 1]
         if real == sorted(real):  # nothing moves
             return self.reshape(v, tuple(shape[d] for d in order))
-        return self.add("transpose", (v,), tuple(shape[d] for d in order), permutation=tuple(order))
+        return self.add("transpose", (v,), permutation=tuple(order))
 
 
 class LoopEditor(_Readable):
@@ -459,6 +468,16 @@ class LoopEditor(_Readable):
 
 
 # --- values and types -------------------------------------------------------------------------------------------------------------
+
+
+def kept_dims(before: Sequence[int], after: Sequence[int]) -> dict[int, int] | None:
+    """Dimension of shape ``before`` -> the one of ``after`` that it is, where they differ by dimensions of one element only.
+
+    >>> kept_dims((7, 1, 2), (7, 2)), kept_dims((7, 2), (14,))
+    ({0: 0, 2: 1}, None)
+    """
+    real, other = ([d for d, n in enumerate(s) if n != 1] for s in (before, after))
+    return dict(zip(real, other, strict=True)) if [before[d] for d in real] == [after[d] for d in other] else None
 
 
 def value_of(aval: Any) -> Value:

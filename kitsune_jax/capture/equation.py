@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.edit import Builder, Origin, Step, value_of
+from kitsune_jax.capture.edit import Builder, Origin, Step, kept_dims, value_of
 from kitsune_jax.ops.graph import Param, Scalar
 from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import RENAMED
@@ -73,7 +73,7 @@ class Equation:
         if made is not None and made.kind == "reshape":
             return self.reshape(made.inputs[0], shape)
         axis, parts = self._parts(v)
-        to = _place(self.shape_of(v), axis, shape) if parts else None
+        to = (kept_dims(self.shape_of(v), shape) or {}).get(axis) if parts else None
         if to is not None:
             small = (*shape[:to], 1, *shape[to + 1 :])
             return self.op("concatenate", *(self.reshape(x, small) for x in parts), dimension=to)
@@ -137,17 +137,9 @@ class Equation:
         python = float if is_float(dtype) else bool if dtype == "bool" else int
         return self.builder.literal(python(rounded), dtype)
 
-
-def _place(shape: Sequence[int], axis: int, to: Sequence[int]) -> int | None:
-    """Where dimension ``axis`` of ``shape`` is in the shape ``to``, if they differ by dimensions of extent 1 only.
-
-    >>> _place((7, 1, 2), 2, (7, 2)), _place((7, 2), 1, (14,))
-    (1, None)
-    """
-    real, other = ([d for d, n in enumerate(s) if n != 1] for s in (shape, to))
-    if axis not in real or [shape[d] for d in real] != [to[d] for d in other]:
-        return None
-    return other[real.index(axis)]
+    def full(self, scalar: Scalar, shape: Sequence[int], dtype: str = "") -> int:
+        """``scalar`` everywhere, by default in the result's dtype."""
+        return self.broadcast(self.constant(scalar, dtype), shape, ())
 
 
 def bind_in_place(eqn: Any, origin: Origin, params: dict[str, Any] | None, *arrays: Any) -> list[Any]:
@@ -176,6 +168,11 @@ class ScatterDims:
     index_map: tuple[int, ...]
     batching: tuple[int, ...]
     index_batching: tuple[int, ...]
+
+    def windowed(self, rank: int) -> dict[int, int]:
+        """Dimension of the gathered or folded rows -> the dimension of the array, of that rank, that it comes from or goes to."""
+        in_window = [d for d in range(rank) if d not in (*self.dropped, *self.batching)]
+        return dict(zip(self.window, in_window, strict=True))
 
 
 def scatter_dims_of(e: Equation) -> ScatterDims:
@@ -207,12 +204,3 @@ def components(e: Equation, count: int) -> tuple[int, ...]:
     if op is None or op.kind != "concatenate" or op["dimension"] != last or len(op.inputs) != count:
         return ()
     return op.inputs
-
-
-def constant_of(builder: Builder, v: int) -> Scalar | None:
-    """The number that every element of ``v`` is, if it is a reshaped or repeated literal."""
-    literal = builder.values[v].literal
-    op = builder.made_by(v)
-    if literal is None and op is not None and op.kind in ("broadcast_in_dim", "reshape"):
-        return constant_of(builder, op.inputs[0])
-    return literal

@@ -18,7 +18,7 @@ import numpy as np
 from kitsune_jax import _compat
 from kitsune_jax.capture import random
 from kitsune_jax.capture.edit import Builder, Captured, LoopEditor, Origin, Step, is_array, scalar_of, value_of
-from kitsune_jax.capture.equation import Equation, bind_in_place, constant_of
+from kitsune_jax.capture.equation import Equation, bind_in_place
 from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
 from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, apply_rewrites
@@ -67,12 +67,13 @@ def _folded_constant(e: Equation) -> int | None:
     index. If the operands are repeated literals, such as the bounds of random numbers, the result is repeated as well.
     """
     values = [e.builder.values[v] for v in e.ins]
-    numbers = [constant_of(e.builder, v) for v in e.ins]
-    if e.kind not in OPS or not OPS[e.kind].folded or None in numbers:
+    numbers = [e.builder.constant_of(v) for v in e.ins]
+    spec = OPS.get(e.kind)
+    if spec is None or spec.numpy is None or spec.moves or None in numbers:
         return None
     dtype = e.out_dtype
     arrays = [np.asarray(x, np_dtype(v.dtype)) for x, v in zip(numbers, values, strict=True)]
-    scalar = scalar_of(OPS[e.kind].numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
+    scalar = scalar_of(spec.numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
     if scalar is None:
         return None
     small = is_float(dtype) and not abs(scalar[0]) >= float(ml_dtypes.finfo(np_dtype(dtype)).tiny)

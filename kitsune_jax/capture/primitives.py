@@ -17,10 +17,9 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax.capture import random
-from kitsune_jax.capture.edit import Builder
-from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, constant_of, mode_of, scatter_dims_of
+from kitsune_jax.capture.edit import Builder, kept_dims
+from kitsune_jax.capture.equation import MODES, Equation, ScatterDims, components, mode_of, scatter_dims_of
 from kitsune_jax.ops.graph import Scalar
-from kitsune_jax.ops.pointwise import LOG2_E
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import FORMATS, INTEGERS, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
@@ -160,18 +159,18 @@ def scatter(e: Equation, fold: str) -> int | str:
     x, index, updates = e.ins
     numbers, index_rank = scatter_dims_of(e), len(e.shape_of(index)) - 1
     given = e.shape_of(updates)
-    in_window = [d for d in range(len(e.shape_of(x))) if d not in (*numbers.dropped, *numbers.batching)]
-    sizes = dict(zip(in_window, (given[k] for k in numbers.window), strict=True))
+    sizes = {d: given[k] for k, d in numbers.windowed(len(e.shape_of(x))).items()}
     rows = _rows(e, numbers, [sizes.get(d, 1) for d in range(len(e.shape_of(x)))])
     if isinstance(rows, str):
         return rows
-    start = constant_of(e.builder, x)
+    start = e.builder.constant_of(x)
     fresh = start is not None and start == identity(fold, np_dtype(e.out_dtype))
     if not fresh and math.prod(e.shape_of(x)) > _IN_PLACE * math.prod(given):
         return f"{e.name}: changes a small part of an array; XLA does that in place"
     names = _names(given, numbers, rows)
     order = [names.index(n) for n in _rows_names(rows, index_rank)]
-    squeezed = [given[k] for k in range(len(given)) if not _is_indexed(k, numbers, rows)]
+    windowed = numbers.windowed(len(rows.shape))
+    squeezed = [n for k, n in enumerate(given) if windowed.get(k) not in rows.indexed]
     each = e.transpose(e.reshape(updates, squeezed), order)
     alone = not numbers.batching and list(numbers.index_map) == sorted(numbers.index_map)
     promised = bool(e.params["indices_are_sorted"]) and alone and (len(rows.indexed) == 1 or mode_of(e) != "CLIP")
@@ -217,7 +216,7 @@ def _whole(e: Equation, numbers: ScatterDims, sizes: Sequence[int]) -> set[int]:
     pieces = dict(zip(numbers.index_map, components(e, count), strict=False))
     clips = mode_of(e) == "CLIP" or (mode_of(e) == "PROMISE_IN_BOUNDS" and e.name == "gather")
     whole = {d for d in numbers.index_map if sizes[d] == shape[d] != 1}
-    return {d for d in whole if clips or (d in pieces and constant_of(e.builder, pieces[d]) == 0)}
+    return {d for d in whole if clips or (d in pieces and e.builder.constant_of(pieces[d]) == 0)}
 
 
 Name = tuple[str, int]  # a dimension of the array ("x") or of the index ("i")
@@ -228,20 +227,9 @@ def _rows_names(rows: _ArrayAsRows, index_rank: int) -> list[Name]:
     return [*(("x", d) for d in rows.before), *(("i", k) for k in range(index_rank)), *(("x", d) for d in rows.after)]
 
 
-def _windowed(numbers: ScatterDims, rows: _ArrayAsRows) -> dict[int, int]:
-    """Dimension of the gathered or folded rows -> dimension of the array that it comes from or goes to."""
-    in_window = [d for d in range(len(rows.shape)) if d not in (*numbers.dropped, *numbers.batching)]
-    return dict(zip(numbers.window, in_window, strict=True))
-
-
-def _is_indexed(k: int, numbers: ScatterDims, rows: _ArrayAsRows) -> bool:
-    """Is dimension ``k`` of the gathered or folded rows an indexed one, of extent 1?"""
-    return _windowed(numbers, rows).get(k) in rows.indexed
-
-
 def _names(shape: Sequence[int], numbers: ScatterDims, rows: _ArrayAsRows) -> list[Name]:
     """The dimensions of the rows that JAX gathers or folds, without indexed ones."""
-    windowed, counted = _windowed(numbers, rows), iter(range(len(shape)))
+    windowed, counted = numbers.windowed(len(rows.shape)), iter(range(len(shape)))
     names = [("x", windowed[k]) if k in windowed else ("i", next(counted)) for k in range(len(shape))]
     return [n for n in names if n[0] == "i" or n[1] not in rows.indexed]
 
@@ -278,7 +266,7 @@ def _index(e: Equation, numbers: ScatterDims, rows: _ArrayAsRows, modulo: bool) 
     assert flat is not None
     if inside is None:
         return flat
-    return e.op("select_n", inside, e.broadcast(e.builder.literal(-1, "int32"), shape, ()), flat)
+    return e.op("select_n", inside, e.full(-1, shape, "int32"), flat)
 
 
 def _both(e: Equation, a: int | None, b: int) -> int:
@@ -336,7 +324,7 @@ def gather(e: Equation) -> int | str:
     p = _pick(e, e.out_shape)
     if p is None:
         return take(e)
-    x, index = e.ins[0], constant_of(e.builder, p.index)
+    x, index = e.ins[0], e.builder.constant_of(p.index)
     if isinstance(index, int) and 0 <= index < p.extent:
         return e.reshape(e.part(x, p.along, index, 1), e.out_shape)
     if not _is_computed(e.builder, x):
@@ -352,9 +340,10 @@ def scatter_add(e: Equation) -> int | str:
         return scatter(e, "sum")
     each = e.broadcast(e.reshape(updates, p.row_shape), p.shape, p.others)
     total = e.op("add", x, each)
-    if p.extent == 1 and constant_of(e.builder, p.index) == 0:
+    if p.extent == 1 and e.builder.constant_of(p.index) == 0:
         return total
-    hit = _hits(e, p, _clamped_pick(e, p) if mode_of(e) == "CLIP" else _flat(e, p))
+    index = _flat(e, p)
+    hit = _hits(e, p, _clamped(e, index, p.extent) if mode_of(e) == "CLIP" else index)
     return e.op("select_n", hit, x, total)
 
 
@@ -366,8 +355,7 @@ def _pick(e: Equation, rows: tuple[int, ...]) -> _Pick | None:
     x, index, numbers = e.shape_of(e.ins[0]), e.builder.values[e.ins[1]], scatter_dims_of(e)
     if mode_of(e) not in MODES or index.dtype not in _INDEX_DTYPES or 0 in (*x, *index.shape):
         return None
-    in_window = [d for d in range(len(x)) if d not in (*numbers.dropped, *numbers.batching)]
-    window = dict(zip(in_window, numbers.window, strict=True))
+    window = {d: k for k, d in numbers.windowed(len(x)).items()}
     batch = [k for k in range(len(rows)) if k not in numbers.window]
     paired = dict(zip(numbers.batching, numbers.index_batching, strict=True))
     chosen: list[tuple[int, int]] = []
@@ -405,7 +393,7 @@ def _counted(builder: Builder, v: int) -> int | None:
     if op.kind == "select_n":
         test = builder.made_by(op.inputs[0])
         wraps = (
-            test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and constant_of(builder, test.inputs[1]) == 0
+            test is not None and test.kind == "lt" and test.inputs[0] == op.inputs[1] and builder.constant_of(test.inputs[1]) == 0
         )
         return _counted(builder, op.inputs[1]) if wraps else None
     if op.kind not in ("broadcast_in_dim", "reshape"):
@@ -418,10 +406,7 @@ def _counted(builder: Builder, v: int) -> int | None:
     if op.kind == "broadcast_in_dim":
         to = int(op["dims"][inner])
         return to if shape[to] == before[inner] else None
-    wide = [[d for d, n in enumerate(s) if n != 1] for s in (before, shape)]
-    if inner not in wide[0] or [before[d] for d in wide[0]] != [shape[d] for d in wide[1]]:
-        return None
-    return wide[1][wide[0].index(inner)]
+    return (kept_dims(before, shape) or {}).get(inner)
 
 
 def _is_computed(builder: Builder, v: int) -> bool:
@@ -438,16 +423,17 @@ def _is_computed(builder: Builder, v: int) -> bool:
 def _picked(e: Equation, p: _Pick, fill: bool) -> int:
     """A value of shape ``p.row_shape``."""
     dtype = e.out_dtype
-    index = e.convert(_flat(e, p), "int32") if fill else _clamped_pick(e, p)  # as JAX, modulo 2**32 if filled
+    index = _flat(e, p)
+    index = e.convert(index, "int32") if fill else _clamped(e, index, p.extent)  # as JAX, modulo 2**32 if filled
     least = -np.inf if is_float(dtype) else int(np.iinfo(dtype).min) if dtype in INTEGERS else False
-    kept = e.op("select_n", _hits(e, p, index), _full(e, least, p.shape), e.ins[0])
+    kept = e.op("select_n", _hits(e, p, index), e.full(least, p.shape), e.ins[0])
     found = e.op("reduce_max", kept, axes=(p.along,))
     if not fill:
         return found
     inside = _inside(e, p, index)
     rows = [d - (d > p.along) for d in p.index_dims]
     which = inside if e.shape_of(inside) == p.row_shape else e.broadcast(inside, p.row_shape, rows)
-    return e.op("select_n", which, _full(e, e.params["fill_value"], p.row_shape), found)
+    return e.op("select_n", which, e.full(e.params["fill_value"], p.row_shape), found)
 
 
 def _hits(e: Equation, p: _Pick, index: int) -> int:
@@ -467,23 +453,12 @@ def _inside(e: Equation, p: _Pick, index: int) -> int:
     return e.op("and", e.op("ge", index, first), e.op("le", index, last))
 
 
-def _clamped_pick(e: Equation, p: _Pick) -> int:
-    index = _flat(e, p)
-    dtype = e.dtype_of(index)
-    most = min(p.extent - 1, int(np.iinfo(dtype).max))
-    return e.op("clamp", e.builder.literal(0, dtype), index, e.builder.literal(most, dtype))
-
-
-def _full(e: Equation, scalar: Any, shape: Sequence[int]) -> int:
-    """``scalar``, rounded to the result's dtype, everywhere."""
-    return e.broadcast(e.constant(scalar), shape, ())
-
-
 # --- all other primitives, and the table of the rules -----------------------------------------------------------------------------
 
 Rule = Callable[[Equation], "int | list[int] | str"]
 
 _MOST_PIECES = 64  # an unstack into more stays one op
+_LOG2_E = 1.4426950408889634
 _UNROLLED_TERMS = 8  # polynomials of more terms are loops in JAX's lowering
 
 
@@ -631,7 +606,7 @@ def _window(e: Equation) -> int | list[int]:
     dims = [d for d, (n, m) in enumerate(zip(shape, window, strict=True)) if m != n]
     if not dims:
         return [arrays[-1]]
-    numbers = [constant_of(e.builder, starts[d]) for d in dims]
+    numbers = [e.builder.constant_of(starts[d]) for d in dims]
     if not updates and None not in numbers:
         first = [0] * len(shape)
         for d, number in zip(dims, numbers, strict=True):
@@ -656,7 +631,7 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _reduce_precision,
     "device_put": _device_put,
     "one_minus_square": _one_minus_square,
-    "log2": lambda e: e.op("mul", e.op("log", *e.ins), e.constant(LOG2_E)),
+    "log2": lambda e: e.op("mul", e.op("log", *e.ins), e.constant(_LOG2_E)),
     "pow": _pow,
     "polynomial": _polynomial,
     "broadcast_in_dim": _broadcast_in_dim,

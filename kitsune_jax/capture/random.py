@@ -17,7 +17,7 @@ import jax
 
 from kitsune_jax import _compat
 from kitsune_jax.capture.edit import Builder, Origin, Step, value_of
-from kitsune_jax.capture.equation import Equation, constant_of
+from kitsune_jax.capture.equation import Equation
 from kitsune_jax.ops.spec import np_dtype
 
 # --- keys -------------------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _split_keys(e: Equation) -> list[int] | None:
     if all(eqn.primitive.name != "random_split" for eqn in e.step.origin.eqns):
         return None
     *outer, few = e.out_shape or (0,)
-    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or constant_of(e.builder, e.ins[2]) != 0:
+    if not outer or not 1 < few <= _FEW or not _counts_along_last(e, e.ins[3]) or e.builder.constant_of(e.ins[2]) != 0:
         return None
     keys = [v if e.shape_of(v) == () else e.reshape(v, outer) for v in e.ins[:2] if e.shape_of(v) in ((), (*outer, 1))]
     if len(keys) < 2 or all(e.shape_of(v) == () for v in keys):
@@ -137,7 +137,7 @@ def _counts_along_last(e: Equation, v: int) -> bool:
 
 def _repeated(e: Equation, v: int) -> int:
     """``v`` in the shape of the result or as a number, by one op where its dimensions of extent 1 were added for that."""
-    if (number := constant_of(e.builder, v)) is not None:
+    if (number := e.builder.constant_of(v)) is not None:
         return e.constant(number)
     if e.shape_of(v) == e.out_shape:
         return v
@@ -183,7 +183,7 @@ def shifted_out(e: Equation) -> int | None:
     by = e.builder.values[amount].literal
     if by is None or not by >= 8 * np_dtype(e.out_dtype).itemsize:
         return None
-    return e.constant(0) if e.out_shape == () else e.broadcast(e.constant(0), e.out_shape, ())
+    return e.full(0, e.out_shape) if e.out_shape else e.constant(0)
 
 
 def all_bits(e: Equation) -> int | None:
@@ -200,7 +200,7 @@ def counts(e: Equation) -> list[int] | str:
     shape = e.out_shape
     if math.prod(shape) >= 2**32:
         return f"{e.name}: counts beyond 32 bits"
-    return [e.broadcast(e.constant(0), shape, ()), _places(e, shape)]
+    return [e.full(0, shape), _places(e, shape)]
 
 
 def _places(e: Equation, shape: tuple[int, ...]) -> int:
@@ -212,4 +212,4 @@ def _places(e: Equation, shape: tuple[int, ...]) -> int:
         place, stride = e.op("iota", shape=shape, dimension=d, dtype="uint32"), math.prod(shape[d + 1 :])
         part = place if stride == 1 else e.op("mul", place, e.constant(stride, "uint32"), dtype="uint32")
         low = part if low is None else e.op("add", low, part, dtype="uint32")
-    return e.broadcast(e.constant(0, "uint32"), shape, ()) if low is None else low
+    return e.full(0, shape, "uint32") if low is None else low

@@ -44,8 +44,8 @@ _BITS = frozenset({"random_bits", "threefry2x32"})  # some sixty operations for 
 
 
 def recompute_large(primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int) -> Division | None:
-    """Another division of a linearized function (see ``lean``), in which the backward pass recomputes large intermediates, such as
-    attention scores, from small values; None where no residual is much larger than its sources.
+    """Another division of a linearized function (see ``shrink_residuals``), in which the backward pass recomputes large
+    intermediates, such as attention scores, from small values; None where no residual is much larger than its sources.
 
     The scores of an attention have a number for each pair of a query and a key. They are one product of the queries and the keys,
     and elementwise work on it with the statistics of each row (its largest score, its sum), masks and biases. All of these are
@@ -343,39 +343,21 @@ class _MoveRepeater:
         return {x: cost for x, cost in leaves.items() if x not in made}, made
 
     def _rebuilt(self, gone: set[Any], again: dict[Any, None]) -> Division:
-        slots, forwarded, stored = list[Any](), list[int | None](), list[Any]()
-        names: dict[Any, Any] = {}  # variables of the primal jaxpr -> those of the tangent jaxpr
-        twice: dict[Any, Any] = {}
-        for slot, source, number in zip(self.slots, self.sources, self.forwarded, strict=True):
-            known = source is not None and not _compat.is_literal(source)
-            if known and source in names and source in gone:
-                twice[slot] = names[source]
-                continue
-            if known:
-                names.setdefault(source, slot)
-            if known and source in gone:
-                continue
-            slots.append(slot)
-            forwarded.append(number)
-            if number is None:
-                stored.append(source)
-        repeated = [e for v, e in self.moves.items() if v in again and (v in gone or v not in names)]
-        for v in dict.fromkeys(v for e in repeated for v in e.invars if not _compat.is_literal(v)):
-            if v not in names and v not in again:
-                names[v] = v
-                slots.append(v)
-                forwarded.append(self.arguments.get(v))
-                if v not in self.arguments:
-                    stored.append(v)
-        eqns = [renamed(e, names) for e in repeated]
-        rest, outs = self.tangent.eqns, self.tangent.outvars
-        if twice:
-            rest, outs = [renamed(e, twice) for e in rest], rename_all(outs, twice)
-        tangents = self.tangent.invars[len(self.slots) :]
+        known = [v is not None and not _compat.is_literal(v) for v in self.sources]
+        stay = [k for k, v in enumerate(self.sources) if not (known[k] and v in gone)]
+        at = {self.sources[k]: self.slots[k] for k in reversed(stay) if known[k]}
+        repeated = [e for v, e in self.moves.items() if v in again and v not in at]
+        leaves = dict.fromkeys(v for e in repeated for v in e.invars if not _compat.is_literal(v))
+        new = [v for v in leaves if v not in at and v not in again]
+        replaced = {slot: v for slot, v, k in zip(self.slots, self.sources, known, strict=True) if k and v in gone}
+        eqns = [*(renamed(e, at) for e in repeated), *(renamed(e, replaced) for e in self.tangent.eqns)]
+        outs = rename_all(self.tangent.outvars, replaced)
+        invars = [*(self.slots[k] for k in stay), *new, *self.tangent.invars[len(self.slots) :]]
+        stored = [*(self.sources[k] for k in stay if self.forwarded[k] is None), *(v for v in new if v not in self.arguments)]
         return (
             _compat.replace_jaxpr(self.closed[0], outvars=[*self.primal.outvars[: self.results], *stored]),
-            _compat.replace_jaxpr(self.closed[1], invars=[*slots, *tangents], eqns=[*eqns, *rest], outvars=outs),
-            tuple(forwarded),
+            _compat.replace_jaxpr(self.closed[1], invars=invars, eqns=eqns, outvars=outs),
+            (*(self.forwarded[k] for k in stay), *(self.arguments.get(v) for v in new)),
         )
 
 

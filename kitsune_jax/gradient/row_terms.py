@@ -323,7 +323,7 @@ class _RowTerms:
             return whole
         k = next((k for k, v in enumerate(ins) if self._is_linear(v)), None) if case is None else case
         linear = k is not None and self._is_linear(ins[k])
-        simple = name in ("neg", "convert_element_type", "select_n") or (name in ("mul", "div") and k == 0) or name == "mul"
+        simple = name in ("neg", "convert_element_type", "select_n", "mul") or name == "div" and k == 0
         if not linear or not simple or sum(map(self._is_linear, ins)) != 1:
             return whole
         assert k is not None
@@ -403,7 +403,7 @@ class _RowTerms:
                 return x
             kept = sorted(place, key=lambda d: place[d])
             narrow = lax.transpose(lax.squeeze(x, over), [sorted(place).index(d) for d in kept])
-            return lax.broadcast_in_dim(narrow, _sizes(narrow, shape, [place[d] for d in kept]), [place[d] for d in kept])
+            return lax.expand_dims(narrow, [k for k in range(len(shape)) if k not in place.values()])
 
         def evaluate(read: Read, handed: dict[int, Any]) -> Any:
             u = row.u.of(read(row.u.v))
@@ -418,27 +418,16 @@ class _RowTerms:
         return evaluate
 
 
-def _sizes(narrow: Any, shape: Sequence[int], at: Sequence[int]) -> list[int]:
-    sizes = [1] * len(shape)
-    for n, k in zip(narrow.shape, at, strict=True):
-        sizes[k] = n
-    return sizes
-
-
 def _thin(flat: Flat, v: Atom, over: Sequence[int]) -> _RowValue | None:
     """``v`` if it has one element in each row, or the value that was repeated along the rows to make it."""
-    if not is_value(v):
-        return _RowValue(v)
-    if _is_row(flat.avals[v].shape, over):
+    if not is_value(v) or _is_row(flat.avals[v].shape, over):
         return _RowValue(v)
     step = flat.maker.get(v)
     if step is None or step.eqn.primitive.name != "broadcast_in_dim":
         return None
     shape = [1] * len(flat.avals[v].shape)
     dims = tuple(map(int, step.eqn.params["broadcast_dimensions"]))
-    for n, d in zip(
-        step.inputs[0].aval.shape if not is_value(step.inputs[0]) else flat.avals[step.inputs[0]].shape, dims, strict=True
-    ):
+    for n, d in zip(step.eqn.invars[0].aval.shape, dims, strict=True):
         shape[d] = n
     return _RowValue(step.inputs[0], tuple(shape), dims) if _is_row(shape, over) else None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = bool | int | float
@@ -144,6 +144,25 @@ def reached(start: Iterable[int], near: Callable[[int], Iterable[int]]) -> set[i
         found |= new
         work += new
     return found
+
+
+class DisjointSets:
+    """Sets that are joined. Every key is in one, at first by itself."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, Hashable] = {}
+
+    def root(self, key: Hashable) -> Hashable:
+        """The key that represents the set of ``key``."""
+        while (parent := self._parent.get(key, key)) != key:
+            self._parent[key] = self._parent.get(parent, parent)
+            key = parent
+        return key
+
+    def join(self, keys: Sequence[Hashable]) -> None:
+        for key in keys[1:]:
+            if (root := self.root(key)) != (first := self.root(keys[0])):
+                self._parent[root] = first
 
 
 def topological(needs: Sequence[Collection[int]], rank: Sequence[int]) -> list[int]:

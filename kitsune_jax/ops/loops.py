@@ -13,13 +13,13 @@ Invariant: two dimensions are in one class if index i of one meets only index i 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from jax import lax
 
-from kitsune_jax.ops.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.spec import Array, DimRelation, Dims, OpSpec, Params, Shapes, np_dtype
+from kitsune_jax.ops.graph import DisjointSets, Graph, Op, Value, make_params
+from kitsune_jax.ops.spec import DimRelation, Dims, OpSpec, Shapes, np_dtype
 
 Table = Mapping[str, OpSpec]
 DimLabels = tuple[tuple[int, ...], ...]
@@ -135,23 +135,24 @@ _Dim = tuple[int, int]  # (value of the body, dimension)
 
 
 class Classes:
-    """Classes of dimensions of a loop's body that stream together. ``why``: class -> the reason why it cannot stream."""
+    """Classes of dimensions of a loop's body that stream together. ``root``: gives the dimension that represents the class of one.
+    ``why``: such a dimension -> the reason why its class cannot stream."""
 
     def __init__(self, table: Table, op: Op):
         body, p = body_of(op), parts(op)
-        self._parent: dict[_Dim, _Dim] = {}
-        stops: list[tuple[_Dim, str]] = []
+        sets = DisjointSets()
+        self.root = sets.root
+        stops: list[tuple[Hashable, str]] = []
         for a, b in zip(p.in_carries, p.in_next, strict=True):
             for d in range(len(body.values[a].shape)):
-                self._join((a, d), (b, d))
+                sets.join([(a, d), (b, d)])
         for inner in body.ops:
             ins, outs = (tuple(body.values[v].shape for v in ids) for ids in (inner.inputs, inner.outputs))
             operands = (*inner.inputs, *inner.outputs)
             for relation in table[inner.kind].relate(inner, ins, outs):
                 members = [(operands[k], d) for k, d in relation.members]
                 if relation.role == "parallel":
-                    for member in members[1:]:
-                        self._join(members[0], member)
+                    sets.join(members)
                 elif relation.role != "created":
                     stops += [(member, _why(inner, relation)) for member in members]
         for v, value in enumerate(body.values):
@@ -160,21 +161,9 @@ class Classes:
                 if (root := self.root((v, d))) in seen:
                     stops.append((root, "it corresponds to two dimensions of one array"))
                 seen.add(root)
-        self.why: dict[_Dim, str] = {}
+        self.why: dict[Hashable, str] = {}
         for dim, why in stops:
             self.why.setdefault(self.root(dim), why)
-
-    def root(self, dim: _Dim) -> _Dim:
-        """The dimension that represents the class of ``dim``."""
-        while (parent := self._parent.get(dim, dim)) != dim:
-            self._parent[dim] = self._parent.get(parent, parent)
-            dim = parent
-        return dim
-
-    def _join(self, a: _Dim, b: _Dim) -> None:
-        a, b = self.root(a), self.root(b)
-        if a != b:
-            self._parent[b] = a
 
 
 def _why(op: Op, relation: DimRelation) -> str:
@@ -201,7 +190,7 @@ def labels_inside(table: Table, op: Op, labels: Sequence[DimLabels | None]) -> d
     label).
     """
     body, classes, p = body_of(op), Classes(table, op), parts(op)
-    axes: dict[_Dim, tuple[int, ...]] = {}
+    axes: dict[Hashable, tuple[int, ...]] = {}
     streams: set[int] = set()
     for k, v, time in _outside(op):
         mine = labels[k] if k < len(labels) else None
@@ -272,7 +261,7 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
         classes = Classes(table, op)
         body = body_of(op)
         relations = []
-        members: dict[_Dim, list[tuple[int, int]]] = {}
+        members: dict[Hashable, list[tuple[int, int]]] = {}
         for k, v, time in _outside(op):
             if time:
                 relations.append(DimRelation("mixed", ((k, 0),), _TIME))
@@ -296,8 +285,5 @@ def entries(table: MutableMapping[str, OpSpec]) -> dict[str, OpSpec]:
                 return f"{inner.label or inner.kind} ({inner.source}): {why}"
         return ""
 
-    def numpy(params: Params, /, *arrays: Array, out_dtype: str) -> Array:
-        raise ValueError("a loop has several results: use reference.graph.evaluate_numpy")
-
     doc = "constants, carries, xs -> carries, ys: the body, length times, each time on the carries that it made before"
-    return {"scan": OpSpec("scan", "loop", None, numpy, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}
+    return {"scan": OpSpec("scan", "loop", None, relate, 0, doc, gives="any", mixes=True, alone=alone, measured=False)}

@@ -1,8 +1,8 @@
 """Entries of the op table that combine elements: reductions, cumulative ops, dot_general, and reads and sums by an index.
 
 Out: ``REDUCTIONS``, ``INDEXED`` and ``ONLINE``, entries by kind. Invariants: floating sums and products accumulate in float32 or
-wider (``scatter_sum`` and ``scatter_prod`` in float64) and round once, to the result's dtype; integers wrap in their own dtype; an
-index below 0 or beyond the last element is out of range, for any dtype; ``take`` is exact.
+wider and round once, to the result's dtype; integers wrap in their own dtype; an index below 0 or beyond the last element is out of
+range, for any dtype; ``take`` is exact.
 
 Over a stream, an index that streams makes ``take`` a gather from a stationary table, and a scatter a sink. An index that does not
 stream selects inside every row: the instructions ``take`` and ``put`` of the tile program.
@@ -11,8 +11,6 @@ stream selects inside every row: the instructions ``take`` and ``put`` of the ti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,11 +23,9 @@ from kitsune_jax.ops.spec import (
     DTYPES,
     FLOATS,
     NUMBERS,
-    Array,
     DimRelation,
     Dims,
     LocalOp,
-    NumpyRule,
     OpSpec,
     Params,
     Shapes,
@@ -37,24 +33,10 @@ from kitsune_jax.ops.spec import (
     is_narrow,
     np_dtype,
     one_axis,
-    round_to,
-    to_double,
-    widen,
+    same_dims,
 )
 
 # --- reductions, arg-reductions, cumulative ops, dot_general ----------------------------------------------------------------------
-
-FOLDS: Mapping[str, np.ufunc] = MappingProxyType(
-    {
-        "sum": np.add,
-        "max": np.maximum,
-        "min": np.minimum,
-        "prod": np.multiply,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-    }
-)
 
 
 def identity(fold: str, dtype: np.dtype[Any]) -> Scalar:
@@ -74,47 +56,6 @@ def identity(fold: str, dtype: np.dtype[Any]) -> Scalar:
     return int(np.iinfo(dtype).min if fold == "max" else np.iinfo(dtype).max)
 
 
-def _reduction(fold: str, wide: bool) -> NumpyRule:
-    def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
-        x = to_double(np.asarray(x)) if wide else widen(np.asarray(x))
-        with np.errstate(all="ignore"):
-            folded = FOLDS[fold].reduce(x, axis=tuple(params["axes"]), dtype=x.dtype, initial=identity(fold, x.dtype))
-            return round_to(folded, out_dtype)
-
-    return rule
-
-
-def _arg_reduction(function: Callable[..., Any]) -> NumpyRule:
-    """The index of the first NaN if there is one, else of the first extreme element."""
-
-    def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
-        return round_to(function(widen(np.asarray(x)), axis=params["axis"]), out_dtype)
-
-    return rule
-
-
-def _cumulative(ufunc: np.ufunc, wide: bool) -> NumpyRule:
-    def rule(params: Params, /, x: Array, *, out_dtype: str) -> Array:
-        x = to_double(np.asarray(x)) if wide else widen(np.asarray(x))
-        axis, reverse = params["axis"], params["reverse"]
-        with np.errstate(all="ignore"):
-            forward = np.flip(x, axis) if reverse else x
-            result = ufunc.accumulate(forward, axis=axis, dtype=x.dtype)
-        return round_to(np.flip(result, axis) if reverse else result, out_dtype)
-
-    return rule
-
-
-def _dot_general(params: Params, /, lhs: Array, rhs: Array, *, out_dtype: str) -> Array:
-    """Result dimensions: batch, free of the left, free of the right. Multiplied and added in ``accumulate``."""
-    dtype = np_dtype(params["accumulate"])
-    x, batch, free_x, depth = _matrix(np.asarray(lhs).astype(dtype), params["lhs_batch"], params["lhs_contract"])
-    y, _, free_y, _ = _matrix(np.asarray(rhs).astype(dtype), params["rhs_batch"], params["rhs_contract"])
-    with np.errstate(all="ignore"):
-        out = np.matmul(x, y.swapaxes(1, 2)) if depth else np.zeros((x.shape[0], x.shape[1], y.shape[1]), dtype)
-    return round_to(out.reshape((*batch, *free_x, *free_y)), out_dtype)
-
-
 def _dot_by_jax(params: Params, /, lhs: Any, rhs: Any, *, out: Value) -> Any:
     """``dot_general`` with its own precision: ``lax.dot_general`` would replace an unset one by the current default."""
     precision = None if params["precision"] is None else (lax.Precision[params["precision"]],) * 2
@@ -126,14 +67,6 @@ def _dot_by_jax(params: Params, /, lhs: Any, rhs: Any, *, out: Value) -> Any:
         preferred_element_type=np_dtype(out.dtype),
         out_sharding=None,
     )
-
-
-def _matrix(x: Array, batch: tuple[int, ...], contract: tuple[int, ...]) -> tuple[Array, tuple[int, ...], tuple[int, ...], int]:
-    """``x`` as (batch, free, contracted), the sizes of the batch and of the free dimensions, and the contracted extent."""
-    free = tuple(d for d in range(x.ndim) if d not in batch and d not in contract)
-    sizes = [tuple(x.shape[d] for d in dims) for dims in (batch, free, contract)]
-    b, f, c = (int(np.prod(s, dtype=np.int64)) for s in sizes)
-    return x.transpose((*batch, *free, *contract)).reshape(b, f, c), sizes[0], sizes[1], c
 
 
 # --- dimension relations --------------------------------------------------------------------------------------------------------
@@ -157,10 +90,7 @@ def _reduced(rank: int, axes: tuple[int, ...], role: str, why: str) -> tuple[Dim
 
 def _relate_cumulative(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
     why = "each element depends on those before it along the dimension"
-    return tuple(
-        DimRelation("mixed", ((0, d), (1, d)), why) if d == op["axis"] else DimRelation("parallel", ((0, d), (1, d)))
-        for d in range(len(in_shapes[0]))
-    )
+    return same_dims(len(in_shapes[0]), why=lambda d: why if d == op["axis"] else "")
 
 
 def _relate_dot(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
@@ -275,70 +205,53 @@ def _local_dot_sink(op: Op, x: Dims, y: Dims) -> LocalOp:
 # --- the entries -----------------------------------------------------------------------------------------------------------------
 
 
-def _reduce(fold: str, cuda: str, dtypes: tuple[str, ...] = DTYPES, wide: bool = False) -> OpSpec:
+def _reduce(fold: str, cuda: str, dtypes: tuple[str, ...] = DTYPES) -> OpSpec:
     """``cuda``: the type in the device library that folds this way; "" if there is none."""
-    rule, doc = _reduction(fold, wide), f"{fold} over axes"
     by_jax = getattr(lax, f"reduce_{fold}")
-    return OpSpec(f"reduce_{fold}", "reduce", 1, rule, _relate_reduction, 1, doc, dtypes, fold=fold, local=_local_reduce,
+    return OpSpec(f"reduce_{fold}", "reduce", 1, _relate_reduction, 1, f"{fold} over axes", dtypes, fold=fold, local=_local_reduce,
                   cuda={"any": cuda} if cuda else {}, jax=lambda p, x, out: by_jax(x, p["axes"]))  # fmt: skip
 
 
-def _arg(fold: str, function: Callable[..., Any]) -> OpSpec:
-    doc = "along axis; NaN wins, ties take the first"
+def _arg(fold: str) -> OpSpec:
     by_jax = getattr(lax, fold)
-    return OpSpec(fold, "argreduce", 1, _arg_reduction(function), _relate_arg, 2, doc, gives="any", fold=fold, local=one_axis,
-                  jax=lambda p, x, out: by_jax(x, p["axis"], np_dtype(out.dtype)))  # fmt: skip
+    return OpSpec(fold, "argreduce", 1, _relate_arg, 2, "along axis; NaN wins, ties take the first", gives="any", fold=fold,
+                  local=one_axis, jax=lambda p, x, out: by_jax(x, p["axis"], np_dtype(out.dtype)))  # fmt: skip
 
 
-def _running(fold: str, ufunc: np.ufunc, flops: float, dtypes: tuple[str, ...] = DTYPES, wide: bool = False) -> OpSpec:
-    rule = _cumulative(ufunc, wide)
-    doc = f"running {fold} along axis"
+def _running(fold: str, flops: float, dtypes: tuple[str, ...] = DTYPES) -> OpSpec:
     by_jax = getattr(lax, f"cum{fold}")
-    return OpSpec(f"cum{fold}", "cumulative", 1, rule, _relate_cumulative, flops, doc, dtypes, fold=fold, local=_local_cumulative,
-                  takes=("axis", "reverse"), jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
+    return OpSpec(f"cum{fold}", "cumulative", 1, _relate_cumulative, flops, f"running {fold} along axis", dtypes, fold=fold,
+                  local=_local_cumulative, takes=("axis", "reverse"),
+                  jax=lambda p, x, out: by_jax(x, p["axis"], p["reverse"]))  # fmt: skip
 
 
 # Micro-kernels number the folds by their place among these (``Reduction`` and ``Cumulative`` in cpu/include/kitsune_cpu).
 REDUCTIONS: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
-        _reduce("sum", "Sum", NUMBERS, wide=True),
+        _reduce("sum", "Sum", NUMBERS),
         _reduce("max", "Max"),
         _reduce("min", "Min"),
-        _reduce("prod", "Prod", NUMBERS, wide=True),
+        _reduce("prod", "Prod", NUMBERS),
         _reduce("and", "And", BITS),
         _reduce("or", "Or", BITS),
         _reduce("xor", "", BITS),
-        _arg("argmax", np.argmax),
-        _arg("argmin", np.argmin),
-        _running("sum", np.add, 1, NUMBERS, wide=True),
-        _running("prod", np.multiply, 1, NUMBERS, wide=True),
-        _running("max", np.maximum, 1),
-        _running("min", np.minimum, 1),
-        _running("logsumexp", np.logaddexp, 24, FLOATS, wide=True),
-        OpSpec(
-            "dot_general",
-            "dot",
-            2,
-            _dot_general,
-            _relate_dot,
-            2,
-            "contracted over lhs_contract, rhs_contract, one by one over lhs_batch, rhs_batch; accumulated in accumulate",
-            NUMBERS,
-            gives="any",
-            mixes=True,
-            fold="sum",
-            local=_local_dot,
-            alone=_dot_alone,
-            jax=_dot_by_jax,
-        ),
+        _arg("argmax"),
+        _arg("argmin"),
+        _running("sum", 1, NUMBERS),
+        _running("prod", 1, NUMBERS),
+        _running("max", 1),
+        _running("min", 1),
+        _running("logsumexp", 24, FLOATS),
+        OpSpec("dot_general", "dot", 2, _relate_dot, 2,
+               "contracted over lhs_contract, rhs_contract, one by one over lhs_batch, rhs_batch; accumulated in accumulate",
+               NUMBERS, gives="any", mixes=True, fold="sum", local=_local_dot, alone=_dot_alone, jax=_dot_by_jax),
     )
-}
+}  # fmt: skip
 
 
 # --- reads and sums by an index: ``take`` and ``scatter_sum``, ``_max``, ``_min``, ``_prod`` --------------------------------------
 
-MODES = ("clip", "fill", "promise_in_bounds")
 _LONGEST = 4096  # elements of a dimension that is indexed inside each row
 _UNFINISHED = "a lookup may read any row of its table, which is complete only after the last row of the stream"
 _OPEN = "any row of its result may change until the stream ends"
@@ -358,46 +271,9 @@ def filling(fill: Scalar | None, dtype: str) -> Scalar:
     return True if dtype == "bool" else int(np.iinfo(dtype).min if dtype.startswith("int") else np.iinfo(dtype).max)
 
 
-# --- meaning --------------------------------------------------------------------------------------------------------------------
-
-
-def _positions(index: Array, n: int) -> tuple[Array, Array]:
-    """(the index as int64, clipped to [0, n), and a mask of the indices inside)."""
-    inside = (index >= 0) & (index < n)
-    top = np.asarray(max(n - 1, 0), np.uint64).astype(np.int64)
-    return np.where(inside, index, np.where(index < 0, 0, top)).astype(np.int64), inside
-
-
-def _take(params: Params, /, x: Array, index: Array, *, out_dtype: str) -> Array:
-    x, axis = np.asarray(x), params["axis"]
-    at, inside = _positions(np.asarray(index), x.shape[axis])
-    filled = params["mode"] == "fill"
-    fill = np.asarray(filling(params["fill"], str(x.dtype)) if filled else 0).astype(x.dtype)
-    shape = (*x.shape[:axis], *at.shape, *x.shape[axis + 1 :])
-    if x.shape[axis] == 0:
-        return np.full(shape, fill)
-    found = np.take(x, at, axis)
-    after = (1,) * (x.ndim - 1 - axis)
-    return np.where(inside.reshape((*inside.shape, *after)), found, fill) if filled else found
-
-
-def _scatter(fold: str) -> NumpyRule:
-    def rule(params: Params, /, updates: Array, index: Array, *, out_dtype: str) -> Array:
-        axis, n, rank = params["axis"], params["n"], np.ndim(index)
-        x = to_double(np.asarray(updates))
-        rows = np.moveaxis(x, range(axis, axis + rank), range(rank))
-        at, inside = _positions(np.asarray(index), n)
-        out = np.full((n, *rows.shape[rank:]), identity(fold, x.dtype), x.dtype)
-        with np.errstate(all="ignore"):
-            FOLDS[fold].at(out, at[inside], rows[inside])
-            return round_to(np.moveaxis(out, 0, axis), out_dtype)
-
-    return rule
-
-
 # --- by JAX ---------------------------------------------------------------------------------------------------------------------
 
-_GATHER_MODES = {
+GATHER_MODES = {
     "clip": lax.GatherScatterMode.CLIP,
     "fill": lax.GatherScatterMode.FILL_OR_DROP,
     "promise_in_bounds": lax.GatherScatterMode.PROMISE_IN_BOUNDS,
@@ -410,7 +286,7 @@ def _take_by_jax(params: Params, /, x: Any, index: Any, *, out: Value) -> Any:
     numbers = lax.GatherDimensionNumbers(offset_dims=(*before, *after), collapsed_slice_dims=(axis,), start_index_map=(axis,))
     sizes = [1 if d == axis else n for d, n in enumerate(x.shape)]
     return lax.gather(
-        x, lax.expand_dims(index, (rank,)), numbers, sizes, mode=_GATHER_MODES[params["mode"]], fill_value=params["fill"]
+        x, lax.expand_dims(index, (rank,)), numbers, sizes, mode=GATHER_MODES[params["mode"]], fill_value=params["fill"]
     )
 
 
@@ -516,8 +392,8 @@ def may_differ(op: Op) -> bool:
 # --- the entries -----------------------------------------------------------------------------------------------------------------
 
 
-def _scatter_spec(fold: str, function: Any, dtypes: tuple[str, ...]) -> OpSpec:
-    return OpSpec(f"scatter_{fold}", "scatter", 2, _scatter(fold), _relate_scatter, 1,
+def _scatter(fold: str, function: Any, dtypes: tuple[str, ...]) -> OpSpec:
+    return OpSpec(f"scatter_{fold}", "scatter", 2, _relate_scatter, 1,
                   f"(updates, index): the {fold} of what each index in [0, n) brings; its dimensions, from axis on, become one",
                   dtypes, mixes=True, fold=fold, local=_local_scatter, alone=_scatter_alone,
                   jax=_scatter_by_jax(fold, function))  # fmt: skip
@@ -526,12 +402,12 @@ def _scatter_spec(fold: str, function: Any, dtypes: tuple[str, ...]) -> OpSpec:
 INDEXED: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
-        OpSpec("take", "gather", 2, _take, _relate_take, 0, "(x, index): elements of dimension axis; mode: out of range",
-               mixes=True, local=_local_take, alone=_take_alone, jax=_take_by_jax),
-        _scatter_spec("sum", lax.scatter_add, NUMBERS),
-        _scatter_spec("max", lax.scatter_max, DTYPES),
-        _scatter_spec("min", lax.scatter_min, DTYPES),
-        _scatter_spec("prod", lax.scatter_mul, NUMBERS),
+        OpSpec("take", "gather", 2, _relate_take, 0, "(x, index): elements of dimension axis; mode: out of range", mixes=True,
+               local=_local_take, alone=_take_alone, jax=_take_by_jax),
+        _scatter("sum", lax.scatter_add, NUMBERS),
+        _scatter("max", lax.scatter_max, DTYPES),
+        _scatter("min", lax.scatter_min, DTYPES),
+        _scatter("prod", lax.scatter_mul, NUMBERS),
     )
 }  # fmt: skip
 
@@ -545,16 +421,6 @@ INDEXED: dict[str, OpSpec] = {
 # infinite or NaN; otherwise such a sum is NaN. An empty sum is 0.
 
 _ROWS = {"axis": 0, "mode": "clip", "fill": None}
-
-
-def _sum(params: Params, /, values: Array, index: Array, scores: Array, *, out_dtype: str) -> Array:
-    v, s = to_double(np.asarray(values)), to_double(np.asarray(scores))
-    with np.errstate(all="ignore"):
-        largest = INDEXED["scatter_max"].numpy(params, s, index, out_dtype=str(s.dtype))
-        used = np.where(np.isfinite(largest), largest, 0) if params["finite"] else largest
-        of_rows = INDEXED["take"].numpy(_ROWS, used, index, out_dtype=str(s.dtype))
-        factor = np.exp(s - of_rows).reshape((*s.shape, *(1,) * (v.ndim - s.ndim)))
-        return round_to(INDEXED["scatter_sum"].numpy(params, v * factor, index, out_dtype=str(v.dtype)), out_dtype)
 
 
 def _sum_by_jax(params: Params, /, values: Any, index: Any, scores: Any, *, out: Value) -> Any:
@@ -596,10 +462,8 @@ def _local(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 
 
 ONLINE: dict[str, OpSpec] = {
-    spec.kind: spec
-    for spec in (
-        OpSpec("scatter_exp_sum", "scatter", 3, _sum, _relate, 1,
-               "(values, index, scores): the sum of values * e^(scores - the largest of the index) of each index in [0, n)",
-               ("float16", "bfloat16", "float32"), mixes=True, fold="sum", local=_local, alone=_alone, jax=_sum_by_jax),
-    )
+    "scatter_exp_sum": OpSpec(
+        "scatter_exp_sum", "scatter", 3, _relate, 1,
+        "(values, index, scores): the sum of values * e^(scores - the largest of the index) of each index in [0, n)",
+        ("float16", "bfloat16", "float32"), mixes=True, fold="sum", local=_local, alone=_alone, jax=_sum_by_jax)
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Entries of the op table that move or make elements: broadcast, reshape, transpose, slice, pad, concatenate, iota, windows.
 
-Out: ``SHAPES`` and ``WINDOWS``, entries by kind. Invariant: no arithmetic, so every rule is exact in every dtype.
+Out: ``SHAPES`` and ``WINDOWS``, entries by kind. Invariant: no arithmetic, so all are exact in every dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax.ops.graph import Op, Param, make_params
-from kitsune_jax.ops.spec import ROWS, Array, DimRelation, Dims, LocalOp, OperandDim, OpSpec, Params, Shapes, np_dtype
+from kitsune_jax.ops.spec import ROWS, Array, DimRelation, Dims, LocalOp, OperandDim, OpSpec, Params, Shapes, np_dtype, same_dims
 
 
 def created(operand: int, dims: Sequence[int]) -> Iterator[DimRelation]:
@@ -75,8 +75,7 @@ def _relate_transpose(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[Di
 
 
 def _relate_rev(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
-    reversed_dims = op["dimensions"]
-    return _same_dims(len(in_shapes[0]), lambda d: "the dimension is reversed" if d in reversed_dims else "")
+    return same_dims(len(in_shapes[0]), why=lambda d: "the dimension is reversed" if d in op["dimensions"] else "")
 
 
 def _relate_slice(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
@@ -87,29 +86,19 @@ def _relate_slice(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRel
         whole = op["start"][d] == 0 and op["limit"][d] == x[d] and strides[d] == 1
         return "" if whole else "the dimension is sliced"
 
-    return _same_dims(len(x), why)
+    return same_dims(len(x), why=why)
 
 
 def _relate_pad(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
     def why(d: int) -> str:
         return "the dimension is padded" if op["low"][d] or op["high"][d] or op["interior"][d] else ""
 
-    return _same_dims(len(in_shapes[0]), why, out=2)
-
-
-def _same_dims(rank: int, why, out: int = 1) -> tuple[DimRelation, ...]:  # type: ignore[no-untyped-def]
-    """Dimension d of operand 0 and of the result: parallel, or mixed for the reason ``why(d)``."""
-    return tuple(DimRelation("mixed" if why(d) else "parallel", ((0, d), (out, d)), why(d)) for d in range(rank))
+    return same_dims(len(in_shapes[0]), (0, 2), why)
 
 
 def _relate_concatenate(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
     operands, along = range(len(in_shapes) + 1), op["dimension"]
-    return tuple(
-        DimRelation("mixed", tuple((k, d) for k in operands), "the dimension is concatenated")
-        if d == along
-        else DimRelation("parallel", tuple((k, d) for k in operands))
-        for d in range(len(out_shapes[0]))
-    )
+    return same_dims(len(out_shapes[0]), operands, lambda d: "the dimension is concatenated" if d == along else "")
 
 
 def relate_reshape(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
@@ -120,7 +109,7 @@ def relate_reshape(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRe
     """
     (x,), (out,) = in_shapes, out_shapes
     if x == out:
-        return tuple(DimRelation("parallel", ((0, d), (1, d))) for d in range(len(x)))
+        return same_dims(len(x))
     if 0 in x:
         return (DimRelation("reshaped", (*((0, d) for d in range(len(x))), *((1, d) for d in range(len(out))))),)
     relations: list[DimRelation] = []
@@ -231,29 +220,29 @@ def _local_iota(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 SHAPES: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
-        OpSpec("broadcast_in_dim", "broadcast", 1, _broadcast_in_dim, _relate_broadcast, local=_local_broadcast,
+        OpSpec("broadcast_in_dim", "broadcast", 1, _relate_broadcast, local=_local_broadcast, numpy=_broadcast_in_dim,
                doc="input dimension i becomes dims[i] of shape",
                jax=lambda p, x, out: lax.broadcast_in_dim(x, p["shape"], p["dims"])),
-        OpSpec("reshape", "reshape", 1, lambda p, /, x, *, out_dtype: np.asarray(x).reshape(p["new_sizes"]), relate_reshape,
-               local=_local_reshape, doc="the same elements in row-major order as new_sizes",
-               jax=lambda p, x, out: lax.reshape(x, p["new_sizes"])),
-        OpSpec("transpose", "transpose", 1, lambda p, /, x, *, out_dtype: np.asarray(x).transpose(p["permutation"]),
-               _relate_transpose, local=_local_transpose, doc="result dimension i is permutation[i]",
-               jax=lambda p, x, out: lax.transpose(x, p["permutation"])),
-        OpSpec("rev", "rev", 1, lambda p, /, x, *, out_dtype: np.flip(x, p["dimensions"]), _relate_rev,
+        OpSpec("reshape", "reshape", 1, relate_reshape, local=_local_reshape,
+               numpy=lambda p, /, x, *, out_dtype: np.asarray(x).reshape(p["new_sizes"]),
+               doc="the same elements in row-major order as new_sizes", jax=lambda p, x, out: lax.reshape(x, p["new_sizes"])),
+        OpSpec("transpose", "transpose", 1, _relate_transpose, local=_local_transpose,
+               numpy=lambda p, /, x, *, out_dtype: np.asarray(x).transpose(p["permutation"]),
+               doc="result dimension i is permutation[i]", jax=lambda p, x, out: lax.transpose(x, p["permutation"])),
+        OpSpec("rev", "rev", 1, _relate_rev, numpy=lambda p, /, x, *, out_dtype: np.flip(x, p["dimensions"]),
                local=lambda op, ins, out: LocalOp("rev", make_params(dimensions=tuple(map(ins[0].local, op["dimensions"])))),
                doc="reversed along dimensions", jax=lambda p, x, out: lax.rev(x, p["dimensions"])),
-        OpSpec("slice", "slice", 1, _slice, _relate_slice, local=_local_slice, doc="start, limit, strides (None: all 1)",
+        OpSpec("slice", "slice", 1, _relate_slice, local=_local_slice, numpy=_slice, doc="start, limit, strides (None: all 1)",
                jax=lambda p, x, out: lax.slice(x, p["start"], p["limit"], p["strides"])),
-        OpSpec("pad", "pad", 2, _pad, _relate_pad, local=_local_pad,
+        OpSpec("pad", "pad", 2, _relate_pad, local=_local_pad, numpy=_pad,
                doc="(x, fill): low, high (either may be negative) and interior padding",
                jax=lambda p, x, fill, out: lax.pad(x, fill, list(zip(p["low"], p["high"], p["interior"], strict=True)))),
-        OpSpec("concatenate", "concatenate", None, lambda p, /, *xs, out_dtype: np.concatenate(xs, p["dimension"]),
-               _relate_concatenate,
+        OpSpec("concatenate", "concatenate", None, _relate_concatenate,
+               numpy=lambda p, /, *xs, out_dtype: np.concatenate(xs, p["dimension"]),
                local=lambda op, ins, out: LocalOp("concatenate", make_params(dimension=out.local(op["dimension"]))),
                doc="one after the other along dimension", jax=lambda p, *xs, out: lax.concatenate(xs, p["dimension"])),
-        OpSpec("iota", "iota", 0, _iota, lambda op, in_shapes, out_shapes: tuple(created(0, range(len(out_shapes[0])))), flops=1,
-               local=_local_iota, gives="any", doc="the index along dimension of shape",
+        OpSpec("iota", "iota", 0, lambda op, in_shapes, out_shapes: tuple(created(0, range(len(out_shapes[0])))), flops=1,
+               local=_local_iota, numpy=_iota, gives="any", doc="the index along dimension of shape",
                jax=lambda p, out: lax.broadcasted_iota(np_dtype(out.dtype), p["shape"], p["dimension"])),
     )
 }  # fmt: skip
@@ -266,25 +255,6 @@ SHAPES: dict[str, OpSpec] = {
 # that a loop carries.
 
 _WHY = "the start of its slice along this dimension is known only at run time"
-
-
-def _window(dims: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], starts: tuple[Array, ...]) -> tuple[slice, ...]:
-    at = [slice(None)] * len(shape)
-    for d, size, start in zip(dims, sizes, starts, strict=True):
-        first = min(max(int(start), 0), shape[d] - size)
-        at[d] = slice(first, first + size)
-    return tuple(at)
-
-
-def _slice_window(params: Params, /, x: Array, *starts: Array, out_dtype: str) -> Array:
-    x = np.asarray(x)
-    return x[_window(params["dims"], params["sizes"], x.shape, starts)].copy()
-
-
-def _update(params: Params, /, x: Array, update: Array, *starts: Array, out_dtype: str) -> Array:
-    out, dims = np.array(x), params["dims"]
-    out[_window(dims, tuple(np.shape(update)[d] for d in dims), out.shape, starts)] = update
-    return out
 
 
 def _all_starts(rank: int, dims: tuple[int, ...], starts: tuple[Any, ...]) -> list[Any]:
@@ -301,32 +271,18 @@ def _update_by_jax(params: Params, /, x: Any, update: Any, *starts: Any, out: An
     return lax.dynamic_update_slice_p.bind(x, update, *_all_starts(np.ndim(x), params["dims"], starts))
 
 
+def _arrays(op: Op) -> int:
+    """How many operands are arrays; the others are starts."""
+    return 2 if op.kind == "dynamic_update_slice" else 1
+
+
 def _relate_window(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
-    out = len(in_shapes)
-    return tuple(
-        relation
-        for d in range(len(in_shapes[0]))
-        for relation in (
-            (DimRelation("mixed", ((0, d), (out, d)), _WHY),) if d in op["dims"] else (DimRelation("parallel", ((0, d), (out, d))),)
-        )
-    )
+    operands = (*range(_arrays(op)), len(in_shapes))
+    return same_dims(len(in_shapes[0]), operands, lambda d: _WHY if d in op["dims"] else "")
 
 
-def _relate_update(op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[DimRelation, ...]:
-    out = len(in_shapes)
-    return tuple(
-        DimRelation("mixed", ((0, d), (1, d), (out, d)), _WHY)
-        if d in op["dims"]
-        else DimRelation("parallel", ((0, d), (1, d), (out, d)))
-        for d in range(len(in_shapes[0]))
-    )
-
-
-def _alone(first: int) -> Any:
-    def alone(op: Op, ins: list[Dims]) -> str:
-        return "the start of its slice differs from row to row" if any(x.tile for x in ins[first:]) else ""
-
-    return alone
+def _alone(op: Op, ins: list[Dims]) -> str:
+    return "the start of its slice differs from row to row" if any(x.tile for x in ins[_arrays(op) :]) else ""
 
 
 def _local(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
@@ -337,11 +293,10 @@ def _local(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
 WINDOWS: dict[str, OpSpec] = {
     spec.kind: spec
     for spec in (
-        OpSpec("dynamic_slice", "window", None, _slice_window, _relate_window, 0,
-               "(x, a start for each of dims): sizes elements of these",
-               mixes=True, local=_local, alone=_alone(1), jax=_slice_by_jax, measured=False),
-        OpSpec("dynamic_update_slice", "window", None, _update, _relate_update, 0,
+        OpSpec("dynamic_slice", "window", None, _relate_window, 0, "(x, a start for each of dims): sizes elements of these",
+               mixes=True, local=_local, alone=_alone, jax=_slice_by_jax, measured=False),
+        OpSpec("dynamic_update_slice", "window", None, _relate_window, 0,
                "(x, update, a start for each of dims): x with the update there",
-               mixes=True, local=_local, alone=_alone(2), jax=_update_by_jax, measured=False),
+               mixes=True, local=_local, alone=_alone, jax=_update_by_jax, measured=False),
     )
 }  # fmt: skip

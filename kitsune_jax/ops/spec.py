@@ -42,6 +42,11 @@ class DimRelation:
     why: str = ""
 
 
+def same_dims(rank: int, operands: Sequence[int] = (0, 1), why: Callable[[int], str] = lambda d: "") -> tuple[DimRelation, ...]:
+    """Dimension d of all ``operands``: parallel, or mixed where there is a reason ``why(d)``."""
+    return tuple(DimRelation("mixed" if why(d) else "parallel", tuple((k, d) for k in operands), why(d)) for d in range(rank))
+
+
 # Kinds of ops that matter for values that are compared (``program.passes.compared_values``, ``regions.grow``).
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"})
@@ -146,10 +151,7 @@ BITS = ("bool", *INTEGERS)
 DTYPES = ("bool", *INTEGERS, *FLOATS)
 FORMATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}  # exponent bits, mantissa bits
 
-INFINITY = float("inf")
-POSITIVE, UNIT = (0.0, INFINITY), (-0.99, 0.99)  # domains
-
-# The op's semantics: ``rule(params, *arrays, out_dtype=...)``, where ``params`` maps names to values; returns the result.
+# The op's meaning: ``rule(params, *arrays, out_dtype=...)``, where ``params`` maps names to values; returns the result.
 NumpyRule = Callable[..., Array]
 # The op's evaluation by JAX: ``rule(params, *arrays, out=...)``, where ``out`` is the ``graph.Value`` to make; returns the result.
 JaxRule = Callable[..., Any]
@@ -172,7 +174,10 @@ class OpSpec:
       * ``arity``: number of operands, ``None`` if it varies. ``dtypes``: those of the operands it is defined for. ``gives``: the
         dtype of the result: ``"bool"``, ``"any"`` (a parameter, or the op's result, says which) or "" (that of the operands).
         ``mixes``: its operands may have different dtypes.
-      * ``numpy`` and ``relate``: its meaning, and how its dimensions travel together.
+      * ``relate``: how its dimensions travel together.
+      * ``numpy``: its meaning, for ops that only make or move elements (CUDA code asks where each comes from), and for those that
+        capture computes if their operands are constants. These round once, so that the number is the one that XLA would have
+        computed. (``reference.operators`` has the meaning of all ops.)
       * ``fold``: how a reduction, a cumulative op or a product combines elements (``"sum"``, ``"max"`` ...). Over the stream a
         reduction or a product becomes a sink that folds in the same way (``sink``).
       * ``local``: its row-local form. ``alone``: the reason why it has none if these dimensions of its operands stream, "" if it
@@ -181,9 +186,7 @@ class OpSpec:
 
     Capture:
       * ``names``: JAX primitives that become this op, beside the one of its own name. ``takes``: parameters of the primitive that
-      it
-        keeps. ``folded``: it is computed when captured, if its operands are constants. Only for ops that round once, so that the
-        number is the one that XLA would have computed.
+        it keeps.
 
     Cost:
       * ``flops``: per output element, in float32 vector lane operations of a CPU (an addition is 1).
@@ -200,22 +203,13 @@ class OpSpec:
         ``"coarse"`` if the result is a bfloat16, so that 8 significant bits suffice. The class is the result's, or that of the
         first operand where ``gives`` says that the result has another.
       * ``widens``: does it mean the same, with these parameters, on a 16-bit float (second argument) and on that number as a
-      float32?
-        Ops that depend on the bits of their operand do not, and have no code for 16-bit floats on either target.
-
-    Tests:
-      * ``samples``: parameters worth testing, for a dtype of the operands. ``domain``: for each operand (the last also for the
-      rest)
-        the interval worth testing, open at an infinite end, or a ``range``; () means all numbers.
-      * ``exact``: floats are rounded correctly. Otherwise ``ulps`` is the allowed error in units in the last place: of ``"xla"``
-        against this table (default 5) and of ``"cuda"`` in the emulator (3). ``absolute`` and ``relative``: errors that XLA may
-        have besides, in float32, near zeros of the function and far in its tails.
+        float32? Ops that depend on the bits of their operand do not, and have no code for 16-bit floats on either target.
+      * ``exact``: floats are rounded correctly.
     """
 
     kind: str
     family: str
     arity: int | None
-    numpy: NumpyRule
     relate: RelateRule
     flops: float = 0.0
     doc: str = ""
@@ -223,12 +217,12 @@ class OpSpec:
     gives: str = ""
     mixes: bool = False
     fold: str = ""
+    numpy: NumpyRule | None = None
     local: Callable[[Op, list[Dims], Dims], LocalOp] = unchanged
     alone: Callable[[Op, list[Dims]], str] | None = None
     jax: JaxRule | None = None
     names: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    folded: bool = False
     fast: float = 0.0
     special: bool = False
     like: tuple[str, float] | None = None
@@ -238,12 +232,7 @@ class OpSpec:
     immediates: tuple[str, ...] = ()
     cuda: Mapping[str, CudaCode] = dataclasses.field(default_factory=dict)
     widens: Callable[[Params, str], bool] = lambda params, dtype: True
-    samples: Callable[[str], Sequence[Params]] = lambda dtype: ({},)
-    domain: tuple[tuple[float, float] | range, ...] = ()
     exact: bool = False
-    ulps: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    absolute: float = 0.0
-    relative: float = 0.0
 
     def evaluate(self, params: Params, /, *arrays: Any, out: Value) -> Any:
         """The result by JAX, on arrays or tracers; a literal operand may be a NumPy array of rank 0.
@@ -296,25 +285,15 @@ def widen(x: Array) -> Array:
     return x.astype(np.float32) if str(x.dtype) in _NARROW else x
 
 
-def to_double(x: Array) -> Array:
-    """Floats as float64; everything else unchanged."""
-    return x.astype(np.float64) if is_float(x.dtype) else x
-
-
 def round_to(x: Any, dtype: str) -> Array:
-    """A result as an array of ``dtype``. Doubles reach a 16-bit float through float32, as a float32 computation would."""
+    """A result as an array of ``dtype``. All numbers reach a 16-bit float through float32, as a float32 computation would."""
     x = np.asarray(x)
     if str(x.dtype) == dtype:
         return x
     with np.errstate(all="ignore"):
-        if dtype in _NARROW and x.dtype == np.float64:
+        if dtype in _NARROW:
             x = x.astype(np.float32)
         return x.astype(np_dtype(dtype))
-
-
-def arrays_of(xs: Sequence[Any]) -> list[Array]:
-    """``xs`` as arrays: NumPy functions return scalars for rank 0."""
-    return [np.asarray(x) for x in xs]
 
 
 # --- rounding of 16-bit floats ----------------------------------------------------------------------------------------------------

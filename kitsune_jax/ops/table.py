@@ -1,8 +1,8 @@
-"""The op table (one entry holds everything about one kind of op), the check of every op of a Graph, and attention-like scores.
+"""The op table, with an entry for each kind of op; the check of every op of a Graph; and attention-like scores.
 
 Out: ``OPS``, by canonical kind. To add an op, add its entry (``pointwise``, ``shape``, ``reduce`` or ``loops``; docs/adding.md)
-and, where JAX's parameters differ from the entry's, its rule in ``capture.primitives``. Invariant: for every entry the NumPy rule
-equals JAX in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment (``tests/table``).
+and, where JAX's parameters differ from the entry's, its rule in ``capture.primitives``. Invariant: for every entry JAX equals the
+rule in NumPy (``reference.operators``) in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment (``tests/table``).
 """
 
 from __future__ import annotations

@@ -61,6 +61,20 @@ def test_the_backward_pass_makes_no_sum_over_segments_of_its_own_for_the_softmax
     assert sums(gradient, *args) == sorted([narrow, narrow, wide, narrow, narrow, wide])
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_numbers_over_the_sum(wide: bool) -> None:
+    """Where nothing but a number is left of a row, there is no sum of rows to divide."""
+    logits, ids = jax.random.normal(jax.random.key(0), (40,)), jnp.sort(jax.random.randint(jax.random.key(1), (40,), 0, 5))
+
+    def f(x: jax.Array, i: jax.Array) -> Any:
+        e = jnp.exp(x - jax.ops.segment_max(x, i, 5)[i])
+        factor = 2.0 / jax.ops.segment_sum(e, i, 5)[i]
+        return jax.ops.segment_sum(factor[:, None] * jnp.sin(x)[:, None] if wide else factor, i, 5), e
+
+    assert sums(f, logits, ids) == sorted([(5,), (5,), (5, 1) if wide else (5,)])
+    close(jax.jit(kj.pipeline(f, force=True))(logits, ids), in_float64(f, logits, ids))
+
+
 def test_second_derivatives() -> None:
     args = attention_arguments()
     f = attention(softmax)

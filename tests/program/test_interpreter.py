@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitsune_jax.ops.graph import Graph, make_params
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import ArrayType, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
@@ -19,6 +18,7 @@ from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.planning.planner import plan
 from reference.check import Deadlock, check_deadlock_free
 from reference.interpret import dot_general, interpret
+from reference.operators import MEANINGS
 from tests.planning.test_planning import Net, nerf, spatial
 
 RNG = np.random.default_rng(7)
@@ -245,7 +245,7 @@ def reference(graph: Graph, region: Region, arrays: dict[int, np.ndarray]) -> li
         if op.kind == "dot_general":
             env[op.outputs[0]] = dot_general(*ins, op["lhs_contract"], op["rhs_contract"], op["lhs_batch"], op["rhs_batch"])
         else:
-            env[op.outputs[0]] = OPS[op.kind].numpy(dict(op.params), *ins, out_dtype="float64")
+            env[op.outputs[0]] = MEANINGS[op.kind].numpy(dict(op.params), *ins, out_dtype="float64")
     return [env[v] for v in region.outputs]
 
 

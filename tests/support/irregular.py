@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kitsune_jax.ops.reduce import FOLDS, identity
+from kitsune_jax.ops.reduce import identity
 from kitsune_jax.program.ir import Program
+from reference.operators import FOLDS
 from tests.support.programs import Array, Case
 from tests.support.tiles import Tiles
 

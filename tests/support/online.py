@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kitsune_jax.ops.graph import make_params
-from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.program.build import ScaledRows
 from kitsune_jax.program.instructions import Writer
 from kitsune_jax.program.ir import Instr, Program
+from reference.operators import MEANINGS
 from tests.support.irregular import ids_of, order_of
 from tests.support.programs import Array, Case
 from tests.support.tiles import Tiles
@@ -55,7 +55,7 @@ def online_sums(
 
     def reference(s: Array, x: Array, index: Array, order: Array) -> list[Array]:
         params = {"axis": 0, "n": n, "sorted": False, "finite": finite}
-        rule = ONLINE["scatter_exp_sum"].numpy
+        rule = MEANINGS["scatter_exp_sum"].numpy
         return [rule(params, values, index, s, out_dtype="float64") for values in (np.ones_like(s), x)]
 
     return Case(Program.of(t.program()), operands, reference)

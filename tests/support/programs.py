@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
-from kitsune_jax.ops.reduce import FOLDS, identity
+from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import ROWS
 from kitsune_jax.program.build import assemble
 from kitsune_jax.program.ir import Program
+from reference.operators import FOLDS
 from tests.support.tiles import Tiles
 
 Array = np.ndarray

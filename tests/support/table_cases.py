@@ -15,6 +15,7 @@ import numpy as np
 from kitsune_jax.ops.graph import Op, Value, make_params
 from kitsune_jax.ops.spec import FORMATS, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
+from reference.operators import MEANINGS
 from tests.support.tiles import Tiles
 
 ROW = ((0,), ())
@@ -71,7 +72,7 @@ def sample(rng: np.random.Generator, kind: str, operand: int, dtype: str, n: int
         near = rng.integers(max(info.min, -9), 10, n).astype(dtype)
         far = rng.integers(info.min, info.max, n, dtype=np.dtype(dtype), endpoint=True)
         return np.where(rng.random(n) < 0.5, near, far)
-    domain = OPS[kind].domain if kind else ()
+    domain = MEANINGS[kind].domain if kind else ()
     within = domain[min(operand, len(domain) - 1)] if domain else (-np.inf, np.inf)
     low, high = (within.start, within.stop) if isinstance(within, range) else within
     x = rng.standard_normal(n) * np.exp(rng.uniform(-3, 2, n))
@@ -96,7 +97,7 @@ def entries(dtype: str, supports: Supports) -> list[tuple[str, dict[str, Any], l
     for kind, spec in OPS.items():
         if spec.family not in ("pointwise", "convert") or dtype not in spec.dtypes:
             continue
-        for params in map(dict, spec.samples(dtype)):
+        for params in map(dict, MEANINGS[kind].samples(dtype)):
             types = [dtype] * (spec.arity or 0)
             if kind == "select_n":
                 types[0] = "bool"
@@ -145,7 +146,7 @@ def disagreement(name: str, got: np.ndarray, want: np.ndarray, target: str) -> s
     mantissa, least = FORMATS[dtype][1], 2 - 2 ** (FORMATS[dtype][0] - 1)
     with np.errstate(all="ignore"):
         unit = np.ldexp(1.0, np.maximum(np.frexp(w)[1] - 1, least) - mantissa)
-        allowed = 0 * unit if spec.exact else unit * (spec.ulps.get(target, ULPS[target]) if mantissa >= 23 else 1)
+        allowed = 0 * unit if spec.exact else unit * (MEANINGS[spec.kind].ulps.get(target, ULPS[target]) if mantissa >= 23 else 1)
         if target == "cuda" and spec.kind == "logistic" and dtype == "bfloat16":
             allowed = allowed + COARSE_LOGISTIC
         if target == "cpu":

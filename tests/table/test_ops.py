@@ -17,6 +17,7 @@ from kitsune_jax.ops.pointwise import threefry_word
 from kitsune_jax.ops.spec import DTYPES, FORMATS, ROWS, is_float, np_dtype, resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.targets.cpu.bytecode import OPCODES
+from reference.operators import MEANINGS
 from tests.support.table_cases import sample
 
 # XLA has no primitive for one element of an rbg key's bits: tests/cpu/test_rbg_bits.py compares them with its generator.
@@ -121,11 +122,11 @@ def assert_close(kind: str, got: np.ndarray, want: np.ndarray, what: object) -> 
     np.testing.assert_array_equal(got[~finite], want[~finite], err_msg=str(what))
     got, want = got[finite], want[finite]
     exponent = np.maximum(np.frexp(want)[1] - 1, least)
-    spec = OPS[kind]
+    spec, meaning = OPS[kind], MEANINGS[kind]
     coarser = 2.0 ** max(-10, 23 - mantissa) if dtype != "float64" else 2.0**-12
-    allowed = (0 if spec.exact else spec.ulps.get("xla", 5)) * np.ldexp(1.0, exponent - mantissa)
+    allowed = (0 if spec.exact else meaning.ulps.get("xla", 5)) * np.ldexp(1.0, exponent - mantissa)
     allowed = np.where(np.abs(want) < np.ldexp(1.0, least), np.ldexp(1.0, least), allowed)  # XLA may flush subnormal numbers
-    allowed = allowed + (spec.absolute + spec.relative * np.abs(want)) * coarser
+    allowed = allowed + (meaning.absolute + meaning.relative * np.abs(want)) * coarser
     if dtype in ("float16", "bfloat16") and not spec.exact:
         allowed = np.maximum(allowed, 2 * np.ldexp(1.0, exponent - mantissa))
     worst = np.argmax(np.abs(got - want) - allowed) if want.size else 0
@@ -138,10 +139,10 @@ def check_pointwise(kind: str, dtypes, seed: int, n: int = 257) -> None:
     for dtype in spec.dtypes:
         if dtype not in dtypes:
             continue
-        for params in spec.samples(dtype):
+        for params in MEANINGS[kind].samples(dtype):
             arrays = [sample(rng, kind, k, dtype, n) for k in range(spec.arity or 0)]
             want = np.asarray(jitted(kind, tuple(params.items()))(*arrays))
-            got = spec.numpy(params, *arrays, out_dtype=str(want.dtype))
+            got = MEANINGS[kind].numpy(params, *arrays, out_dtype=str(want.dtype))
             assert_close(kind, got, want, (kind, dtype, params))
 
 
@@ -169,9 +170,9 @@ UNEQUAL_AT = {  # where XLA's own versions or platforms disagree with one anothe
 @pytest.mark.parametrize("kind", [k for k in POINTWISE if OPS[k].arity == 1 and "float32" in OPS[k].dtypes])
 def test_special_values_of_unary_ops(kind):
     x = SPECIAL[UNEQUAL_AT.get(kind, np.ones(SPECIAL.size, bool))].astype(np.float32)
-    for params in OPS[kind].samples("float32"):
+    for params in MEANINGS[kind].samples("float32"):
         want = np.asarray(jitted(kind, tuple(params.items()))(x))
-        assert_close(kind, OPS[kind].numpy(params, x, out_dtype=str(want.dtype)), want, (kind, params))
+        assert_close(kind, MEANINGS[kind].numpy(params, x, out_dtype=str(want.dtype)), want, (kind, params))
 
 
 @pytest.mark.parametrize(
@@ -204,16 +205,16 @@ def test_special_values_of_binary_ops(kind, dtype):
     if kind == "nextafter":  # the neighbours of zero are subnormal: XLA and NumPy agree on them in these dtypes
         x, y = x[np.isfinite(x)], y[np.isfinite(x)]
     want = np.asarray(jitted(kind, ())(x, y))
-    assert_close(kind, OPS[kind].numpy({}, x, y, out_dtype=str(want.dtype)), want, kind)
+    assert_close(kind, MEANINGS[kind].numpy({}, x, y, out_dtype=str(want.dtype)), want, kind)
 
 
 @pytest.mark.parametrize("low,high", [(0.0, 1.0), (2.0, 1.0), (np.nan, 1.0), (0.0, np.nan)])
 def test_clamp_and_select_take_scalars(low, high):
     x = SPECIAL.astype(np.float32)
     want = lax.clamp(np.float32(low), x, np.float32(high))
-    np.testing.assert_array_equal(OPS["clamp"].numpy({}, np.float32(low), x, np.float32(high), out_dtype="float32"), want)
+    np.testing.assert_array_equal(MEANINGS["clamp"].numpy({}, np.float32(low), x, np.float32(high), out_dtype="float32"), want)
     for which in (True, False):
-        got = OPS["select_n"].numpy({}, np.asarray(which), x, -x, out_dtype="float32")
+        got = MEANINGS["select_n"].numpy({}, np.asarray(which), x, -x, out_dtype="float32")
         np.testing.assert_array_equal(got, lax.select_n(which, x, -x))
 
 
@@ -226,7 +227,7 @@ def test_conversions(source):
             x = np.concatenate([x, (x.astype(np.float64) * 1e9).astype(x.dtype), SPECIAL.astype(x.dtype)])
     for target in DTYPES if source in ("float32", "int32") else QUICK_DTYPES:
         want = np.asarray(lax.convert_element_type(jnp.asarray(x), np_dtype(target)))
-        got = OPS["convert_element_type"].numpy({"new_dtype": target}, x, out_dtype=target)
+        got = MEANINGS["convert_element_type"].numpy({"new_dtype": target}, x, out_dtype=target)
         assert got.dtype == want.dtype
         wide = np.float64 if is_float(target) else np_dtype(target)  # bfloat16 has no NaN-aware comparison
         np.testing.assert_array_equal(got.astype(wide), want.astype(wide), err_msg=f"{source} to {target}")
@@ -239,14 +240,14 @@ def test_conversions(source):
 def test_integer_division_is_euclids_where_it_is_defined(a, b, bits, signed):
     dtype = f"{'int' if signed else 'uint'}{bits}"
     x, y = (np.asarray(v, np.int64).astype(dtype) for v in (a, b))
-    quotient = int(OPS["div"].numpy({}, x, y, out_dtype=dtype))
-    rest = int(OPS["rem"].numpy({}, x, y, out_dtype=dtype))
+    quotient = int(MEANINGS["div"].numpy({}, x, y, out_dtype=dtype))
+    rest = int(MEANINGS["rem"].numpy({}, x, y, out_dtype=dtype))
     if int(y) == 0:
         assert quotient == (-1 if signed else 2**bits - 1) and rest == int(x)
     else:
         assert (quotient * int(y) + rest - int(x)) % 2**bits == 0
         assert abs(rest) < abs(int(y)) and (rest == 0 or (rest < 0) == (int(x) < 0))
-    high = int(OPS["mulhi"].numpy({}, x, y, out_dtype=dtype))
+    high = int(MEANINGS["mulhi"].numpy({}, x, y, out_dtype=dtype))
     assert high == (int(x) * int(y)) >> bits
 
 
@@ -278,7 +279,7 @@ def test_reductions_equal_jax(kind):
         want = np.asarray(
             getattr(lax, f"{kind}_p").bind(jnp.asarray(x), **options, **({"out_sharding": None} if "sum" in kind else {}))
         )
-        got = OPS[kind].numpy(params, x, out_dtype=str(want.dtype))
+        got = MEANINGS[kind].numpy(params, x, out_dtype=str(want.dtype))
         assert got.dtype == want.dtype
         tolerance = {"bfloat16": 0.06, "float32": 1e-5}.get(dtype, 0)
         if tolerance:
@@ -289,7 +290,7 @@ def test_reductions_equal_jax(kind):
 
 @pytest.mark.parametrize("kind,identity", [("sum", 0.0), ("prod", 1.0), ("max", -np.inf), ("min", np.inf)])
 def test_a_reduction_of_nothing_is_its_identity(kind, identity):
-    got = OPS[f"reduce_{kind}"].numpy({"axes": (1,)}, np.zeros((3, 0), np.float32), out_dtype="float32")
+    got = MEANINGS[f"reduce_{kind}"].numpy({"axes": (1,)}, np.zeros((3, 0), np.float32), out_dtype="float32")
     np.testing.assert_array_equal(got, np.full(3, identity, np.float32))
 
 
@@ -302,7 +303,7 @@ def test_cumulative_ops_equal_jax(kind, dtype, axis):
     x = sample(np.random.default_rng(4), kind, 0, dtype, 60).reshape(3, 5, 4)
     for reverse in (False, True):
         want = np.asarray(getattr(lax, kind)(jnp.asarray(x), axis=axis, reverse=reverse))
-        got = OPS[kind].numpy({"axis": axis, "reverse": reverse}, x, out_dtype=dtype)
+        got = MEANINGS[kind].numpy({"axis": axis, "reverse": reverse}, x, out_dtype=dtype)
         assert got.dtype == want.dtype
         tolerance = {"bfloat16": 0.06, "float32": 2e-5}.get(dtype, 0)
         np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=tolerance, atol=tolerance)
@@ -333,6 +334,6 @@ def test_dot_general_equals_jax(lhs, rhs, contract, batch, dtype, out):
         "rhs_batch": batch[1],
         "accumulate": "float32" if is_float(out) else out,
     }
-    got = OPS["dot_general"].numpy(params, x, y, out_dtype=out)
+    got = MEANINGS["dot_general"].numpy(params, x, y, out_dtype=out)
     assert str(got.dtype) == out
     np.testing.assert_array_equal(got.astype(float), np.asarray(want).astype(float))  # small integers: no rounding anywhere

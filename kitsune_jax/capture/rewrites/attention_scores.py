@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 
 from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, with_params
-from kitsune_jax.ops.graph import Graph, Op, reached
+from kitsune_jax.ops.graph import DisjointSets, Graph, Op, reached
 from kitsune_jax.ops.spec import is_float
 from kitsune_jax.ops.table import CHEAP, OPS, asks_for_equals, grows, is_cheap, scores_of
 
@@ -151,29 +151,10 @@ def part_scores(captured: Captured) -> Captured:
     return _with_copies(captured, scores, parted) if parted else captured
 
 
-class _Union:
-    """Sets that are joined. Every key is in one, at first by itself."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def root(self, key: Hashable) -> Hashable:
-        path = [key]
-        while (above := self.parent.get(path[-1])) is not None:
-            path.append(above)
-        self.parent.update(dict.fromkeys(path[:-1], path[-1]))
-        return path[-1]
-
-    def join(self, keys: list[Hashable]) -> None:
-        for a, b in zip(keys, keys[1:], strict=False):
-            if (root := self.root(a)) != self.root(b):
-                self.parent[root] = self.root(b)
-
-
 def _ops_by_summed_dims(graph: Graph, scores: frozenset[int]) -> list[list[int]]:
     """The ops that sum over dimensions of ``scores``, those that sum over the same ones together. Of each set of scores that are
     computed of each other, the ops that keep theirs are left out."""
-    joined = _Union()  # values, and (value, dimension) pairs
+    joined = DisjointSets()  # values, and (value, dimension) pairs
     folded: dict[int, list[Hashable]] = {}  # op -> the dimensions that it sums over
     for i, op in enumerate(graph.ops):
         touched: list[Hashable] = [v for v in (*op.inputs, *op.outputs) if v in scores]
@@ -271,7 +252,7 @@ def _reciprocal(at: Inserter, v: int, known: dict[int, int]) -> int:
         (v,) = op.inputs
     if v not in known:
         one = at.editor.literal(1.0, at.editor.dtype(v))
-        known[v] = at.add("div", (one, v), at.editor.shape(v), like=v)
+        known[v] = at.add("div", (one, v), like=v)
     made = known[v]
     for op in reversed(moves):
         made = known[op.outputs[0]] = at.copy(op, (made,))

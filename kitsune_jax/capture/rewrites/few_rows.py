@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, with_params
+from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, kept_dims, with_params
 from kitsune_jax.ops.graph import Graph, Op, Param, make_params
 from kitsune_jax.ops.spec import DimRelation
 from kitsune_jax.ops.table import OPS
@@ -24,11 +24,14 @@ ELEMENTWISE = frozenset({"pointwise", "convert"})
 CUT = ELEMENTWISE | {"broadcast", "reshape", "transpose", "dot", "reduce"}
 
 
-def is_long_maximum(graph: Graph, op: Op, least: int) -> bool:
-    """Is the op a maximum over one dimension, of ``least`` elements or more?"""
+_LONG = 1024  # elements of the dimension, at least
+
+
+def is_long_maximum(graph: Graph, op: Op) -> bool:
+    """Is the op a maximum over one long dimension?"""
     if op.kind != "reduce_max" or len(op["axes"]) != 1:
         return False
-    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= least
+    return graph.values[op.inputs[0]].shape[op["axes"][0]] >= _LONG
 
 
 def _relations(editor: GraphEditor, op: Op) -> Sequence[DimRelation]:
@@ -74,29 +77,14 @@ class CutValues:
     def cut(self, at: Inserter, v: int) -> int:
         """``v``, cut: an op of a cut operand has made it, or it is reshaped as it lies."""
         if v not in self.made:
-            shape = self.shape(v)
-            self.made[v] = at.add("reshape", (v,), shape, new_sizes=shape)
+            self.made[v] = at.add("reshape", (v,), new_sizes=self.shape(v))
         return self.made[v]
-
-    def spread(self, at: Inserter, v: int, place: Sequence[int | None], shape: Sequence[int]) -> int:
-        """``v`` repeated to ``shape``: its dimension ``k`` becomes ``place[k]``, or has one element."""
-        own = self.editor.shape(v)
-        # A dimension of one element stays where the result has one as well: the stream may run over it.
-        kept = [(k, p) for k, p in enumerate(place) if p is not None and own[k] == shape[p]]
-        if len(kept) < len(place):
-            v = at.reshape(v, tuple(own[k] for k, _ in kept))
-        dims = [p for _, p in kept]
-        order = sorted(range(len(dims)), key=lambda k: dims[k])
-        if order != list(range(len(dims))):
-            v = at.add("transpose", (v,), tuple(self.editor.shape(v)[k] for k in order), permutation=order)
-        return at.add("broadcast_in_dim", (v,), shape, shape=shape, dims=sorted(dims))
 
     def op(self, at: Inserter, op: Op) -> None:
         """Compute the result of ``op``, cut. An operand without the dimension stays whole."""
         (out,) = op.outputs
         family, d = OPS[op.kind].family, self.dims[out]
         inputs = [self.cut(at, v) if v in self.dims else v for v in op.inputs]
-        shape = self.shape(out)
         if family == "dot":
             self.made[out] = self._product(at, op, inputs)
             return
@@ -105,16 +93,16 @@ class CutValues:
             dims = [k + (k > d) for k in op["dims"]]
             if op.inputs[0] in self.dims:
                 dims.insert(self.dims[op.inputs[0]] + 1, d + 1)
-            params = {"shape": shape, "dims": dims}
+            params = {"shape": self.shape(out), "dims": dims}
         elif family == "reshape":
-            params = {"new_sizes": shape}
+            params = {"new_sizes": self.shape(out)}
         elif family == "transpose":
             (x,) = op.inputs
             to = [[k, k + 1] if k == self.dims[x] else [k + (k > self.dims[x])] for k in op["permutation"]]
             params = {"permutation": [k for ks in to for k in ks]}
         elif family == "reduce":
             params = {"axes": [k + (k > self.dims[op.inputs[0]]) for k in op["axes"]]}
-        self.made[out] = at.copy(op, inputs, shape, **params)
+        self.made[out] = at.copy(op, inputs, **params)
 
     def _product(self, at: Inserter, op: Op, inputs: list[int]) -> int:
         """A product whose result has the dimension."""
@@ -123,7 +111,7 @@ class CutValues:
             v, d = op.inputs[k], self.dims.get(op.inputs[k], -1)
             if d < 0:  # every part meets all of it
                 shape = (self.parts, *self.editor.shape(v))
-                inputs[k] = self.spread(at, v, range(1, len(shape)), shape)
+                inputs[k] = at.spread(v, range(1, len(shape)), shape)
             moved = [n + (n > d) for n in range(len(self.editor.shape(v)))]
             batch = [m for n in op[f"{side}_batch"] for m in ([d, d + 1] if n == d else [moved[n]])]
             batches.append(batch if d in op[f"{side}_batch"] else [max(d, 0), *batch])
@@ -141,23 +129,19 @@ class CutValues:
         dtype: str = "",
     ) -> int:
         """The product of cut operands; the dimension of its parts, if that comes first, is brought to ``to``."""
-        free = []
-        for v, batch, contract in zip(inputs, batches, contracts, strict=True):
-            free += [n for d, n in enumerate(self.editor.shape(v)) if d not in batch and d not in contract]
-        shape = (*(self.editor.shape(inputs[0])[d] for d in batches[0]), *free)
         sides = {"lhs_batch": batches[0], "rhs_batch": batches[1], "lhs_contract": contracts[0], "rhs_contract": contracts[1]}
-        made = at.append(with_params(op, inputs, (self.editor.value(op.outputs[0], shape, dtype),), **sides))
+        made = at.copy(op, inputs, dtype, **sides)
         in_batch = any(self.dims.get(v, -1) in op[f"{side}_batch"] for v, side in zip(op.inputs, ("lhs", "rhs"), strict=True))
+        shape = self.editor.shape(made)
         first = len(batches[0]) > len(op["lhs_batch"]) and shape[0] == self.parts and not in_batch
         if not first or to == 0:
             return made
         order = [*range(1, to + 1), 0, *range(to + 1, len(shape))]
-        return at.add("transpose", (made,), [shape[d] for d in order], permutation=order)
+        return at.add("transpose", (made,), permutation=order)
 
 
 # --- reductions of parts of the dimension, whose results are merged ---------------------------------------------------------------
 
-_LONG = 1024  # elements of the dimension, at least
 _PART = 256  # of a part, at least
 _PARTS = 4  # for each worker, where the dimension has so many: a worker that comes late leaves its parts to others
 _ROWS = 8  # of a head, at most: more rows are work enough for all workers
@@ -186,7 +170,7 @@ def split_reductions(captured: Captured, workers: int) -> Captured:
     """
     if workers < 2:
         return captured
-    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
+    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op)]:
         try:
             captured = _Splitter(captured, root, workers).split()
         except Unsupported:
@@ -376,19 +360,18 @@ class _Splitter:
         scores = self.cut.cut(self.at, state.scores)
         _, used = self._top(state.scores)
         shape, dim = self.cut.shape(out), self.dims[out]
-        spread = self.cut.spread(self.at, used, [d for d in range(len(shape)) if d != dim + 1], shape)
-        return self.at.add("exp", (self.at.add("sub", (scores, spread), shape),), shape)
+        spread = self.at.spread(used, [d for d in range(len(shape)) if d != dim + 1], shape)
+        return self.at.add("exp", (self.at.add("sub", (scores, spread)),))
 
     def _top(self, scores: int) -> tuple[int, int]:
         """The largest score of each part, and the same with 0 where a part has none: e^(-inf - -inf) is no number."""
         if scores not in self.tops:
             cut, dim = self.cut.cut(self.at, scores), self.dims[scores]
-            shape = tuple(n for d, n in enumerate(self.cut.shape(scores)) if d != dim + 1)
-            top = self.at.add("reduce_max", (cut,), shape, axes=(dim + 1,))
+            top = self.at.add("reduce_max", (cut,), axes=(dim + 1,))
             lowest, zero = (self.editor.literal(x, self.editor.dtype(scores)) for x in (-math.inf, 0.0))
-            none = self.at.add("eq", (lowest, top), shape, "bool", like=top)
-            zeros = self.at.add("broadcast_in_dim", (zero,), shape, like=top, shape=shape, dims=())
-            self.tops[scores] = top, self.at.add("select_n", (none, top, zeros), shape, like=top)
+            none = self.at.add("eq", (lowest, top), like=top)
+            zeros = self.at.add("broadcast_in_dim", (zero,), like=top, shape=self.editor.shape(top), dims=())
+            self.tops[scores] = top, self.at.add("select_n", (none, top, zeros), like=top)
         return self.tops[scores]
 
     def _fold(self, i: int, op: Op) -> None:
@@ -416,15 +399,15 @@ class _Splitter:
         if not outer and dtype == self.editor.dtype(out):
             self.editor.replace(i, merged)
             return
-        made = at.append(dataclasses.replace(merged, outputs=(self.editor.value(part, whole),)))
+        made = at.add(merged.kind, (part,), label=op.label, axes=(dim,))
         for o in outer:
             value, place = self._row(o.value) or (o.value, ())
             value = at.convert(value, dtype)
             if self.editor.shape(value):
                 in_result = [None if d is None else o.place[d] for d in place]
                 self._check_kept(value, in_result)
-                value = self.cut.spread(at, value, in_result, whole)
-            made = at.add(o.kind, (made, value), whole)
+                value = at.spread(value, in_result, whole)
+            made = at.add(o.kind, (made, value))
         narrow = Op("convert_element_type", (made,), (out,), source=op.source, label=op.label)
         self.editor.replace(i, with_params(narrow, (made,), (out,), new_dtype=self.editor.dtype(out)))
 
@@ -446,8 +429,7 @@ class _Splitter:
         (x,) = op.inputs
         d, cut = self.dims[x], self.cut.cut(self.at, x)
         axes = tuple(n + (n >= d) for n in op["axes"])
-        shape = tuple(n for k, n in enumerate(self.cut.shape(x)) if k not in axes)
-        return self.at.copy(op, (cut,), shape, axes=axes), sum(k not in axes for k in range(d))
+        return self.at.copy(op, (cut,), axes=axes), sum(k not in axes for k in range(d))
 
     def _scaled(self, state: _LostFactors, part: int, dim: int) -> int:
         """``part``, whose dimension ``dim`` are the parts, times ``exp(t - minus)``. ``state``: as of the whole result."""
@@ -455,109 +437,25 @@ class _Splitter:
         long = self.dims[state.scores]
         place = [dim if d == long else None if to is None else to + (to >= dim) for d, to in enumerate(state.place)]
         self._check_kept(factor, place)
-        shape = self.editor.shape(part)
-        factor = self.cut.spread(self.at, self.at.convert(factor, self.editor.dtype(part)), place, shape)
-        return self.at.add("mul", (part, factor), shape)
+        factor = self.at.spread(self.at.convert(factor, self.editor.dtype(part)), place, self.editor.shape(part))
+        return self.at.add("mul", (part, factor))
 
     def _factor(self, state: _LostFactors) -> int:
         """``exp(t - minus)`` of each part: the scores' dimensions, that of the parts in the place of the long one."""
         key = state.scores, state.minus
         if key not in self.factors:
             top, _ = self._top(state.scores)
-            shape = self.editor.shape(top)
             row, place = self._row(state.minus) or (state.minus, ())
-            minus = self.cut.spread(self.at, row, place, shape) if self.editor.shape(row) else row
-            self.factors[key] = self.at.add("exp", (self.at.add("sub", (top, minus), shape),), shape)
+            minus = self.at.spread(row, place, self.editor.shape(top)) if self.editor.shape(row) else row
+            self.factors[key] = self.at.add("exp", (self.at.add("sub", (top, minus)),))
         return self.factors[key]
-
-
-# --- scores over a long dimension: the ops that compute them, and their dimensions ------------------------------------------------
-
-Labels = tuple[int | None, ...]  # for each dimension of a value the one of the scores that it is; None: it has one element
-
-
-class Scores:
-    """The scores that op ``root`` reduces over their dimension ``long``, which one product makes; else raises ``Unsupported``.
-
-    ``labels``: of the values with the long dimension that the scores are computed of. ``ops``: that compute them, from the product
-    on. ``batch``: the product's batch dimensions; ``others``: all dimensions but these and the long one.
-    """
-
-    def __init__(self, editor: GraphEditor, root: int):
-        self.editor, self.graph = editor, editor.graph
-        (self.value,), (self.long,) = self.graph.ops[root].inputs, self.graph.ops[root]["axes"]
-        self.shape = editor.shape(self.value)
-        self.labels: dict[int, Labels] = {self.value: tuple(range(len(self.shape)))}
-        self.ops: set[int] = set()
-        self._find_ops(self.value)
-        self.batch = self._batch(self._first_product())
-        self.others = tuple(d for d in range(len(self.shape)) if d != self.long and d not in self.batch)
-
-    def _find_ops(self, v: int) -> None:
-        """Find the ops that make ``v``, from the product on."""
-        work = [v]
-        while work:
-            v = work.pop()
-            op = self.editor.made_by(v)
-            if op is None or op.kind == "opaque" or self.editor.maker[v] in self.ops:
-                continue
-            labels: Labels | None = self.labels[v]
-            if op.kind == "transpose":
-                labels = _unpermuted(self.labels[v], op["permutation"])
-            elif op.kind == "reshape":
-                labels = self.reshaped(op, self.labels[v], back=True)
-            elif op.kind != "dot_general" and OPS[op.kind].family not in ELEMENTWISE:
-                continue
-            if labels is not None:
-                self.ops.add(self.editor.maker[v])
-                work += [x for x in op.inputs if op.kind != "dot_general" and self._label(x, labels)]
-
-    def _label(self, v: int, labels: Labels) -> bool:
-        """Note the labels of ``v``; False where they are known, or ``v`` is a number."""
-        if not self.editor.shape(v):
-            return False
-        known = self.labels.setdefault(v, labels)
-        if known != labels:
-            raise Unsupported("two dimensions of one value")
-        return known is labels
-
-    def reshaped(self, op: Op, labels: Labels, back: bool = False) -> Labels | None:
-        """The labels of the result of a reshape that adds and drops dimensions of one element (``back``: of its operand)."""
-        before, after = (self.editor.shape(v) for v in (op.inputs[0], op.outputs[0]))
-        known, other = (after, before) if back else (before, after)
-        if [n for n in known if n != 1] != [n for n in other if n != 1]:
-            return None
-        left = [d for d, n in zip(labels, known, strict=True) if n != 1]
-        if any(d is not None and self.shape[d] != 1 for d, n in zip(labels, known, strict=True) if n == 1):
-            return None
-        return tuple(left.pop(0) if n != 1 else None for n in other)
-
-    def _first_product(self) -> int:
-        found = [i for i in self.ops if self.graph.ops[i].kind == "dot_general"]
-        if len(found) != 1:
-            raise Unsupported("the scores are no product, or several")
-        return found[0]
-
-    def _batch(self, product: int) -> tuple[int, ...]:
-        """The batch dimensions of the product, as the scores have them."""
-        op = self.graph.ops[product]
-        labels, count = self.labels[op.outputs[0]], len(op["lhs_batch"])
-        if any(d is None for d in labels):
-            raise Unsupported("dimensions of one element")
-        return tuple(d for d in labels[:count] if d is not None)
-
-
-def _unpermuted(labels: Labels, permutation: Sequence[int]) -> Labels:
-    found: list[int | None] = [None] * len(labels)
-    for d, p in zip(labels, permutation, strict=True):
-        found[p] = d
-    return tuple(found)
 
 
 # --- elements of the dimension as rows of a stream --------------------------------------------------------------------------------
 
 _SEGMENT_FOLDS = {"reduce_max": "scatter_max", "reduce_min": "scatter_min", "reduce_sum": "scatter_sum"}
 _HALVES = ("bfloat16", "float16")
+_CONTRACTED = ("lhs_contract", "rhs_contract")
 
 
 def elements_as_rows(captured: Captured) -> Captured:
@@ -574,7 +472,7 @@ def elements_as_rows(captured: Captured) -> Captured:
     softmax are online (``sum_online``), as those of a graph's attention are. Numbers of 16 bits are kept in 32 until they are
     folded, as in any attention that is made block by block.
     """
-    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op, _LONG)]:
+    for root in [op.outputs[0] for op in captured.graph.ops if is_long_maximum(captured.graph, op)]:
         try:
             captured = _RowMaker(captured, root).rewrite()
         except Unsupported:
@@ -582,17 +480,29 @@ def elements_as_rows(captured: Captured) -> Captured:
     return captured
 
 
+Labels = tuple[int | None, ...]  # for each dimension of a value the one of the scores that it is; None: it has one element
+
+
 class _RowMaker:
     """A value that has the long dimension is made a second time as [rows, others..]: rows run over the batch dimensions and the
-    long one. ``root``: the largest of the scores."""
+    long one.
+
+    ``value``: the scores, which one product makes and whose maximum over dimension ``long`` is ``root``. ``labels``: of the values
+    with the long dimension, of which and from which they are computed. ``ops``: that compute the scores, from the product on.
+    ``batch``: the product's batch dimensions, as the scores have them; ``others``: all but these and the long one.
+    """
 
     def __init__(self, captured: Captured, root: int):
         self.editor, self.graph = GraphEditor(captured), captured.graph
-        if not is_long_maximum(self.graph, self.graph.ops[self.editor.maker[root]], _LONG):
+        op = self.graph.ops[self.editor.maker[root]]
+        if not is_long_maximum(self.graph, op):
             raise Unsupported("it folds rows already, with the scores of another reduction")
-        self.scores = Scores(self.editor, self.editor.maker[root])
-        self.shape, self.long, self.labels = self.scores.shape, self.scores.long, self.scores.labels
-        self.batch, self.others = self.scores.batch, self.scores.others
+        (self.value,), (self.long,) = op.inputs, op["axes"]
+        self.shape = self.editor.shape(self.value)
+        self.labels: dict[int, Labels] = {self.value: tuple(range(len(self.shape)))}
+        self.ops = self._find_ops()
+        self.batch = self._batch()
+        self.others = tuple(d for d in range(len(self.shape)) if d != self.long and d not in self.batch)
         self.other_sizes = tuple(self.shape[d] for d in self.others)
         self.segments = math.prod(self.shape[d] for d in self.batch)
         self.rows = self.segments * self.shape[self.long]
@@ -603,11 +513,63 @@ class _RowMaker:
         self.tables: dict[int, int] = {}  # result of a fold -> the same as [batch, others..]
         self.index = -1
 
+    # -- the scores
+
+    def _find_ops(self) -> set[int]:
+        """Find the ops that make the scores, from the product on, and the labels of their operands."""
+        found, work = set[int](), [self.value]
+        while work:
+            v = work.pop()
+            op = self.editor.made_by(v)
+            if op is None or op.kind == "opaque" or self.editor.maker[v] in found:
+                continue
+            labels: Labels | None = self.labels[v]
+            if op.kind == "transpose":
+                labels = tuple(self.labels[v][op["permutation"].index(d)] for d in range(len(self.labels[v])))
+            elif op.kind == "reshape":
+                labels = self._reshaped(op, self.labels[v], back=True)
+            elif op.kind != "dot_general" and OPS[op.kind].family not in ELEMENTWISE:
+                continue
+            if labels is not None:
+                found.add(self.editor.maker[v])
+                work += [x for x in op.inputs if op.kind != "dot_general" and self._label(x, labels)]
+        return found
+
+    def _label(self, v: int, labels: Labels) -> bool:
+        """Note the labels of ``v``; False where they are known, or ``v`` is a number."""
+        if not self.editor.shape(v):
+            return False
+        known = self.labels.setdefault(v, labels)
+        if known != labels:
+            raise Unsupported("two dimensions of one value")
+        return known is labels
+
+    def _reshaped(self, op: Op, labels: Labels, back: bool = False) -> Labels | None:
+        """The labels of the result of a reshape that adds and drops dimensions of one element (``back``: of its operand)."""
+        before, after = (self.editor.shape(v) for v in (op.inputs[0], op.outputs[0]))
+        known, other = (after, before) if back else (before, after)
+        moved = kept_dims(other, known)
+        if moved is None or any(d is not None and self.shape[d] != 1 for d, n in zip(labels, known, strict=True) if n == 1):
+            return None
+        return tuple(labels[moved[d]] if d in moved else None for d in range(len(other)))
+
+    def _batch(self) -> tuple[int, ...]:
+        """The batch dimensions of the product that makes the scores, as the scores have them."""
+        products = [op for i in self.ops if (op := self.graph.ops[i]).kind == "dot_general"]
+        if len(products) != 1:
+            raise Unsupported("the scores are no product, or several")
+        labels = self.labels[products[0].outputs[0]]
+        if None in labels:
+            raise Unsupported("dimensions of one element")
+        return tuple(d for d in labels[: len(products[0]["lhs_batch"])] if d is not None)
+
+    # -- values as rows
+
     def rewrite(self) -> Captured:
         for i, op in enumerate(self.graph.ops):
             self.new = self.editor.in_front_of(i)
             known = [v for v in op.inputs if v in self.labels]
-            if i in self.scores.ops:
+            if i in self.ops:
                 self.made[op.outputs[0]] = self._product(op) if op.kind == "dot_general" else self._again(op)
             elif known and any(v in self.made for v in known):
                 self._reader(i, op)
@@ -630,7 +592,7 @@ class _RowMaker:
             self.labels[out] = labels
             self.made[out] = self._again(op)
         elif op.kind in ("transpose", "reshape"):
-            to = tuple(labels[d] for d in op["permutation"]) if op.kind == "transpose" else self.scores.reshaped(op, labels)
+            to = tuple(labels[d] for d in op["permutation"]) if op.kind == "transpose" else self._reshaped(op, labels)
             if to is None:
                 raise Unsupported("a reshape of the scores")
             self.labels[out], self.made[out] = to, self.made[x]
@@ -643,14 +605,13 @@ class _RowMaker:
         if op.kind in ("transpose", "reshape"):
             return self._as_rows(op.inputs[0])
         inputs = [self._as_rows(v, self.labels[out]) if self.editor.shape(v) else v for v in op.inputs]
-        return self._pointwise(op, inputs, (self.rows, *self.other_sizes))
+        return self._pointwise(op, inputs)
 
-    def _pointwise(self, op: Op, inputs: Sequence[int], sizes: tuple[int, ...]) -> int:
+    def _pointwise(self, op: Op, inputs: Sequence[int]) -> int:
         """``op`` on its operands as rows, or as tables; floats of 16 bits become floats of 32."""
-        dtype = self._wide(self.editor.dtype(op.outputs[0]))
         if op.kind == "convert_element_type":
-            return self.new.convert(inputs[0], dtype)
-        return self.new.copy(op, [self.new.convert(v, self._wide(self.editor.dtype(v))) for v in inputs], sizes, dtype)
+            return self.new.convert(inputs[0], self._wide(self.editor.dtype(op.outputs[0])))
+        return self.new.copy(op, [self.new.convert(v, self._wide(self.editor.dtype(v))) for v in inputs])
 
     @staticmethod
     def _wide(dtype: str) -> str:
@@ -707,7 +668,7 @@ class _RowMaker:
         if all(not self.editor.shape(v) for v in inputs):
             return None
         spread = [v if self.editor.shape(v) else self.new.broadcast(v, (), sizes) for v in inputs]
-        return self._pointwise(op, spread, sizes)
+        return self._pointwise(op, spread)
 
     def _number(self, v: int) -> int | None:
         """The number that ``v`` holds everywhere."""
@@ -719,44 +680,31 @@ class _RowMaker:
         """The value that ``x`` is but for dimensions of one element, and for a maximum with -inf; ``place`` as its own."""
         while x not in self.tables and (op := self.editor.made_by(x)) is not None:
             before = self.editor.shape(op.inputs[0]) if op.inputs else ()
-            after = self.editor.shape(x)
-            left = [d for d, n in zip(place, after, strict=True) if n != 1]
-            if op.kind == "max" and (kept := [v for v in op.inputs if not self._is_lowest(v)]) and len(kept) == 1:
+            moved = kept_dims(before, self.editor.shape(x))
+            if op.kind == "max" and (kept := [v for v in op.inputs if self.editor.constant_of(v) != -math.inf]) and len(kept) == 1:
                 (x,) = kept
-            elif op.kind in ("reshape", "broadcast_in_dim") and [n for n in before if n != 1] == [n for n in after if n != 1]:
+            elif op.kind in ("reshape", "broadcast_in_dim") and moved is not None:
                 if op.kind == "broadcast_in_dim" and list(op["dims"]) != sorted(op["dims"]):
                     break
-                x, place = op.inputs[0], tuple(left.pop(0) if n != 1 else None for n in before)
+                x, place = op.inputs[0], tuple(place[moved[d]] if d in moved else None for d in range(len(before)))
             else:
                 break
         return x, place
 
-    def _is_lowest(self, v: int) -> bool:
-        number = self._number(v)
-        literal = None if number is None else self.graph.values[number].literal
-        return literal is not None and float(literal) == -math.inf
-
     def _spread(self, x: int, place: Labels, whole: Sequence[int]) -> int:
         """``x`` with all dimensions of ``whole``, repeated along those that it lacks."""
-        own = self.editor.shape(x)
-        kept = [(k, d) for k, d in enumerate(place) if d is not None and own[k] == self.shape[d]]
-        if any(n != 1 for k, n in enumerate(own) if k not in dict(kept)):
+        if any(n != 1 and (d is None or n != self.shape[d]) for n, d in zip(self.editor.shape(x), place, strict=True)):
             raise Unsupported("a dimension that the scores do not have")
-        if len(kept) < len(place):
-            x = self.new.reshape(x, tuple(own[k] for k, _ in kept))
-        at = [list(whole).index(d) for _, d in kept]
-        x = self.new.transpose(x, sorted(range(len(at)), key=lambda k: at[k]))
-        return self.new.broadcast(x, sorted(at), tuple(self.shape[d] for d in whole))
+        return self.new.spread(x, [None if d is None else whole.index(d) for d in place], [self.shape[d] for d in whole])
 
     def _take(self, table: int) -> int:
-        sizes = (self.rows, *self.editor.shape(table)[1:])
-        return self.new.add("take", (table, self._ids()), sizes, label="broadcast_in_dim", axis=0, mode="clip", fill=None)
+        return self.new.add("take", (table, self._ids()), label="broadcast_in_dim", axis=0, mode="clip", fill=None)
 
     def _ids(self) -> int:
         """For each row the number of the fold that it belongs to."""
         if self.index < 0:
             sizes = (self.segments, self.shape[self.long])
-            counted = self.new.add("iota", (), sizes, "int32", like=self.scores.value, dimension=0, shape=sizes)
+            counted = self.new.add("iota", (), "int32", like=self.value, dimension=0, shape=sizes)
             self.index = self.new.reshape(counted, (self.rows,))
         return self.index
 
@@ -765,43 +713,29 @@ class _RowMaker:
     def _product(self, op: Op) -> int:
         """The scores of a row: the sum of products of its numbers with those of its batch."""
         labels, dtype = self.labels[op.outputs[0]], str(op["accumulate"])
-        sides = self._sides(op, labels)
-        by_rows = [self.long in free for free, _, _ in sides]
-        if by_rows[0] == by_rows[1]:
+        # For each side: dimension of the scores -> the one of the operand that runs along.
+        where = [{labels[to]: d for d, to in other_dims(self.editor, op, k).items()} for k in range(2)]
+        if (self.long in where[0]) == (self.long in where[1]):
             raise Unsupported("both sides have the long dimension, or none")
-        rows, table = (0, 1) if by_rows[0] else (1, 0)
-        if len(sides[rows][0]) != 1 or sorted(d for d in sides[table][0] if d is not None) != sorted(self.others):
+        rows, table = (0, 1) if self.long in where[0] else (1, 0)
+        if where[rows].keys() != {*self.batch, self.long} or where[table].keys() != {*self.batch, *self.others}:
             raise Unsupported("a product of other dimensions")
-        if self._last_in_memory(op.inputs[rows]) not in op[("lhs_contract", "rhs_contract")[rows]]:
+        if self._last_in_memory(op.inputs[rows]) not in op[_CONTRACTED[rows]]:
             raise Unsupported("the numbers of a row do not lie side by side")
-        contracted = tuple(self.editor.shape(op.inputs[0])[d] for d in op["lhs_contract"])
-        flat = (math.prod(contracted),)
-        x = self._side(op, rows, sides[rows], (*self.batch, self.long), (self.rows, *flat))
-        t = self._take(self._side(op, table, sides[table], (*self.batch, *self.others), (self.segments, *self.other_sizes, *flat)))
+
+        def side(k: int, whole: Sequence[int], sizes: tuple[int, ...]) -> int:
+            """Operand ``k`` with its dimensions in the order of ``whole``, the contracted ones last."""
+            order = [*(where[k][d] for d in whole), *op[_CONTRACTED[k]]]
+            return self.new.reshape(self.new.transpose(op.inputs[k], order), sizes)
+
+        flat = (math.prod(self.editor.shape(op.inputs[0])[d] for d in op["lhs_contract"]),)
+        x = side(rows, (*self.batch, self.long), (self.rows, *flat))
+        t = self._take(side(table, (*self.batch, *self.others), (self.segments, *self.other_sizes, *flat)))
         sizes = (self.rows, *self.other_sizes, *flat)
         x = self.new.broadcast(self.new.convert(x, dtype), (0, len(sizes) - 1), sizes)
-        product = self.new.add("mul", (self.new.convert(t, dtype), x), sizes)
-        made = self.new.add("reduce_sum", (product,), sizes[:-1], axes=(len(sizes) - 1,))
+        product = self.new.add("mul", (self.new.convert(t, dtype), x))
+        made = self.new.add("reduce_sum", (product,), axes=(len(sizes) - 1,))
         return self.new.convert(made, self._wide(self.editor.dtype(op.outputs[0])))
-
-    def _sides(self, op: Op, labels: Labels) -> list[tuple[Labels, tuple[int, ...], tuple[int, ...]]]:
-        """Of each operand: labels of its free dimensions, the free dimensions themselves, its batch dimensions."""
-        found, at = [], len(op["lhs_batch"])
-        for v, side in zip(op.inputs, ("lhs", "rhs"), strict=True):
-            batch, contract = op[f"{side}_batch"], op[f"{side}_contract"]
-            free = tuple(d for d in range(len(self.editor.shape(v))) if d not in batch and d not in contract)
-            found.append((labels[at : at + len(free)], free, tuple(batch)))
-            at += len(free)
-        return found
-
-    def _side(
-        self, op: Op, k: int, side: tuple[Labels, tuple[int, ...], tuple[int, ...]], whole: Sequence[int], sizes: tuple[int, ...]
-    ) -> int:
-        """Operand ``k`` of the first product with its dimensions in the order of ``whole``, the contracted ones last."""
-        labels, free, batch = side
-        where = dict(zip(labels, free, strict=True)) | dict(zip(self.batch, batch, strict=True))
-        order = [where[d] for d in whole] + list(op["lhs_contract"] if k == 0 else op["rhs_contract"])
-        return self.new.reshape(self.new.transpose(op.inputs[k], order), sizes)
 
     def _last_in_memory(self, v: int) -> int:
         """The dimension of ``v`` along which its numbers lie side by side in memory; a transposition moves no numbers there."""
@@ -845,7 +779,7 @@ class _RowMaker:
         sizes, ahead, dtype = (self.rows, *self.other_sizes, *wide), 1 + len(self.others), str(op["accumulate"])
         weights = self.new.broadcast(self.new.convert(self.made[op.inputs[k]], dtype), range(ahead), sizes)
         y = self.new.broadcast(self.new.convert(y, dtype), (0, *range(ahead, len(sizes))), sizes)
-        table = self._scatter("scatter_sum", self.new.add("mul", (weights, y), sizes), op.label)
+        table = self._scatter("scatter_sum", self.new.add("mul", (weights, y)), op.label)
         # The product has the batch dimensions first, then the free ones of its left operand, then those of its right one.
         mine_free = [labels[d] for d in range(len(labels)) if d not in mine and d not in batch]
         wide_labels = [-1 - n for n in range(len(wide))]
@@ -853,8 +787,7 @@ class _RowMaker:
         self._put(i, table, (*(labels[d] for d in batch), *ends), wide)
 
     def _scatter(self, kind: str, rows: int, label: str) -> int:
-        params: dict[str, Param] = {"axis": 0, "n": self.segments, "sorted": True}
-        return self.new.add(kind, (rows, self._ids()), (self.segments, *self.editor.shape(rows)[1:]), label=label, **params)
+        return self.new.add(kind, (rows, self._ids()), label=label, axis=0, n=self.segments, sorted=True)
 
     def _put(self, i: int, table: int, labels: Labels, wide: tuple[int, ...] = ()) -> None:
         """Make the result of op ``i`` from ``table``: dimensions in the order of ``labels``; those of ``wide`` are -1, -2, .."""

@@ -393,18 +393,13 @@ def _move_sums(editor: GraphEditor, i: int, op: Op, step: Step, sums: Sequence[_
     at.step = Step(step.origin)
     for s in sums:
         final, initial = p.final[s.carry], p.initial[s.carry]
-        values = [] if _is_zeros(editor, initial) else [initial]
+        values = [] if editor.constant_of(initial) == 0 else [initial]
         alone = len(s.addends) + len(values) == 1
         for a in s.addends:
             values.append(_sum_of_all_steps(at, op, a, arrays, final if alone else None))
         while len(values) > 1:
             out = final if len(values) == 2 else editor.value(final, editor.shape(final))
             values[:2] = [at.append(Op("add", tuple(values[:2]), (out,), (), op.source, label="add"))]
-
-
-def _is_zeros(editor: GraphEditor, v: int) -> bool:
-    made = editor.made_by(v)
-    return made is not None and made.kind == "broadcast_in_dim" and editor.values[made.inputs[0]].literal == 0
 
 
 def _sum_of_all_steps(at: Inserter, loop: Op, a: _Addend, arrays: Mapping[int, int], final: int | None) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, pruned, with_params
+from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, kept_dims, pruned, with_params
 from kitsune_jax.ops.graph import Op, Param, Value, make_params
 from kitsune_jax.ops.spec import is_float, is_narrow
 from kitsune_jax.ops.table import OPS
@@ -39,7 +39,7 @@ def fold_transposes(captured: Captured) -> Captured:
             inputs, shape = list(product.inputs), editor.shape(op.outputs[0])
             for k, (made_by, dims) in broadcasts.items():
                 wide, step = editor.graph.ops[made_by], captured.steps[made_by]
-                inputs[k] = editor.in_front_of(i).copy(wide, wide.inputs, shape, step=step, shape=shape, dims=dims)
+                inputs[k] = editor.in_front_of(i).copy(wide, wide.inputs, step=step, shape=shape, dims=dims)
             editor.replace(i, with_params(product, inputs, op.outputs), editor.steps[first])
     return editor.finish()
 
@@ -311,10 +311,9 @@ class _IndexSpreader:
         if op.kind == "reshape":
             (x,) = op.inputs
             before = self.editor.shape(x)
-            real, of_x = ([d for d, n in enumerate(s) if n != 1] for s in (sizes, before))
-            if [sizes[d] for d in real] != [before[d] for d in of_x]:
+            moved = kept_dims(before, sizes)
+            if moved is None:
                 return None
-            moved = dict(zip(of_x, real, strict=True))
             return ((x, shape, tuple(place[moved[d]] if d in moved else None for d in range(len(before)))),)
         if OPS[op.kind].family not in ("pointwise", "convert"):
             return None
@@ -335,16 +334,16 @@ class _IndexSpreader:
         if self._is_repeated(op, shape):
             dims, real = zip(*((d, n) for d, n in zip(place, sizes, strict=True) if d is not None), strict=True)
             narrow, wide = (dataclasses.replace(op, kind=kind, params=()) for kind in ("reshape", "broadcast_in_dim"))
-            v = v if real == sizes else at.copy(narrow, (v,), real, step=step, new_sizes=real)
-            return at.copy(wide, (v,), shape, step=step, shape=shape, dims=dims)
+            v = v if real == sizes else at.copy(narrow, (v,), step=step, new_sizes=real)
+            return at.copy(wide, (v,), step=step, shape=shape, dims=dims)
         if op.kind == "iota":
-            return at.copy(op, (), shape, step=step, shape=shape, dimension=place[op["dimension"]])
+            return at.copy(op, (), step=step, shape=shape, dimension=place[op["dimension"]])
         if op.kind in ("broadcast_in_dim", "reshape"):
             return made[0]
         inputs = tuple(x for x in made if x is not None)
         if len(inputs) < len(made) or all(not self.editor.shape(x) for x in inputs):
             return None
-        return at.copy(op, inputs, shape, step=step)
+        return at.copy(op, inputs, step=step)
 
 
 def _is_index_work(op: Op) -> bool:
@@ -417,11 +416,11 @@ class _IndexMover:
 
     # --- new ops ----------------------------------------------------------------------------------------------------------------
 
-    def _add(self, kind: str, inputs: Sequence[int], like: int, shape: Sequence[int], dtype: str = "", /, **params: Param) -> int:
+    def _add(self, kind: str, inputs: Sequence[int], like: int, dtype: str = "", /, **params: Param) -> int:
         """The result of a new op in front of op ``at.op``, or of an equal op that was added before."""
         key = kind, tuple(inputs), make_params(**params)
         if key not in self.made:
-            self.made[key] = self.at.add(kind, inputs, shape, dtype, like=like, label=_label(kind, self.at.op), **params)
+            self.made[key] = self.at.add(kind, inputs, dtype, like=like, label=_label(kind, self.at.op), **params)
         return self.made[key]
 
     def _columns(self, w: int, dim: int, start: int, size: int) -> int:
@@ -431,8 +430,7 @@ class _IndexMover:
             return w
         first = [start if d == dim else 0 for d in range(len(shape))]
         limit = [start + size if d == dim else n for d, n in enumerate(shape)]
-        sizes = [size if d == dim else n for d, n in enumerate(shape)]
-        return self._add("slice", (w,), w, sizes, start=first, limit=limit, strides=(1,) * len(shape))
+        return self._add("slice", (w,), w, start=first, limit=limit, strides=(1,) * len(shape))
 
     def _instead(self, op: Op, kind: str, inputs: Sequence[int], **params: Param) -> Op:
         """The op that makes the result of ``op`` in its place."""
@@ -467,9 +465,8 @@ class _IndexMover:
                 weight = self._columns(w, k, first, size)
                 table, index = take.inputs
                 inner = c - len(self.shape(index)) + 1
-                shape = (self.shape(table)[0], *self.shape(out)[len(self.shape(index)) :])
                 params = {**dict(op.params), "lhs_contract": (inner,)}
-                product = self._add("dot_general", (table, weight), out, shape, wide, **params)
+                product = self._add("dot_general", (table, weight), out, wide, **params)
                 found.append(((product, index), dict(take.params)))
             elif direct and direct[-1][1] + direct[-1][2] == first:  # beside the part before: one product for both
                 direct[-1] = [*direct[-1][0], v], direct[-1][1], direct[-1][2] + size
@@ -478,17 +475,16 @@ class _IndexMover:
             first += size
         left = []
         for vs, start, size in direct:
-            sizes = [size if d == c else n for d, n in enumerate(self.shape(vs[0]))]
-            v = vs[0] if len(vs) == 1 else self._add("concatenate", vs, vs[0], sizes, dimension=c)
+            v = vs[0] if len(vs) == 1 else self._add("concatenate", vs, vs[0], dimension=c)
             weight = self._columns(w, k, start, size)
-            left.append(self._add("dot_general", (v, weight), out, self.shape(out), wide, **dict(op.params)))
+            left.append(self._add("dot_general", (v, weight), out, wide, **dict(op.params)))
         if not left and len(found) == 1 and wide == self.dtype(out):
             return self._instead(op, "take", found[0][0], **found[0][1])
-        left += [self._add("take", inputs, out, self.shape(out), wide, **params) for inputs, params in found]
+        left += [self._add("take", inputs, out, **params) for inputs, params in found]
         last = left.pop() if wide == self.dtype(out) else None
         total = left[0]
         for v in left[1:]:
-            total = self._add("add", (total, v), out, self.shape(out), wide)
+            total = self._add("add", (total, v), out)
         if last is not None:
             return self._instead(op, "add", (total, last))
         return self._instead(op, "convert_element_type", (total,), new_dtype=self.dtype(out))
@@ -518,8 +514,7 @@ class _IndexMover:
         return is_float(self.dtype(v)) and self.dtype(v) != "float16"
 
     def _scattered(self, u: int, index: int, n: int) -> int:
-        shape = (n, *self.shape(u)[len(self.shape(index)) :])
-        return self._add("scatter_sum", (u, index), u, shape, axis=0, n=n, sorted=index in self.promised)
+        return self._add("scatter_sum", (u, index), u, axis=0, n=n, sorted=index in self.promised)
 
     def _scattered_to_nearest(self, u: int, index: int, n: int) -> int:
         """The sum of the rows of ``u`` for each of ``n`` rows of a table, where an index out of range counts for the nearest row.
@@ -528,32 +523,29 @@ class _IndexMover:
         and nothing is cut out of an array between a region over edges and the next one over nodes.
         """
         if index in self.open and n == 1:
-            index = self._add("sub", (index, index), index, self.shape(index))
+            index = self._add("sub", (index, index), index)
             return self._scattered(u, index, n)
         total = self._scattered(u, index, n)
         if index not in self.open:
             return total
-        shape = self.shape(total)
-        ends = self._add("scatter_sum", (u, self._end_of(index, -1, n)), u, (2, *shape[1:]), axis=0, n=2, sorted=False)
-        rows = self._add("iota", (), index, (n,), "int32", shape=(n,), dimension=0)
-        outside = self._add("take", (ends, self._end_of(rows, 0, n - 1)), total, shape, axis=0, mode="fill", fill=0)
-        return self._add("add", (total, outside), total, shape)
+        ends = self._add("scatter_sum", (u, self._end_of(index, -1, n)), u, axis=0, n=2, sorted=False)
+        rows = self._add("iota", (), index, "int32", shape=(n,), dimension=0)
+        outside = self._add("take", (ends, self._end_of(rows, 0, n - 1)), total, axis=0, mode="fill", fill=0)
+        return self._add("add", (total, outside), total)
 
     def _end_of(self, index: int, first: int, last: int) -> int:
         """0 where ``index`` is at most ``first``, 1 where it is at least ``last``, 2 in between."""
-        dtype, shape = self.dtype(index), self.shape(index)
-        if dtype.endswith(("8", "16")):
-            index = self._add("convert_element_type", (index,), index, shape, "int32", new_dtype="int32")
-            dtype = "int32"
+        if self.dtype(index).endswith(("8", "16")):
+            index = self._add("convert_element_type", (index,), index, new_dtype="int32")
 
         def where(kind: str, bound: int) -> int:
-            found = self._add(kind, (index, self.editor.literal(bound, dtype)), index, shape, "bool")
-            return self._add("convert_element_type", (found,), index, shape, "int32", new_dtype="int32")
+            found = self._add(kind, (index, self.editor.literal(bound, self.dtype(index))), index)
+            return self._add("convert_element_type", (found,), index, new_dtype="int32")
 
         above = where("ge", last)
-        left = self._add("sub", (self.editor.literal(2, "int32"), above), above, shape)
+        left = self._add("sub", (self.editor.literal(2, "int32"), above), above)
         below = where("lt", first + 1)
-        return self._add("sub", (left, self._add("add", (below, below), below, shape)), below, shape)
+        return self._add("sub", (left, self._add("add", (below, below), below)), below)
 
     # --- take(x, i)^T u ---------------------------------------------------------------------------------------------------------
 
@@ -587,13 +579,13 @@ class _IndexMover:
 
     def _used(self, rows: int, sums: int) -> int:
         """``rows``, with zeros where the row of ``sums`` is zero: an infinity there would make a NaN."""
-        dtype, shape, whole = self.dtype(sums), self.shape(sums), self.shape(rows)
-        used = self._add("ne", (sums, self.editor.literal(0.0, dtype)), sums, shape, "bool")
-        if len(shape) > 1:
-            used = self._add("reduce_or", (used,), used, shape[:1], axes=tuple(range(1, len(shape))))
-        where = self._add("broadcast_in_dim", (used,), used, whole, shape=whole, dims=(0,))
-        zeros = self._add("broadcast_in_dim", (self.editor.literal(0.0, self.dtype(rows)),), rows, whole, shape=whole, dims=())
-        return self._add("select_n", (where, zeros, rows), rows, whole)
+        rank, whole = len(self.shape(sums)), self.shape(rows)
+        used = self._add("ne", (sums, self.editor.literal(0.0, self.dtype(sums))), sums)
+        if rank > 1:
+            used = self._add("reduce_or", (used,), used, axes=tuple(range(1, rank)))
+        where = self._add("broadcast_in_dim", (used,), used, shape=whole, dims=(0,))
+        zeros = self._add("broadcast_in_dim", (self.editor.literal(0.0, self.dtype(rows)),), rows, shape=whole, dims=())
+        return self._add("select_n", (where, zeros, rows), rows)
 
 
 def _label(kind: str, op: Op) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kitsune_jax.capture.edit import Captured, GraphEditor
+from kitsune_jax.capture.edit import Captured, GraphEditor, kept_dims
 from kitsune_jax.ops.graph import Op, Param, Value, make_params
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.spec import is_float
@@ -68,23 +68,17 @@ class Segments:
         op = self.editor.made_by(v)
         return op if op is not None and op.kind == kind else None
 
-    def literal(self, v: int) -> object:
-        """The number that ``v`` holds everywhere; None if it is not a constant."""
-        while (op := self.made(v, "broadcast_in_dim")) is not None:
-            v = op.inputs[0]
-        return self.values[v].literal
-
     def same_rows(self, index: int, ids: int, n: int) -> bool:
         """Does ``index`` name the row that ``ids`` names, for every row whose id is in [0, n)?"""
         if self.number(index) == self.number(ids):
             return True
-        wrapped = self.made(index, "select_n")
-        if wrapped is None or len(wrapped.inputs) != 3 or self.number(wrapped.inputs[1]) != self.number(ids):
+        wrapped, number = self.made(index, "select_n"), self.number(ids)
+        if wrapped is None or self.number(wrapped.inputs[1]) != number:
             return False
         below, added = self.made(wrapped.inputs[0], "lt"), self.made(wrapped.inputs[2], "add")
-        if below is None or self.number(below.inputs[0]) != self.number(ids) or self.literal(below.inputs[1]) != 0:
+        if below is None or added is None or not self.number(below.inputs[0]) == self.number(added.inputs[0]) == number:
             return False
-        return added is not None and (self.number(added.inputs[0]), self.literal(added.inputs[1])) == (self.number(ids), n)
+        return self.editor.constant_of(below.inputs[1]) == 0 and self.editor.constant_of(added.inputs[1]) == n
 
     def scattered(self, v: int, kind: str) -> Op | None:
         """The op of that kind that makes ``v`` by an id for each row."""
@@ -116,8 +110,8 @@ class Segments:
     def _where_finite(self, v: int) -> tuple[int, bool]:
         """(x, True) of ``where(isfinite(x), x, 0)``, else (v, False)."""
         chosen = self.made(v, "select_n")
-        test = self.made(chosen.inputs[0], "is_finite") if chosen is not None and len(chosen.inputs) == 3 else None
-        if chosen is None or test is None or self.literal(chosen.inputs[1]) != 0:
+        test = self.made(chosen.inputs[0], "is_finite") if chosen is not None else None
+        if chosen is None or test is None or self.editor.constant_of(chosen.inputs[1]) != 0:
             return v, False
         same = self.number(test.inputs[0]) == self.number(chosen.inputs[2])
         return (chosen.inputs[2], True) if same else (v, False)
@@ -188,7 +182,7 @@ class _DivisionMover:
         if total is None or self.dtype(op.inputs[0]) not in ("float32", "bfloat16", "float64"):
             return None
         left = self._without_sums(op.inputs[0])
-        if left.value is None or len({s for s, _, _ in left.found}) != 1:
+        if left.value is None or not self.shape(left.value) or len({s for s, _, _ in left.found}) != 1:
             return None
         return self._times_sums(op, left.value, left.found)
 
@@ -205,15 +199,15 @@ class _DivisionMover:
         if total is None:
             if self.segments.number(ids) != self.segments.number(softmax.ids):
                 return None
-            total = self._add("scatter_sum", (rows, ids), out, shape, **dict(op.params))
+            total = self._add("scatter_sum", (rows, ids), out, **dict(op.params))
             self._remember(rows, ids, total)
         value = total
         for s, power, dims in found:
-            each = self._repeated(s, dims, shape)
+            each = self.at.spread(s, dims, shape)
             for _ in range(abs(power)):
-                value = self._add("div" if power < 0 else "mul", (value, each), out, shape)
+                value = self._add("div" if power < 0 else "mul", (value, each), out)
         empty = self._empty(table, softmax, found[0][2], shape)
-        zeros = self._add("broadcast_in_dim", (self._zero(out),), out, shape, shape=shape, dims=())
+        zeros = self._add("broadcast_in_dim", (self._zero(out),), out, shape=shape, dims=())
         return Op("select_n", (empty, value, zeros), (out,), (), op.source, label="select_n")
 
     def _empty(self, table: int, softmax: Exponential, dims: Dims, shape: tuple[int, ...]) -> int:
@@ -222,16 +216,16 @@ class _DivisionMover:
         count = table
         if softmax.finite:
             rows, one = self.shape(softmax.ids), self.editor.literal(1.0, self.dtype(table))
-            ones = self._add("broadcast_in_dim", (one,), table, rows, shape=rows, dims=())
+            ones = self._add("broadcast_in_dim", (one,), table, shape=rows, dims=())
             params: dict[str, Param] = {"axis": 0, "n": softmax.n, "sorted": False}
-            count, dims = self._add("scatter_sum", (ones, softmax.ids), table, (softmax.n,), **params), (0,)
-        none = self._add("eq", (count, self._zero(count)), count, self.shape(count), "bool")
-        return self._repeated(none, dims, shape)
+            count, dims = self._add("scatter_sum", (ones, softmax.ids), table, **params), (0,)
+        none = self._add("eq", (count, self._zero(count)), count)
+        return self.at.spread(none, dims, shape)
 
     # --- factors of a product ---------------------------------------------------------------------------------------------------
 
     def _without_sums(self, v: int) -> _Left:
-        """``v`` without the sums of softmaxes that are taken among its factors; the shape stays."""
+        """``v`` without the sums of softmaxes that are taken among its factors: a number, or of the same shape."""
         op = self.made_by(v)
         taken = self.segments.taken(v)
         if taken is not None:
@@ -244,39 +238,35 @@ class _DivisionMover:
         if not any(side.found for side in sides):
             return _Left(v, [])
         found = [f for side in sides for f in side.found]
-        shape = self.shape(v)
         first = sides[0].value
         if op.kind == "mul":
             kept = [side.value for side in sides if side.value is not None]
-            return _Left(kept[0] if len(kept) == 1 else self._add("mul", kept, v, shape) if kept else None, found)
+            return _Left(kept[0] if len(kept) == 1 else self._add("mul", kept, v) if kept else None, found)
         if op.kind == "div":
             if first is None:
                 return _Left(v, [])
             inverse = [(s, -power, dims) for s, power, dims in sides[1].found]
-            value = first if sides[1].value is None else self._add("div", (first, sides[1].value), v, shape)
+            value = first if sides[1].value is None else self._add("div", (first, sides[1].value), v)
             return _Left(value, [*sides[0].found, *inverse])
         if op.kind == "integer_pow":
             return _Left(None, [(s, power * op["y"], dims) for s, power, dims in found]) if first is None else _Left(v, [])
         if op.kind == "neg":
-            return _Left(v, []) if first is None else _Left(self._add("neg", (first,), v, shape), found)
+            return _Left(v, []) if first is None else _Left(self._add("neg", (first,), v), found)
         moved = _moved_dims(op, self.editor.values)
         if moved is None:
             return _Left(v, [])
         found = [(s, power, tuple(d if d is None else moved[d] for d in dims)) for s, power, dims in found]
-        if first is not None:
-            first = self._add(op.kind, (first,), v, shape, **dict(op.params))
+        if first is not None and self.shape(first):
+            first = self._add(op.kind, (first,), v, **dict(op.params))
         return _Left(first, found)
 
     # --- sums of products with rows that are taken ------------------------------------------------------------------------------
 
     def _remember(self, rows: int, ids: int, total: int) -> None:
         """Note that ``total`` is the sum of ``rows`` by ``ids``, where they are an exponential times another value."""
-        product = self.segments.made(rows, "mul")
-        for k in range(2) if product is not None else ():
-            assert product is not None
-            e, v = self._source(product.inputs[k]), product.inputs[1 - k]
-            if self.segments.exponential(e) is not None:
-                number = self.segments.number
+        product, number = self.segments.made(rows, "mul"), self.segments.number
+        for factor, v in (product.inputs, product.inputs[::-1]) if product is not None else ():
+            if self.segments.exponential(e := self._source(factor)) is not None:
                 self.weighted.setdefault((number(e), number(v), number(ids)), total)
 
     def _from_weighted_sum(self, op: Op, rows: int, softmax: Exponential) -> int | None:
@@ -290,7 +280,7 @@ class _DivisionMover:
             terms = self.segments.made(reduced.inputs[0], "mul") if reduced is not None else None
             made = self._from_terms(op, softmax, reduced, terms) if reduced is not None and terms is not None else None
             if made is not None:
-                return made if negative is None else self._add("neg", (made,), made, self.shape(made))
+                return made if negative is None else self._add("neg", (made,), made)
         return None
 
     def _from_terms(self, op: Op, softmax: Exponential, reduced: Op, terms: Op) -> int | None:
@@ -309,10 +299,8 @@ class _DivisionMover:
             zero = number(ids) == number(softmax.ids) or take["mode"] == "fill" and take["fill"] == 0
             if not here or not zero or not self._runs_along(softmax, terms.outputs[0], reduced["axes"]):
                 continue
-            whole = self._add("mul", (taken[0], total), total, self.shape(total))
-            shape = tuple(n for d, n in enumerate(self.shape(total)) if d not in reduced["axes"])
-            summed = self._add("reduce_sum", (whole,), total, shape, axes=reduced["axes"])
-            return summed if shape == out else self._add("reshape", (summed,), total, out, new_sizes=out)
+            whole = self._add("mul", (taken[0], total), total)
+            return self.at.reshape(self._add("reduce_sum", (whole,), total, axes=reduced["axes"]), out)
         return None
 
     def _runs_along(self, softmax: Exponential, terms: int, axes: Sequence[int]) -> bool:
@@ -337,15 +325,10 @@ class _DivisionMover:
     def _zero(self, v: int) -> int:
         return self.editor.literal(0.0 if is_float(self.dtype(v)) else 0, self.dtype(v))
 
-    def _add(self, kind: str, inputs: Sequence[int], like: int, shape: Sequence[int], dtype: str = "", /, **params: Param) -> int:
-        """The result of a new op, which varies as ``like`` does and has its dtype unless another is given."""
+    def _add(self, kind: str, inputs: Sequence[int], like: int, /, **params: Param) -> int:
+        """The result of a new op, which varies as ``like`` does."""
         label = self.at.op.label if kind == self.at.op.kind else kind
-        return self.at.add(kind, inputs, shape, dtype, like=like, label=label, **params)
-
-    def _repeated(self, v: int, dims: Dims, shape: tuple[int, ...]) -> int:
-        """The table ``v`` repeated to ``shape``; its dimension k becomes ``dims[k]``."""
-        kept = [(n, d) for n, d in zip(self.shape(v), dims, strict=True) if d is not None]
-        return self.at.broadcast(self.at.reshape(v, tuple(n for n, _ in kept)), [d for _, d in kept], shape)
+        return self.at.add(kind, inputs, like=like, label=label, **params)
 
 
 def _not_one(shape: Sequence[int]) -> list[int]:
@@ -360,11 +343,10 @@ def _moved_dims(op: Op, values: Sequence[Value]) -> Dims | None:
     if op.kind == "broadcast_in_dim":
         moved: Dims = tuple(d if before[k] == after[d] else None for k, d in enumerate(op["dims"]))
     else:
-        places = [d for d, n in enumerate(after) if n > 1]
-        if _not_one(before) != _not_one(after):
+        kept = kept_dims(before, after)
+        if kept is None:
             return None
-        rest = iter(places)
-        moved = tuple(next(rest) if n > 1 else None for n in before)
+        moved = tuple(map(kept.get, range(len(before))))
         moved = (0, *moved[1:]) if before[0] == after[0] == 1 else moved
     return moved if moved[0] == 0 and before[0] == after[0] else None
 
@@ -391,7 +373,7 @@ def sum_online(captured: Captured) -> Captured:
         if other is None:
             rows, shape = op.inputs[0], editor.shape(op.inputs[0])
             one, at = editor.literal(1.0, editor.dtype(rows)), editor.in_front_of(i)
-            other = at.add("broadcast_in_dim", (one,), shape, like=rows, label="broadcast", shape=shape, dims=())
+            other = at.add("broadcast_in_dim", (one,), like=rows, label="broadcast", shape=shape, dims=())
         params = make_params(**{**dict(op.params), "finite": exponential.finite})
         inputs = other, op.inputs[1], exponential.score
         editor.replace(i, Op("scatter_exp_sum", inputs, op.outputs, params, op.source, label=f"online {op.label}"))
@@ -416,10 +398,8 @@ def _factors(segments: Segments, total: Op) -> tuple[Exponential, int | None] | 
     if whole is not None:
         return (whole, None) if shape(whole.value) == shape(rows) else None
     product = segments.made(rows, "mul")
-    for k in range(2) if product is not None else ():
-        assert product is not None
-        found = softmax(product.inputs[k])
-        other = product.inputs[1 - k]
+    for factor, other in (product.inputs, product.inputs[::-1]) if product is not None else ():
+        found = softmax(factor)
         if found is not None and shape(other) == shape(rows):
             return found, other
     return None

@@ -234,7 +234,9 @@ def _index(at: StageCodeBuilder, instr: Instr, sources: list[int]) -> np.ndarray
         operands.append((k * stride + np.arange(math.prod(shape), dtype=np.int64)).reshape(1, *shape))
     if instr.kind == "pad":
         operands.append(np.asarray(_FILL, np.int64))
-    flat = OPS[instr.kind].numpy(resolve_rows(instr.params, 1), *operands, out_dtype="int64").reshape(-1)
+    rule = OPS[instr.kind].numpy
+    assert rule is not None  # it moves elements
+    flat = rule(resolve_rows(instr.params, 1), *operands, out_dtype="int64").reshape(-1)
     return np.stack([np.where(flat < 0, -1, flat // stride), np.where(flat < 0, 0, flat % stride)], axis=1)
 
 
