@@ -17,7 +17,7 @@ from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import Instr, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
@@ -82,16 +82,12 @@ def emit_sink_at(stage: StageLowering, i: int, instr: Instr) -> None:
         if not fits(x):
             x = stage.scratch(stage.type(v).shape, sink.dtype)
             stage.write(v, x)
-    promised, ordered = int(instr["sorted"]), int(x is straight)
-    operands = at.operand(), x.operand()
+    sums = instr["sink"], sink.shape[0], at.shape, x.shape[rank:], at.operand(), x.operand()
     if tops:
-        top = _dense_view(stage, tops[0])
-        heads = math.prod(top.shape)
-        sums = (instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, 1, 0)
-        flat = dataclasses.replace(top.operand(), strides=(1,))
-        stage.code.append(bc.AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
-        return
-    stage.code.append(bc.AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+        top, heads = _dense_row(_dense_view(stage, tops[0]))
+        stage.code.append(bc.AccumulateScaled(*sums, sorted=1, top=top, heads=heads, finite=int(instr["finite"])))
+    else:
+        stage.code.append(bc.AccumulateAt(*sums, sorted=int(instr["sorted"]), ordered=int(x is straight)))
 
 
 def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
@@ -106,11 +102,8 @@ def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
         if numbers.dtype != "float32" or not _dense(numbers, 0):
             numbers = stage.scratch(numbers.shape, "float32")
             stage.write(found.factor, numbers)
-        factor, factors = dataclasses.replace(numbers.operand(), strides=(1,)), math.prod(numbers.shape)
-    top, heads = factor, 0
-    if tops:
-        largest = _dense_view(stage, tops[0])
-        top, heads = dataclasses.replace(largest.operand(), strides=(1,)), math.prod(largest.shape)
+        factor, factors = _dense_row(numbers)
+    top, heads = _dense_row(_dense_view(stage, tops[0])) if tops else (factor, 0)
     stage.code.append(
         bc.AccumulateTaken(
             instr["sink"],
@@ -147,14 +140,12 @@ def emit_taken_dot(stage: StageLowering, instr: Instr, found: TakenDotFacts) -> 
     def side(of: Instr | int) -> bc.CpuRows:
         if isinstance(of, Instr):
             return _taken(stage, of)
-        x = _dense_view(stage, of).operand()
-        return bc.CpuRows(dataclasses.replace(x, strides=(1,)), 0, bc.CLIP, (0.0,), x)
+        x = _dense_view(stage, of)
+        return bc.CpuRows(_dense_row(x)[0], 0, bc.CLIP, (0.0,), x.operand())
 
     x, y = (side(of) for of in found.sides)
-    out = _rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
-    heads = math.prod(out.shape)
-    inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
-    stage.code.append(bc.CpuTakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
+    out, heads = _dense_row(_rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape)))
+    stage.code.append(bc.CpuTakenDot(heads, math.prod(stage.type(instr.inputs[0]).shape) // heads, x, y, out))
 
 
 def emit_run_max(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -183,6 +174,11 @@ def _dense(x: View, first: int) -> bool:
     """Whether the dimensions of ``x`` from ``first`` on lie dense."""
     pairs = zip(x.shape[first:], x.strides[first:], dim_strides(x.shape[first:]), strict=True)
     return all(n == 1 or s == t for n, s, t in pairs)
+
+
+def _dense_row(x: View) -> tuple[bc.CpuOperand, int]:
+    """Dense ``x`` as an operand with rows of one dimension, and its length."""
+    return dataclasses.replace(x.operand(), strides=(1,)), math.prod(x.shape)
 
 
 def emit_take(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -242,7 +238,7 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     ``products``: for each part how bfloat16 operands are multiplied, by default as the CPU that runs the code chooses.
     ``rounding``: where 16-bit results are rounded.
     """
-    ways = products or (bc.Products(),) * len(program.parts)
+    ways = products or (_BEST,) * len(program.parts)
     several = len(program.parts) > 1
     lowered: dict[tuple[int, bc.Products], bc.CpuProgram] = {}
     parts = []
@@ -251,20 +247,19 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
         if key not in lowered:
             lowered[key] = lower_program(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
         parts.append(bc.CpuPart(part.phase, part.reads, part.writes, lowered[key]))
-    arrays = tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
-    return _valid(bc.encode(bc.CpuCall(name, arrays, program.operands, program.results, tuple(parts))))
-
-
-def _valid(words: np.ndarray) -> np.ndarray:
-    """``words``, checked as the custom call checks them when XLA makes the executable."""
-    if wrong := check(words):
+    words = bc.encode(bc.CpuCall(name, _arrays(program.arrays), program.operands, program.results, tuple(parts)))
+    if wrong := check(words):  # as the custom call checks them when XLA makes the executable
         raise InvalidProgram(wrong)
     return words
 
 
+def _arrays(arrays: Sequence[ArrayType]) -> tuple[bc.CpuArray, ...]:
+    return tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in arrays)
+
+
 def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.CpuProgram:
-    """The CPU program of ``program``, called ``name``. ``products``: how bfloat16 operands are multiplied. ``rounding``: where
-    16-bit results are rounded. Raises ``CannotLower`` where an instruction has no code.
+    """The CPU program of ``program``, called ``name``; ``products`` and ``rounding`` as in ``generate``. Raises ``CannotLower``
+    where an instruction has no code.
 
     Example::
 
@@ -287,8 +282,8 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         batch_axes=program.batch_axes,
         tile_rows=program.tile_rows,
         workers=program.workers,
-        inputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
-        outputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
+        inputs=_arrays(program.inputs),
+        outputs=_arrays(program.outputs),
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(bc.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
@@ -323,25 +318,18 @@ def _emit(stage: StageLowering) -> None:
             pointwise.emit_group(stage, item.ops, item.loop)
         else:
             (i,) = item.ops
-            _handler(stage.body[i].kind)(stage, i, stage.body[i])
-
-
-Handler = Callable[[StageLowering, int, Instr], None]
-
-
-def _handler(kind: str) -> Handler:
-    family = OPS[kind].family if kind in OPS else ""
-    handler = _HANDLERS.get(kind) or _FAMILIES.get(family)
-    if handler is None:
-        raise CannotLower(f"{kind} has no code on the CPU")
-    return handler
+            kind = stage.body[i].kind
+            handler = _HANDLERS.get(kind) or (_FAMILIES.get(OPS[kind].family) if kind in OPS else None)
+            if handler is None:
+                raise CannotLower(f"{kind} has no code on the CPU")
+            handler(stage, i, stage.body[i])
 
 
 def _store(stage: StageLowering, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
     if stage.delivered((i, 0), x):
         return
-    array = stage.output(instr["array"]) if instr.kind == "store" else memory.border_of(stage, instr)
+    array = stage.border(instr)
     if array.view is not None:
         stage.write(x, array.view)
         return
@@ -371,25 +359,17 @@ def _pad(stage: StageLowering, i: int, instr: Instr) -> None:
     builder = VectorBuilder(memory.squeezed(whole.shape))
     builder.store(whole, stage.read(builder, fill, whole.shape))
     stage.emit(builder.finish(), tile)
-    start: list[int] = []
-    limit: list[int] = []
-    step: list[int] = []
-    first: list[int] = []
-    last: list[int] = []
+    taken: list[range] = []
+    filled: list[range] = []
     for n, m, lo, gap in zip(stage.type(x).shape, whole.shape, low, interior, strict=True):
         every = gap + 1
         # Negative padding cuts: elements of x whose place falls outside the result are left out.
         begin = max(0, -(lo // every)) if lo < 0 else 0
         end = min(n, (m - 1 - lo) // every + 1)
-        start.append(begin)
-        limit.append(max(begin, end))
-        first.append(lo + begin * every)
-        last.append(lo + (max(begin, end) - 1) * every + 1)
-        step.append(every)
-    if any(a >= b for a, b in zip(start, limit, strict=True)):
-        return
-    ones = (1,) * len(start)
-    stage.copy(memory.cut(stage.view(x), start, limit, ones), memory.cut(whole, first, last, step))
+        taken.append(range(begin, end))
+        filled.append(range(lo + begin * every, lo + end * every, every))
+    if all(taken):
+        stage.copy(memory.cut(stage.view(x), taken), memory.cut(whole, filled))
 
 
 def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -398,7 +378,8 @@ def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
     how = OPS[instr.kind].fold
     tile = stage.type(instr.inputs[0]).tile
     axes = {a - int(tile) for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
-    x = _reduced(stage, instr.inputs[0])
+    narrow = stage.widened(instr.inputs[0])
+    x = stage.view(instr.inputs[0] if narrow is None else narrow)
     out = stage.place(instr.outputs[0])
     kept = [d for d in range(len(x.shape)) if d not in axes]
     in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
@@ -415,14 +396,6 @@ def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
         ),
         tile,
     )
-
-
-def _reduced(stage: StageLowering, v: int) -> View:
-    """A view of ``v``; of the 16-bit value it was widened from, unless the wide value is in memory already."""
-    narrow = stage.widened(v)
-    if narrow is None or stage.type(narrow).shape != stage.type(v).shape:
-        return stage.view(v)
-    return stage.view(narrow)
 
 
 def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -486,9 +459,10 @@ def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
 def _sums(stage: StageLowering, instr: Instr, strides: Sequence[int]) -> bc.Sums:
     """The part of the accumulators that a ``sink`` folds into."""
     dims = instr.get("dims", ())
-    return bc.Sums(*memory.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
+    return bc.Sums(*stage.moves(instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
 
 
+Handler = Callable[[StageLowering, int, Instr], None]
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,

@@ -35,13 +35,14 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
         raise CannotLower("a matrix product with a constant")
     weight = stage.view(w)
     lies = stage.view(x)
-    order = dims.ordered_by(lies)
-    rows = _rows(lies, order.free, order.batch, order.contract)
+    groups = [list(dims.free), list(dims.w_batch), list(dims.w_contract)]  # row dimensions of x
+    in_memory = [sorted(group, key=lambda d: -lies.strides[d]) for group in groups]
+    rows = _rows(lies, *in_memory)
     if rows is None:
-        lies, order = _copy_of(stage, x, dims)
-        rows = _rows(lies, order.free, order.batch, order.contract)
-        assert rows is not None
-    free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
+        in_memory = groups
+        lies, rows = _copied_rows(stage, x, *groups)
+    x_free, x_batch, x_contract = in_memory
+    free, batch = [dims.out_of_x[d] for d in x_free], [dims.out_of_x[d] for d in x_batch]
     total = stage.sums.get(i)
     result = instr.outputs[0] if total is None else total.result
     shape = stage.type(result).shape
@@ -58,7 +59,7 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
     columns, lines = panel(out)
     assert lines is not None
     w_of_out = {d: k for k, d in dims.out_of_w.items()}
-    prep = _weight(stage, weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
+    prep = _weight(stage, weight, [dims.w_batch[b] for b in x_batch], [dims.w_contract[k] for k in x_contract],
                    [w_of_out[d] for d in columns])  # fmt: skip
     numbers = sorted(columns)  # the dimensions of a bias, in its order
     stage.code.append(
@@ -78,15 +79,6 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _DimOrder:
-    """Row dimensions of x, each list in the order of x's strides, largest first."""
-
-    free: list[int]
-    batch: list[int]
-    contract: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
 class _DotDims:
     """The roles of dimensions: row dimensions of x (0-based, without the row), dimensions of w, row dimensions of the result."""
 
@@ -95,7 +87,6 @@ class _DotDims:
     w_contract: dict[int, int]
     out_of_x: dict[int, int]  # free and batch dimensions of x -> row dimension of the result
     out_of_w: dict[int, int]  # free dimension of w -> row dimension of the result, ascending in the result
-    out_shape: tuple[int, ...]
 
     @staticmethod
     def of(stage: StageLowering, instr: Instr) -> _DotDims:
@@ -119,26 +110,16 @@ class _DotDims:
             dict(zip(x_contract, w_contract, strict=True)),
             {d: place["x", d] for d in (*free, *x_batch)},
             dict(sorted(((d, place["w", d]) for d in columns), key=lambda pair: pair[1])),
-            stage.type(instr.outputs[0]).shape,
         )
-
-    def ordered_by(self, x: View) -> _DimOrder:
-        def falling(dims: Sequence[int]) -> list[int]:
-            return sorted(dims, key=lambda d: -x.strides[d])
-
-        return _DimOrder(falling(self.free), falling(tuple(self.w_batch)), falling(tuple(self.w_contract)))
 
 
 def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
     """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None where it is not."""
-
-    def pairs(dims: Sequence[int]) -> list[tuple[int, int]]:
-        return [(view.shape[d], view.strides[d]) for d in dims]
-
-    element, step, batch_step = memory.chain(pairs(inner)), memory.chain(pairs(free)), memory.chain(pairs(batch))
-    size = math.prod(view.shape[d] for d in free)
-    if element is None or step is None or batch_step is None:
+    strides = _strides(view, (inner, free, batch))
+    if strides is None:
         return None
+    element, step, batch_step = strides
+    size = math.prod(view.shape[d] for d in free)
     if element != 1 and any(view.shape[d] != 1 for d in inner):
         return None
     if size == 1:
@@ -146,13 +127,16 @@ def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence
     return (step, batch_step) if step * size == view.row_stride else None
 
 
-def _copy_of(stage: StageLowering, x: int, dims: _DotDims) -> tuple[View, _DimOrder]:
-    """A copy of x in scratch, in the layout that the kernel reads."""
-    order = _DimOrder(list(dims.free), list(dims.w_batch), list(dims.w_contract))
-    sequence = [*order.free, *order.batch, *order.contract]
-    target = _scratch(stage, stage.type(x).shape, stage.type(x).dtype, sequence, len(order.free))
-    stage.write(x, target)
-    return target, order
+def _copied_rows(
+    stage: StageLowering, v: int, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]
+) -> tuple[View, tuple[int, int]]:
+    """A copy of ``v`` in scratch, in the layout that the kernel reads, and its ``_rows``."""
+    t = stage.type(v)
+    copy = _scratch(stage, t.shape, t.dtype, [*free, *batch, *inner], len(free))
+    stage.write(v, copy)
+    rows = _rows(copy, free, batch, inner)
+    assert rows is not None
+    return copy, rows
 
 
 def _scratch(stage: StageLowering, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
@@ -179,11 +163,7 @@ def emit_matmul_sink(stage: StageLowering, i: int, instr: Instr) -> None:
         free = [d for d in range(len(view.shape)) if d not in contract and d not in batch]
         rows = _rows(view, contract, batch, free)
         if rows is None:
-            sequence = [*contract, *batch, *free]
-            view = _scratch(stage, view.shape, stage.type(v).dtype, sequence, len(contract))
-            stage.write(v, view)
-            rows = _rows(view, contract, batch, free)
-            assert rows is not None
+            view, rows = _copied_rows(stage, v, contract, batch, free)
         sides.append((view, rows, math.prod(view.shape[d] for d in free)))
     # The kernel prefers few rows of sums to few columns, and whole sums may be transposed. Parts of the sums may not: all parts of
     # the sink's matrices share one layout.
@@ -223,7 +203,7 @@ def _part(stage: StageLowering, instr: Instr, m: int, n: int) -> tuple[bc.Sums, 
     longest = max(i["sizes"][0] for s in stage.program.stages for i in walk(s.body) if i.get("dims") and i.get("sink") == k)
     inner = math.prod(shape[d + 1 : side.stop])
     each = inner * (columns if side is rows else height)
-    offset, moves = memory.moves_of(stage, instr.inputs[2:], steps, (each,))
+    offset, moves = stage.moves(instr.inputs[2:], steps, (each,))
     fits = size in (longest, shape[d] % longest) and not any(e % (longest * each) for e in (offset, *moves))
     if not fits or (side is not rows and longest * inner % bc.SUM_GROUP):
         raise CannotLower(f"a weight gradient in parts of {size} of {shape[d]} elements, {steps[0]} apart")
@@ -363,7 +343,7 @@ def emit_paste(stage: StageLowering, i: int, instr: Instr) -> None:
     x, part, _ = instr.inputs
     stage.views[instr.outputs[0]] = stage.view(x)
     if not stage.delivered((i, 1), part):
-        stage.write(part, memory.part(stage, instr))
+        stage.write(part, stage.part(instr))
 
 
 def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -430,7 +410,7 @@ Groups = Sequence[Sequence[int]]  # row dimensions: batch, free, contracted
 
 def _strides(view: View, groups: Groups) -> tuple[int, ...] | None:
     """One stride for each group of dimensions, or None where one loop cannot walk a group."""
-    found = [memory.chain([(view.shape[d], view.strides[d]) for d in dims]) for dims in groups]
+    found = [memory.chain([view.shape[d] for d in dims], [view.strides[d] for d in dims]) for dims in groups]
     return None if None in found else tuple(s for s in found if s is not None)
 
 
