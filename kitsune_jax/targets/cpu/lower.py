@@ -27,7 +27,7 @@ from kitsune_jax.targets.cpu.facts import TakenDotFacts, TakenSum
 from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import StageLowering
-from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate, merge_dims
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,7 +178,7 @@ def _dense(x: View, first: int) -> bool:
 
 def _dense_row(x: View) -> tuple[bc.CpuOperand, int]:
     """Dense ``x`` as an operand with rows of one dimension, and its length."""
-    return dataclasses.replace(x.operand(), strides=(1,)), math.prod(x.shape)
+    return x.operand((1,)), math.prod(x.shape)
 
 
 def emit_take(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -223,7 +223,7 @@ def _selected(x: View, d: int, inner: int, extent: int) -> bc.CpuOperand:
     """``x``, dense from dimension ``d`` on, with one stride for the ``extent`` times ``inner`` elements that are selected from."""
     if extent * inner > _MOST_SELECTED:
         raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
-    return dataclasses.replace(x.operand(), strides=(*x.strides[:d], inner))
+    return x.operand((*x.strides[:d], inner))
 
 
 # --- Programs and stages ----------------------------------------------------------------------------------------------------------
@@ -383,32 +383,25 @@ def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
     out = stage.place(instr.outputs[0])
     kept = [d for d in range(len(x.shape)) if d not in axes]
     in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
-    kept_x = [(x.shape[d], x.strides[d], s) for d, s in zip(kept, out.strides, strict=True)]
-    reduced_x = [(x.shape[d], x.strides[d], 0) for d in in_order]
-    k, r = _loops(kept_x), _loops(reduced_x) or [(1, 0, 0)]
-    stage.emit(
-        bc.Reduce(
-            bc.REDUCTIONS.index(how),
-            tuple(n for n, _, _ in k),
-            tuple(n for n, _, _ in r),
-            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
-            bc.CpuOperand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
-        ),
-        tile,
-    )
+    extents, steps, out_steps = _loops(x, kept, out.strides)
+    reduced, reduced_steps, _ = _loops(x, in_order, (0,) * len(in_order))
+    if not reduced:
+        reduced, reduced_steps = (1,), (0,)
+    operands = x.operand((*steps, *reduced_steps)), out.operand(out_steps)
+    stage.emit(bc.Reduce(bc.REDUCTIONS.index(how), extents, reduced, *operands), tile)
 
 
-def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(extent, stride, stride) per loop: extents of 1 dropped, and neighbours merged where one loop can walk both strides."""
-    out: list[tuple[int, int, int]] = []
-    for n, s, t in dims:
-        if n == 1:
-            continue
-        if out and out[-1][1] == s * n and out[-1][2] == t * n:
-            out[-1] = (out[-1][0] * n, s, t)
-        else:
-            out.append((n, s, t))
-    return out
+Ints = tuple[int, ...]
+
+
+def _loops(x: View, dims: Sequence[int], others: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+    """The loops over ``dims`` of ``x``, and over another operand whose strides there are ``others``: extents, strides of ``x``, and
+    other strides. Extents of 1 are dropped, and neighbours merged where one loop can walk both operands."""
+    extents, strides = [x.shape[d] for d in dims], [x.strides[d] for d in dims]
+    groups = merge_dims(extents, (strides, others), [k for k, n in enumerate(extents) if n != 1])
+    inner = [group[-1] for group in groups]
+    merged = tuple(math.prod(extents[k] for k in group) for group in groups)
+    return merged, tuple(strides[k] for k in inner), tuple(others[k] for k in inner)
 
 
 def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -416,18 +409,11 @@ def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
     out = stage.place(instr.outputs[0])
     tile = stage.type(instr.inputs[0]).tile
     axis = instr["axis"] - int(tile)
-    k = _loops([(x.shape[d], x.strides[d], out.strides[d]) for d in range(len(x.shape)) if d != axis])
-    k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
-    stage.emit(
-        bc.Scan(
-            bc.CUMULATIVE.index(OPS[instr.kind].fold),
-            int(instr["reverse"]),
-            tuple(n for n, _, _ in k),
-            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
-            bc.CpuOperand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
-        ),
-        tile,
-    )
+    others = [d for d in range(len(x.shape)) if d != axis]
+    extents, steps, out_steps = _loops(x, others, [out.strides[d] for d in others])
+    operands = x.operand((*steps, x.strides[axis])), out.operand((*out_steps, out.strides[axis]))
+    how = bc.CUMULATIVE.index(OPS[instr.kind].fold)
+    stage.emit(bc.Scan(how, int(instr["reverse"]), (*extents, x.shape[axis]), *operands), tile)
 
 
 def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -440,20 +426,12 @@ def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
     axes = {a - 1 for a in instr["axes"]} - {-1}
     left = [d for d in range(len(x.shape)) if d not in axes]
     dense = dim_strides(sink.shape)  # of the accumulators
-    kept = _loops([(x.shape[d], x.strides[d], t) for d, t in zip(left, dense, strict=True)])
+    kept, steps, sum_steps = _loops(x, left, dense)
     if not kept and instr.get("dims"):
-        kept = [(1, 0, 1)]  # one accumulator of several; no loop would stand for a sink of one
-    reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
-    stage.code.append(
-        bc.Accumulate(
-            instr["sink"],
-            tuple(n for n, _, _ in kept),
-            tuple(n for n, _, _ in reduced),
-            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
-            sums=_sums(stage, instr, dense),
-            sum_strides=tuple(t for _, _, t in kept),
-        )
-    )
+        kept, steps, sum_steps = (1,), (0,), (1,)  # one accumulator of several; no loop would stand for a sink of one
+    reduced, reduced_steps, _ = _loops(x, sorted(axes, key=lambda d: -abs(x.strides[d])), (0,) * len(axes))
+    operand = x.operand((*steps, *reduced_steps))
+    stage.code.append(bc.Accumulate(instr["sink"], kept, reduced, operand, _sums(stage, instr, dense), sum_steps))
 
 
 def _sums(stage: StageLowering, instr: Instr, strides: Sequence[int]) -> bc.Sums:

@@ -6,16 +6,15 @@ import dataclasses
 import itertools
 import math
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, TileType
-from kitsune_jax.program.passes import VIEWS, Use, squeezed
+from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.passes import squeezed
 from kitsune_jax.targets.cpu import bytecode as bc
 
 # --- Views ------------------------------------------------------------------------------------------------------------------------
@@ -40,8 +39,9 @@ class View:
     def dtype(self) -> str:
         return bc.DTYPES[self.ref.dtype]
 
-    def operand(self) -> bc.CpuOperand:
-        return bc.CpuOperand(self.ref, self.row_stride, self.strides)
+    def operand(self, strides: tuple[int, ...] | None = None) -> bc.CpuOperand:
+        """The view as an operand, with ``strides`` for the loops of an instruction, by default its own."""
+        return bc.CpuOperand(self.ref, self.row_stride, self.strides if strides is None else strides)
 
     def at(self, offset: int) -> View:
         """The same view, ``offset`` elements further on."""
@@ -167,44 +167,7 @@ def chain(extents: Sequence[int], strides: Sequence[int]) -> int | None:
     return real[-1][1] if real else 0
 
 
-# --- Values of a loop's body that lie column by column ----------------------------------------------------------------------------
-
-MOST_COLUMNS = 32
-_VECTOR = 16
-_COPIES = frozenset({"slice", "concatenate", "pad"})
-_READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
-
-
-def by_columns(
-    t: TileType,
-    roots: Collection[int],
-    uses: Mapping[int, Sequence[Use]],
-    instruction: Callable[[int], Instr],
-    pointwise: Callable[[str], bool],
-) -> bool:
-    """Whether a loop keeps ``roots``, a value of type ``t`` and the next step's value in its place, column by column in scratch.
-
-    A carry of a few columns (the state of a simulator, ``[envs, 4]``) is sliced and concatenated in every iteration: row by row
-    these are loads and stores with a stride, column by column dense ones. So all readers must be elementwise, views, copies, stores
-    or reductions (a matrix product reads rows), and rows as long as a vector must be taken apart by some reader.
-    """
-    if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
-        return False
-    apart = math.prod(t.shape) < _VECTOR
-
-    def fits(v: int) -> bool:
-        nonlocal apart
-        for i, _ in uses.get(v, ()):
-            instr = instruction(i)
-            apart |= instr.kind in _COPIES
-            if instr.kind in VIEWS:
-                if not fits(instr.outputs[0]):
-                    return False
-            elif not pointwise(instr.kind) and instr.kind not in _READERS:
-                return False
-        return True
-
-    return all(map(fits, roots)) and apart
+MOST_COLUMNS = 32  # of a value of a loop's body that lies column by column
 
 
 # --- Arrays at a program's border -------------------------------------------------------------------------------------------------

@@ -384,9 +384,9 @@ def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
     strides = _strides(out, groups)
     assert strides is not None
     b, n = (math.prod(vy.shape[d] for d in dims) for dims in of_y[:2])
-    x_ = bc.CpuOperand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
-    y_ = bc.CpuOperand(vy.ref, vy.row_stride, sy)
-    stage.code.append(bc.Dot(b, m, n, k, x_, y_, bc.CpuOperand(out.ref, out.row_stride, strides[:2])))
+    x_ = vx.operand((0 if shared else sx[0], sx[1]))
+    y_ = vy.operand(sy)
+    stage.code.append(bc.Dot(b, m, n, k, x_, y_, out.operand(strides[:2])))
 
 
 def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
@@ -447,5 +447,5 @@ def _multiply_and_sum(stage: StageLowering, instr: Instr, sides: tuple[tuple[int
     builder.store(products, builder.micro("mul", wide, a, b))
     stage.code.append(builder.finish())
     out = stage.place(instr.outputs[0])
-    over = bc.CpuOperand(products.ref, products.row_stride, products.strides)
+    over = products.operand()
     stage.code.append(bc.Reduce(bc.REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

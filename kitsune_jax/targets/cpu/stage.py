@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.spec import Rounding
+from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
@@ -25,6 +26,10 @@ from kitsune_jax.targets.cpu.memory import ITEM_SIZE, BorderArray, View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
 _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
+_VECTOR = 16  # elements
+_COPIES = frozenset({"slice", "concatenate", "pad"})
+# Instructions, beside views and elementwise ones, that can read a value that lies column by column.
+_READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,15 +122,34 @@ class StageLowering:
         return self.scratch(t.shape, t.dtype, tile=t.tile)
 
     def _by_columns(self, v: int) -> bool:
-        """Whether carry, or result of a carry, ``v`` lies column by column."""
-        here = {self.root(v)}
+        """Whether a loop keeps ``v``, and the next step's value in its place, column by column in scratch.
+
+        A carry of a few columns (the state of a simulator, ``[envs, 4]``) is sliced and concatenated in every iteration: row by row
+        these are loads and stores with a stride, column by column dense ones. So all readers must be elementwise, views, copies,
+        stores or reductions (a matrix product reads rows), and rows as long as a vector must be taken apart by some reader.
+        """
+        t, here = self.type(v), {self.root(v)}
+        size = math.prod(t.shape)
+        if not t.tile or not 1 < size <= memory.MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
+            return False
         for carry, result in self.carry_results:
             if not here.isdisjoint((carry, self.root(result))):
                 here |= {carry, self.root(result)}
         made = (self.flow.makers.get(r) for r in here)
         if len(here) > 1 and any(i is not None and i.kind == "matmul" for i in made):
             return False
-        return memory.by_columns(self.type(v), here, self.uses, self.flow.instruction, is_pointwise)
+        kinds = {kind for r in here for kind in self._reader_kinds(r)}
+        fits = all(kind in _READERS or is_pointwise(kind) for kind in kinds)
+        return fits and (size < _VECTOR or not kinds.isdisjoint(_COPIES))
+
+    def _reader_kinds(self, v: int) -> Iterator[str]:
+        """The kinds of the readers of ``v``, through views."""
+        for i, _ in self.uses.get(v, ()):
+            instr = self.flow.instruction(i)
+            if instr.kind in _COPIES or instr.kind not in VIEWS:
+                yield instr.kind
+            if instr.kind in VIEWS:
+                yield from self._reader_kinds(instr.outputs[0])
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:
         """A new value in scratch, in a buffer that has a number until ``memory.place_buffers`` gives it an address.

@@ -123,7 +123,7 @@ class VectorBuilder:
 
         def operand(view: View, strides: tuple[int, ...]) -> CpuOperand:
             inner = tuple(strides[g[-1]] for g in groups)
-            return CpuOperand(view.ref, view.row_stride, inner or (view.row_stride,))
+            return view.operand(inner or (view.row_stride,))
 
         loads = tuple(operand(v, s) for v, s in self._loads)
         stores = tuple(operand(v, s) for v, s in self._stores)

@@ -300,7 +300,7 @@ class CpuCost(RegionCost):
                        narrow=picked, taken=taken, rounds=rounds)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
-        """Whether ``v`` lies column by column in a loop's body (``memory.by_columns``), where slices are free."""
+        """Whether ``v`` lies column by column in a loop's body (``StageLowering._by_columns``), where slices are free."""
         if self.carried is None or v not in self.labels or not 1 < self.row_size(v) <= MOST_COLUMNS:
             return False
         leaves = v in self.outputs and v not in self.carried
