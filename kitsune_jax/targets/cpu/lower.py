@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import round_up
+from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
@@ -24,10 +24,10 @@ from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.call import check
 from kitsune_jax.targets.cpu.facts import TakenDotFacts, TakenSum
-from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
+from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import StageLowering
-from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate, merge_dims
+from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -299,7 +299,7 @@ def _sink(program: TileProgram, sink: SinkType) -> bc.Sink:
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
     """Bytes of a queue slot: ``tile_rows`` rows at their pitch, rounded up to a cache line."""
-    return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype], memory.ALIGNMENT)
+    return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * itemsize(tile.dtype), memory.ALIGNMENT)
 
 
 def _stage(
@@ -398,7 +398,7 @@ def _loops(x: View, dims: Sequence[int], others: Sequence[int]) -> tuple[Ints, I
     """The loops over ``dims`` of ``x``, and over another operand whose strides there are ``others``: extents, strides of ``x``, and
     other strides. Extents of 1 are dropped, and neighbours merged where one loop can walk both operands."""
     extents, strides = [x.shape[d] for d in dims], [x.strides[d] for d in dims]
-    groups = merge_dims(extents, (strides, others), [k for k, n in enumerate(extents) if n != 1])
+    groups = memory.merge_dims(extents, (strides, others))
     inner = [group[-1] for group in groups]
     merged = tuple(math.prod(extents[k] for k in group) for group in groups)
     return merged, tuple(strides[k] for k in inner), tuple(others[k] for k in inner)

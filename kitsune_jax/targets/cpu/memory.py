@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.planning.cost import round_up
+from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, TileProgram
 from kitsune_jax.program.passes import squeezed
 from kitsune_jax.targets.cpu import bytecode as bc
 
 # --- Views ------------------------------------------------------------------------------------------------------------------------
-
-ITEM_SIZE = dict(zip(bc.DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
     Rows of one dimension and 256 bytes or more begin on cache lines, and not a multiple of a page apart (else stores would falsely
     depend on loads of other rows: 4 KB aliasing). Other rows are dense, so that one loop can walk the rows and inner dimensions.
     """
-    item = ITEM_SIZE[dtype]
+    item = itemsize(dtype)
     size = math.prod(shape)
     if len(squeezed(shape)) != 1 or size * item < 256:
         return size
@@ -88,33 +86,22 @@ def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[in
     >>> reshape_strides((4, 6), (6, 1), (2, 2, 6)), reshape_strides((4, 6), (1, 4), (24,))
     ((12, 6, 1), None)
     """
-    source = [(n, s) for n, s in zip(old, strides, strict=True) if n != 1]
+    if 0 in new:
+        return (0,) * len(new)
+    loops = [(math.prod(old[d] for d in group), strides[group[-1]]) for group in merge_dims(old, (strides,))]
     out: list[int] = []
-    i = j = 0
-    while j < len(new):
-        if new[j] == 1:
+    left, step = 1, 0  # of the innermost loop: the extent that ``out`` does not cover yet, and its stride
+    for n in reversed(new):
+        if n == 1:
             out.append(0)
-            j += 1
             continue
-        first, begin = i, j
-        have, want = source[i][0], new[j]
-        i, j = i + 1, j + 1
-        while have != want:
-            if have < want:
-                have *= source[i][0]
-                i += 1
-            else:
-                want *= new[j]
-                j += 1
-        for (_, s), (n, t) in zip(source[first : i - 1], source[first + 1 : i], strict=True):
-            if s != n * t:
-                return None
-        step, group = source[i - 1][1], []
-        for n in reversed(new[begin:j]):
-            group.append(step)
-            step *= n
-        out.extend(reversed(group))
-    return tuple(out)
+        if left == 1:
+            left, step = loops.pop()
+        if left % n != 0:
+            return None
+        out.append(step)
+        left, step = left // n, step * n
+    return tuple(reversed(out))
 
 
 def broadcast(view: View, shape: tuple[int, ...], dims: Sequence[int]) -> View:
@@ -161,10 +148,28 @@ def chain(extents: Sequence[int], strides: Sequence[int]) -> int | None:
     >>> chain((4, 10), (30, 3)), chain((4, 10), (3, 12)), chain((1, 10), (0, 3))
     (3, None, 3)
     """
-    real = [(n, s) for n, s in zip(extents, strides, strict=True) if n != 1]
-    if any(s != n * t for (_, s), (n, t) in itertools.pairwise(real)):
+    groups = merge_dims(extents, (strides,))
+    if len(groups) > 1:
         return None
-    return real[-1][1] if real else 0
+    return strides[groups[0][-1]] if groups else 0
+
+
+def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: Sequence[int] | None = None) -> list[list[int]]:
+    """Dimensions of more than one element, taken in ``order`` (by default their own), in groups that one loop can walk for every
+    operand (given by its strides).
+
+    >>> merge_dims((2, 3, 4), [(12, 4, 1), (20, 4, 1)])
+    [[0], [1, 2]]
+    """
+    groups: list[list[int]] = []
+    for d in range(len(extents)) if order is None else order:
+        if extents[d] == 1:
+            continue
+        if groups and all(s[groups[-1][-1]] == s[d] * extents[d] for s in strides):
+            groups[-1].append(d)
+        else:
+            groups.append([d])
+    return groups
 
 
 MOST_COLUMNS = 32  # of a value of a loop's body that lies column by column
@@ -305,7 +310,7 @@ def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[b
     def placed(ref: bc.CpuRef) -> bc.CpuRef:
         if ref.space != bc.SCRATCH:
             return ref
-        base = offsets[ref.index] // ITEM_SIZE[bc.DTYPES[ref.dtype]]
+        base = offsets[ref.index] // itemsize(bc.DTYPES[ref.dtype])
         return dataclasses.replace(ref, index=0, offset=base + ref.offset)
 
     if isinstance(instruction, bc.Pack):

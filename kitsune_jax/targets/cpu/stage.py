@@ -16,13 +16,14 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.spec import Rounding
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
 from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, taken_dots, taken_sums
-from kitsune_jax.targets.cpu.memory import ITEM_SIZE, BorderArray, View
+from kitsune_jax.targets.cpu.memory import BorderArray, View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
 _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
@@ -158,7 +159,7 @@ class StageLowering:
         """
         ref = bc.CpuRef(bc.SCRATCH, len(self.buffer_bytes), 0, bc.DTYPE_CODE[dtype])
         pitch = math.prod(shape) if dense or not tile else memory.row_pitch(shape, dtype)
-        self.buffer_bytes.append(pitch * ITEM_SIZE[dtype] * (self.program.tile_rows if tile else 1))
+        self.buffer_bytes.append(pitch * itemsize(dtype) * (self.program.tile_rows if tile else 1))
         return View(ref, pitch if tile else 0, shape, dim_strides(shape))
 
     def border(self, instr: Instr) -> BorderArray:

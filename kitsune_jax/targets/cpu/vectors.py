@@ -20,7 +20,7 @@ from kitsune_jax.ops.spec import NARROW, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, CpuOperand, CpuVector, Micro
-from kitsune_jax.targets.cpu.memory import View
+from kitsune_jax.targets.cpu.memory import View, merge_dims
 
 # --- Building a vector program ----------------------------------------------------------------------------------------------------
 
@@ -54,8 +54,8 @@ class VectorBuilder:
     def __init__(self, extents: tuple[int, ...]):
         self.extents = extents
         self._nodes: list[_MicroOperation] = []
-        self._loads: list[tuple[View, tuple[int, ...]]] = []
-        self._stores: list[tuple[View, tuple[int, ...]]] = []
+        self._loads: list[View] = []  # of shape ``extents``, as stores are
+        self._stores: list[View] = []
         self._known: dict[object, int] = {}
         self._next = 0
 
@@ -67,18 +67,18 @@ class VectorBuilder:
             self._nodes.append(node)
         return self._known[key]
 
-    def _strides(self, view: View) -> tuple[int, ...]:
+    def _squeezed(self, view: View) -> View:
         strides = tuple(s for n, s in zip(view.shape, view.strides, strict=True) if n != 1)
         if len(strides) != len(self.extents):
             raise CannotLower(f"an operand of shape {view.shape} in a loop over {self.extents}")
-        return strides
+        return View(view.ref, view.row_stride, self.extents, strides)
 
     def load(self, view: View) -> int:
         """Register <- ``view``, whose shape is the loop's, with or without dimensions of extent 1."""
-        item = (view, self._strides(view))
-        key = ("load", view.ref, view.row_stride, item[1])
+        view = self._squeezed(view)
+        key = ("load", view)
         if key not in self._known:
-            self._loads.append(item)
+            self._loads.append(view)
         return self._define(key, _MicroOperation("load", compute_type(view.dtype), operand=len(self._loads) - 1))
 
     def const(self, value: Scalar, dtype: str) -> int:
@@ -106,27 +106,24 @@ class VectorBuilder:
         return self._define((op, kind, args, imm), _MicroOperation(op, kind, args, from_type=from_type, imm=imm))
 
     def store(self, view: View, x: int) -> None:
-        self._stores.append((view, self._strides(view)))
+        self._stores.append(self._squeezed(view))
         self._nodes.append(_MicroOperation("store", compute_type(view.dtype), (x,), operand=len(self._stores) - 1))
 
     def finish(self) -> CpuVector:
         """The instruction. Raises ``TooManyRegisters``, and ``CannotLower`` for more loop dimensions than the format has."""
         self._move_bits()
         indexed = any(n.op == "index" for n in self._nodes)
-        table = [s for _, s in (*self._loads, *self._stores)]
         # From the largest to the smallest stride of the first store, so that it writes consecutive elements.
-        order = sorted(range(len(self.extents)), key=lambda d: -abs(self._stores[0][1][d]))
-        groups = merge_dims(self.extents, table, order)
+        order = sorted(range(len(self.extents)), key=lambda d: -abs(self._stores[0].strides[d]))
+        groups = merge_dims(self.extents, [view.strides for view in (*self._loads, *self._stores)], order)
         if len(groups) + 1 > MAX_LOOP_DIMS:
             raise CannotLower(f"a loop over more than {MAX_LOOP_DIMS - 1} dimensions of a tile")
         extents = tuple(_extent(self.extents, g) for g in groups)
 
-        def operand(view: View, strides: tuple[int, ...]) -> CpuOperand:
-            inner = tuple(strides[g[-1]] for g in groups)
-            return view.operand(inner or (view.row_stride,))
+        def operand(view: View) -> CpuOperand:
+            return view.operand(tuple(view.strides[g[-1]] for g in groups) or (view.row_stride,))
 
-        loads = tuple(operand(v, s) for v, s in self._loads)
-        stores = tuple(operand(v, s) for v, s in self._stores)
+        loads, stores = tuple(map(operand, self._loads)), tuple(map(operand, self._stores))
         if not extents:  # one element per row: an inner loop of extent 1 that merges with the rows
             extents = (1,)
         collapse = not indexed and all(o.row_stride == extents[0] * o.strides[0] for o in (*loads, *stores))
@@ -137,7 +134,7 @@ class VectorBuilder:
         converting them to float32 and back takes longer than all else."""
         views = {"load": self._loads, "store": self._stores}
         moved = [n for n in self._nodes if n.type == "float32"]
-        places = [views[n.op][n.operand][0] for n in moved if n.op in views]
+        places = [views[n.op][n.operand] for n in moved if n.op in views]
         makes = {n.dst for n in moved if n.op != "store"}
         others = [n for n in self._nodes if n.type != "float32"]
         dtypes = {view.dtype for view in places}
@@ -152,9 +149,9 @@ class VectorBuilder:
                 with np.errstate(over="ignore"):  # which gives an infinity, as a store would
                     n.imm = (float(np.array(n.imm[0], np_dtype(dtype)).view(np.uint16)),)
             elif n.op in views:
-                view, strides = views[n.op][n.operand]
+                view = views[n.op][n.operand]
                 ref = dataclasses.replace(view.ref, dtype=DTYPE_CODE["uint16"])
-                views[n.op][n.operand] = dataclasses.replace(view, ref=ref), strides
+                views[n.op][n.operand] = dataclasses.replace(view, ref=ref)
 
     def _allocate(self, groups: Sequence[Sequence[int]]) -> list[Micro]:
         """Linear scan: a register is free again after the last micro-operation that reads it."""
@@ -196,21 +193,6 @@ class VectorBuilder:
 
 def _extent(extents: Sequence[int], dims: Sequence[int]) -> int:
     return math.prod(extents[d] for d in dims)
-
-
-def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[int]]:
-    """Dimensions, taken in ``order``, in groups that one loop can walk for every operand (given by its strides).
-
-    >>> merge_dims((2, 3, 4), [(12, 4, 1), (20, 4, 1)], (0, 1, 2))
-    [[0], [1, 2]]
-    """
-    groups: list[list[int]] = []
-    for d in order:
-        if groups and all(s[groups[-1][-1]] == s[d] * extents[d] for s in strides):
-            groups[-1].append(d)
-        else:
-            groups.append([d])
-    return groups
 
 
 def immediate(value: Scalar, kind: str) -> tuple[float, ...]:

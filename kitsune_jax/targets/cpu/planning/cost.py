@@ -87,16 +87,16 @@ def folds_single_elements(cost: RegionCost, i: int) -> bool:
     return behind < SHORT and 1 < math.prod(shape[d] for d in axes) < SHORT
 
 
-def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
+def pieces(cost: CpuCost, rows: int) -> tuple[int, int]:
     """The number of short pieces that the region reads and writes in arrays with other dimensions in front of the streamed one:
     pieces that lie pages apart, and closer ones. A piece has eight rows, or a tile's ``rows`` if these are fewer.
 
     Arrays that loops slice are left out: the rows of a slice lie together."""
     far, near, sliced = 0, 0, cost.sliced()
     together = max(1, min(_PIECE_ROWS, rows))
-    for v in (*cost.region.inputs, *cost.outputs):
-        value, labels = cost.graph.values[v], cost.labels.get(v)
-        streamed = [d for d, label in enumerate(labels or ()) if label and value.shape[d] > 1]
+    for v in cost.border:
+        value = cost.graph.values[v]
+        streamed = [d for d, label in enumerate(cost.labels[v]) if label and value.shape[d] > 1]
         if v in sliced or not streamed:
             continue
         in_front = math.prod(n for d, n in enumerate(value.shape[: streamed[-1]]) if d not in streamed)
@@ -235,6 +235,11 @@ class CpuCost(RegionCost):
         self.rounding = machine.rounding
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
+
+    @property
+    def border(self) -> list[int]:
+        """The streamed values that the region reads or writes in memory."""
+        return [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
 
     def for_graph(self, graph: Graph, region: Region) -> CpuCost:
         return CpuCost(graph, region, self.machine, program=self.program)
@@ -484,22 +489,18 @@ class CpuCost(RegionCost):
     def products(self) -> tuple[str, str]:
         """The fastest entries of ``PRODUCTS`` for bfloat16 operands: in products with weights, and in weight gradients."""
         known, typical = self.times, machines.TILE
-        ways = known.ways("bfloat16")
-        weights, gradients = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
-        for work, count in self.kinds(self.region.ops).items():
-            if work.dot is None or work.dot.dtype != "bfloat16":
-                continue
-            dot = work.dot
-            for way in ways:
-                if work.sink:
-                    gradients[way] += count * dot.batch * known.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n)
-                else:
-                    weights[way] += count * dot.batch * known.product(dot.dtype, way, typical * dot.m, dot.k, dot.n)
+        works = [(w.sink, w.dot, n) for w, n in self.kinds(self.region.ops).items() if w.dot and w.dot.dtype == "bfloat16"]
 
-        def fastest(seconds: dict[str, float]) -> str:  # of equal ones the later: dots before widened
-            return min(reversed(ways), key=lambda way: seconds[way])
+        def weights(way: str) -> float:
+            dots = [(dot, n) for sink, dot, n in works if not sink]
+            return sum(n * dot.batch * known.product(dot.dtype, way, typical * dot.m, dot.k, dot.n) for dot, n in dots)
 
-        return fastest(weights), fastest(gradients)
+        def gradients(way: str) -> float:
+            dots = [(dot, n) for sink, dot, n in works if sink]
+            return sum(n * dot.batch * known.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n) for dot, n in dots)
+
+        ways = known.ways("bfloat16")[::-1]  # of equal ones the later: dots before widened
+        return min(ways, key=weights), min(ways, key=gradients)
 
     def strided_seconds(self, rows: int) -> float:
         """Worker-seconds lost on border arrays whose rows do not lie together in memory, in tiles of ``rows``.
@@ -507,15 +508,13 @@ class CpuCost(RegionCost):
         Such an array streams over its fastest dimension, so the elements of a row lie a whole stride apart and each costs a line.
         """
         elements, sliced = 0, self.sliced()
-        for v in (*self.region.inputs, *self.outputs):
-            if v in sliced and self.labels.get(v, ((),))[-1] and self.row_size(v) == self.graph.values[v].shape[0]:
+        for v in self.border:
+            value, labels = self.graph.values[v], self.labels[v]
+            if v in sliced and labels[-1] and self.row_size(v) == value.shape[0]:
                 continue  # the rows of a slice lie together
-            shape, labels = self.graph.values[v].shape, self.labels.get(v)
-            if labels is None:
-                continue
-            real = [d for d, n in enumerate(shape) if n > 1]
+            real = [d for d, n in enumerate(value.shape) if n > 1]
             if real and labels[real[-1]] and self.row_size(v) > 1:
-                elements += self.graph.values[v].size
+                elements += value.size
         far, near = pieces(self, rows)
         return elements * _STRIDED_SECONDS + (far * _PIECE_SECONDS + near * _NEAR_PIECE_SECONDS)
 

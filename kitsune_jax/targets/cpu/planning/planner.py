@@ -71,7 +71,7 @@ class TileModel:
         self.cost = cost
         self.kinds = cost.kinds(ops)
         self.live = max(1, cost.live_row_bytes(ops))
-        self.border = sum(cost.row_bytes(v) for v in (*cost.region.inputs, *cost.outputs) if cost.streamed(v))
+        self.border = sum(map(cost.row_bytes, cost.border))
         self.weights = cost.stationary_bytes(ops)
         self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
         self.sinks = cost.sink_bytes(ops) - self.tables
@@ -249,11 +249,10 @@ def order_seconds(cost: CpuCost) -> float:
     rows = cost.region.space.rows
     keys = max((_segments(access) for access in _folds(cost) if access.near), default=0)
     seconds = rows * cost.times["order"] + keys * _KEY_SECONDS
-    for v in (*cost.region.inputs, *cost.outputs):
-        if v in cost.labels:
-            row = Access(1, cost.row_bytes(v), cost.bytes(v), False, False)
-            near = dataclasses.replace(row, near=True)
-            seconds += rows * (cost.times.access(row) - cost.times.access(near))
+    for v in cost.border:
+        row = Access(1, cost.row_bytes(v), cost.bytes(v), False, False)
+        near = dataclasses.replace(row, near=True)
+        seconds += rows * (cost.times.access(row) - cost.times.access(near))
     return seconds
 
 

@@ -181,13 +181,11 @@ def _found() -> _FoundProfile:
         name = name if "-" in name else f"{name}-{workers}"
         return _FoundProfile(profiles.shipped(name), (f"planned for the shipped profile {name}, as KITSUNE_PROFILE says",))
     asked = (workers, call.isa())
-    found = _known.get(asked)
-    if found is None:
+    if asked not in _known:
         with _lock:
-            found = _known.get(asked)
-            if found is None:
-                found = _known[asked] = _agree_on_profile(workers)
-    return found
+            if asked not in _known:
+                _known[asked] = _agree_on_profile(workers)
+    return _known[asked]
 
 
 def _agree_on_profile(workers: int) -> _FoundProfile:
