@@ -117,7 +117,7 @@ def check(words: np.ndarray) -> str:
 
 # --- The thread that runs a program -----------------------------------------------------------------------------------------------
 
-# ``flop_count() < 1000`` in XLA's CPU client (JAX 0.12): x + 1 took 5.5 us for 900 elements and 7.7 for 1100, whose sum takes 0.1.
+# ``flop_count() < 1000`` in XLA's CPU client (JAX 0.10 to 0.12): x + 1 took 5.5 us for 900 elements, 7.7 for 1100; the sum 0.1.
 _CHEAP = 1000
 # Calls modelled to take this long run on XLA's own thread, so that the caller's Python goes on. It costs 20 us and the wake-up of
 # threads: an LSTM of 1.3 ms took 1.65 to 2.3 ms, one of 8 ms 5 % longer (Xeon, 2 cores).
@@ -169,8 +169,7 @@ def _flops(graph: Graph, op: Op) -> int:
 
 # --- Binding the custom calls -----------------------------------------------------------------------------------------------------
 
-# XLA:CPU runs a program of fewer operations than this on the calling thread (1000, JAX 0.10 to 0.12).
-_OPERATIONS = 1024
+_OPERATIONS = 1024  # more than _CHEAP
 
 
 def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], seconds: float = 0.0) -> list[Any]:
@@ -195,8 +194,8 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], sec
 def _unread_operand(args: Sequence[Any]) -> list[Any]:
     """An operand that nobody reads, made of ``args`` by ``_OPERATIONS`` operations in less than a microsecond; [] without elements.
 
-    XLA:CPU counts no operations for a custom call, takes a program of few operations for cheap, and runs it on the calling thread:
-    the user's Python, and Ctrl-C, would wait until the call ends, where other programs return at once.
+    Without it XLA runs the call on the calling thread (``FlopCounts``): the user's Python, and Ctrl-C, would wait until the call
+    ends, where other programs return at once.
     """
     some = next((x for x in args if x.size), None)
     if some is None:

@@ -181,30 +181,18 @@ def _dense_row(x: View) -> tuple[bc.CpuOperand, int]:
     return x.operand((1,)), math.prod(x.shape)
 
 
-def emit_take(stage: StageLowering, i: int, instr: Instr) -> None:
+def emit_take_or_put(stage: StageLowering, i: int, instr: Instr) -> None:
     v, index = instr.inputs
-    d = instr["axis"] - 1
+    d, takes = instr["axis"] - 1, instr.kind == "take"
     x, at = stage.view(v), _index(stage, index)
-    if x.shape[d] == 0:
+    if takes and x.shape[d] == 0:
         _fill(stage, stage.place(instr.outputs[0]), instr)
         return
     x = _dense_view(stage, v, d)
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
-    mode, fill = _out_of_range(instr, out.dtype)
-    inner, outer = math.prod(x.shape[d + 1 :]), x.shape[:d]
-    operands = _selected(x, d, inner, x.shape[d]), _selected(out, d, inner, at.shape[0])
-    stage.code.append(bc.Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
-
-
-def emit_put(stage: StageLowering, i: int, instr: Instr) -> None:
-    v, index = instr.inputs
-    d, n = instr["axis"] - 1, instr["n"]
-    x, at = stage.view(v), _index(stage, index)
-    x = _dense_view(stage, v, d)
-    out = _rows_of(stage, instr, lambda view: _dense(view, d))
-    inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
-    operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
-    stage.code.append(bc.CpuPut(n, at.shape[0], inner, outer, at.operand(), *operands))
+    count, inner = (x if takes else out).shape[d], math.prod(x.shape[d + 1 :])
+    fields = count, at.shape[0], inner, x.shape[:d], at.operand(), _selected(x, d, inner), _selected(out, d, inner)
+    stage.code.append(bc.Take(*fields, *_out_of_range(instr, out.dtype)) if takes else bc.CpuPut(*fields))
 
 
 def _index(stage: StageLowering, v: int) -> View:
@@ -219,10 +207,10 @@ def _index(stage: StageLowering, v: int) -> View:
     return flat
 
 
-def _selected(x: View, d: int, inner: int, extent: int) -> bc.CpuOperand:
-    """``x``, dense from dimension ``d`` on, with one stride for the ``extent`` times ``inner`` elements that are selected from."""
-    if extent * inner > _MOST_SELECTED:
-        raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
+def _selected(x: View, d: int, inner: int) -> bc.CpuOperand:
+    """``x``, dense from dimension ``d`` on, with one stride for the elements that are selected from, ``inner`` at a time."""
+    if x.shape[d] * inner > _MOST_SELECTED:
+        raise CannotLower(f"a selection among {x.shape[d] * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
     return x.operand((*x.strides[:d], inner))
 
 
@@ -448,8 +436,8 @@ _HANDLERS: dict[str, Handler] = {
     "paste": emit_paste,
     "loop": lambda stage, i, instr: emit_loop(stage, instr, _emit),
     "gather": emit_gather,
-    "take": emit_take,
-    "put": emit_put,
+    "take": emit_take_or_put,
+    "put": emit_take_or_put,
     "sink_at": emit_sink_at,
     "run_max": emit_run_max,
     "dot": emit_dot,

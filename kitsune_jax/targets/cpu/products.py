@@ -40,14 +40,14 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
     rows = _rows(lies, *in_memory)
     if rows is None:
         in_memory = groups
-        lies, rows = _copied_rows(stage, x, *groups)
+        rows = _copied_rows(stage, x, *groups)
     x_free, x_batch, x_contract = in_memory
     free, batch = [dims.out_of_x[d] for d in x_free], [dims.out_of_x[d] for d in x_batch]
     total = stage.sums.get(i)
     result = instr.outputs[0] if total is None else total.result
     shape = stage.type(result).shape
 
-    def panel(view: View) -> tuple[list[int], tuple[int, int] | None]:
+    def panel(view: View) -> tuple[list[int], bc.CpuOperand | None]:
         columns = sorted(dims.out_of_w.values(), key=lambda d: -view.strides[d])
         return columns, _rows(view, free, batch, columns)
 
@@ -64,7 +64,7 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
     numbers = sorted(columns)  # the dimensions of a bias, in its order
     stage.code.append(
         bc.Matmul(
-            x=bc.CpuOperand(lies.ref, rows[0], (rows[1],)),
+            x=rows,
             row_multiple=math.prod(shape[d] for d in free),
             batch=math.prod(shape[d] for d in batch),
             weight=stage.prep(prep, w),
@@ -72,7 +72,7 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
             activation=bc.ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
             rounds=bc.DTYPE_CODE[instr.get("rounds", "float32")],
-            out=bc.CpuOperand(out.ref, lines[0], (lines[1],)),
+            out=lines,
             adds=total is not None and total.second == i,
         )
     )
@@ -113,8 +113,9 @@ class _DotDims:
         )
 
 
-def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
-    """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None where it is not."""
+def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> bc.CpuOperand | None:
+    """``view`` as a batch of matrices whose rows are contiguous ``inner`` elements, with the distance of rows as row stride; None
+    where it is not."""
     strides = _strides(view, (inner, free, batch))
     if strides is None:
         return None
@@ -123,20 +124,18 @@ def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence
     if element != 1 and any(view.shape[d] != 1 for d in inner):
         return None
     if size == 1:
-        return view.row_stride, batch_step
-    return (step, batch_step) if step * size == view.row_stride else None
+        step = view.row_stride
+    return bc.CpuOperand(view.ref, step, (batch_step,)) if step * size == view.row_stride else None
 
 
-def _copied_rows(
-    stage: StageLowering, v: int, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]
-) -> tuple[View, tuple[int, int]]:
-    """A copy of ``v`` in scratch, in the layout that the kernel reads, and its ``_rows``."""
+def _copied_rows(stage: StageLowering, v: int, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> bc.CpuOperand:
+    """The ``_rows`` of a copy of ``v`` in scratch, in the layout that the kernel reads."""
     t = stage.type(v)
     copy = _scratch(stage, t.shape, t.dtype, [*free, *batch, *inner], len(free))
     stage.write(v, copy)
     rows = _rows(copy, free, batch, inner)
     assert rows is not None
-    return copy, rows
+    return rows
 
 
 def _scratch(stage: StageLowering, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
@@ -161,15 +160,13 @@ def emit_matmul_sink(stage: StageLowering, i: int, instr: Instr) -> None:
     ):
         view = stage.view(v)
         free = [d for d in range(len(view.shape)) if d not in contract and d not in batch]
-        rows = _rows(view, contract, batch, free)
-        if rows is None:
-            view, rows = _copied_rows(stage, v, contract, batch, free)
-        sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+        rows = _rows(view, contract, batch, free) or _copied_rows(stage, v, contract, batch, free)
+        sides.append((rows, math.prod(view.shape[d] for d in free)))
     # The kernel prefers few rows of sums to few columns, and whole sums may be transposed. Parts of the sums may not: all parts of
     # the sink's matrices share one layout.
-    if sides[1][2] == 1 and instr.get("dims") is None:
+    if sides[1][1] == 1 and instr.get("dims") is None:
         sides.reverse()
-    (vx, rx, m), (vy, ry, n) = sides
+    (rows_x, m), (rows_y, n) = sides
     sums, matrices = _part(stage, instr, m, n)
     stage.code.append(
         bc.AccumulateMatmul(
@@ -178,9 +175,9 @@ def emit_matmul_sink(stage: StageLowering, i: int, instr: Instr) -> None:
             batch=math.prod(lies.shape[d - 1] for d in instr["x_batch"]),
             m=m,
             n=n,
-            x=bc.CpuOperand(vx.ref, rx[0], (rx[1],)),
-            y=bc.CpuOperand(vy.ref, ry[0], (ry[1],)),
-            product=_product(vx.ref, stage.products.gradients),
+            x=rows_x,
+            y=rows_y,
+            product=_product(rows_x.ref, stage.products.gradients),
             sums=sums,
             matrices=matrices,
         )

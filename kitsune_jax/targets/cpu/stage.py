@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -321,24 +322,19 @@ class StageLowering:
         """Mixed-radix index over the stream axes ``over``; neighbouring axes are one component."""
         axes = self.program.axes
         kind = dtype if dtype in ("int32", "int64") else "int64"
+        starts = [k for k in range(len(over)) if k == 0 or over[k] != over[k - 1] + 1]
         total: int | None = None
-        k = 0
-        while k < len(over):
-            end = k + 1
-            while end < len(over) and over[end] == over[end - 1] + 1:
-                end += 1
+        for k, end in itertools.pairwise((*starts, len(over))):
             divisor = math.prod(axes[over[end - 1] + 1 :])
             modulus = math.prod(axes[a] for a in over[k:end])
             part = self._component(builder, divisor, modulus, kind)
-            if total is None:
-                total = part
-            else:
+            if total is not None:
                 scaled = builder.micro("mul", kind, total, builder.const(modulus, kind))
-                total = builder.micro("add", kind, scaled, part)
-            k = end
-        return (
-            builder.const(0, dtype) if total is None else builder.rounded(builder.convert(total, kind, compute_type(dtype)), dtype)
-        )
+                part = builder.micro("add", kind, scaled, part)
+            total = part
+        if total is None:
+            return builder.const(0, dtype)
+        return builder.rounded(builder.convert(total, kind, compute_type(dtype)), dtype)
 
     # Writing.
 
