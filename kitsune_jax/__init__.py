@@ -17,4 +17,4 @@ __all__ = ["Fallback", "MutatedArgument", "NotPipelined", "Pipeline", "Report", 
 
 config.check_environment()
 config.apply_log_level()
-_cpu_runtime.register()
+_cpu_runtime.available()  # registers them

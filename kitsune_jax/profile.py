@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.profile import store
 from kitsune_jax.targets.cpu.profile.profile import Profile
 from kitsune_jax.targets.cpu.profile.store import Disturbed
 
-_NAMES = f"<family> or <family>-<cores>, family one of {', '.join(shipped.shipped_names())}"
+_NAMES = f"<family> or <family>-<cores>, family one of {', '.join(shipped.FAMILIES)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

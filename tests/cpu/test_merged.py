@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 import kitsune_jax as kj
 from benchmarks.graphs.apps import GRAPH_APPS, case_of
 from benchmarks.graphs.measure import loss_and_grads
-from kitsune_jax import targets
+from kitsune_jax import _cpu, targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import RouteOptions, route
@@ -57,9 +57,9 @@ def compiled(fn: Callable[..., Any], args: tuple[Any, ...], *, merged: bool) -> 
             f = jax.jit(kj.pipeline(fn, force=True, strict=True)).lower(*args).compile()
         finally:
             lowering._routed.cache_clear()
-    before = runtime.calls()
+    before = _cpu.calls()
     jax.block_until_ready(f(*args))
-    return f, runtime.calls() - before
+    return f, _cpu.calls() - before
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -127,11 +127,11 @@ def test_a_phase_that_cannot_be_made_costs_its_own_region_only(monkeypatch: pyte
 
     monkeypatch.setattr("kitsune_jax.targets.cpu.lower.lower_program", failing)
     lowering._routed.cache_clear()
-    before = runtime.calls()
+    before = _cpu.calls()
     got = jax.jit(kj.pipeline(steps, force=True))(*args)
     lowering._routed.cache_clear()
     jax.block_until_ready(got)
-    assert runtime.calls() - before == 2  # the edges of both steps
+    assert _cpu.calls() - before == 2  # the edges of both steps
     assert any("planted" in f.reason for f in kj.fallbacks())
     for have, want in zip(got, in_float64(steps, *args), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4)

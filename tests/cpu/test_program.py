@@ -15,7 +15,6 @@ import pytest
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import call as emit
-from kitsune_jax.targets.cpu import call as runtime
 from kitsune_jax.targets.cpu.bytecode import encode
 
 F32 = bc.DTYPE_CODE["float32"]
@@ -111,11 +110,11 @@ def test_every_isa_agrees():
 
 
 def test_custom_call_under_jit():
-    x, before = arrays(1009), runtime.calls()
+    x, before = arrays(1009), _cpu.calls()
     y, s = jax.jit(call(1009))(*x)
     np.testing.assert_allclose(y, expected(*x)[0], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(s, expected(*x)[1], rtol=2e-5, atol=1e-2)
-    assert runtime.calls() == before + 1
+    assert _cpu.calls() == before + 1
 
 
 def test_sixteen_concurrent_calls():
@@ -184,7 +183,7 @@ def test_missing_or_mismatched_extension_warns_once(broken):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             from kitsune_jax.targets.cpu import call as runtime  # the package registers the target when it is imported
-            assert not runtime.available() and not runtime.register() and runtime.calls() == 0
+            assert not runtime.available() and runtime.extension() is None
             assert not runtime.available()
         seen = [w for w in seen if issubclass(w.category, RuntimeWarning) and "kitsune" in str(w.message)]
         assert len(seen) == 1 and "pip install --force-reinstall" in str(seen[0].message), seen
@@ -197,10 +196,10 @@ def test_missing_or_mismatched_extension_warns_once(broken):
 
 
 def test_registration_before_and_after_the_backend_starts():
-    for order in ("runtime.register(); jax.devices()", "jax.devices(); runtime.register()"):
+    for order in ("runtime.available(); jax.devices()", "jax.devices(); runtime.available()"):
         code = (
             f"import jax; from kitsune_jax.targets.cpu import call as runtime; {order}; "
-            "assert runtime.register(); print(jax.jit(abs)(-2))"
+            "assert runtime.available(); print(jax.jit(abs)(-2))"
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0 and result.stdout.strip() == "2", result.stderr

@@ -233,12 +233,12 @@ def test_machine_models_are_complete_and_say_where_numbers_are_from():
 
 
 def test_cache_sizes_are_read_from_the_kernels_files(tmp_path):
-    assert profile.read_cache_sizes(tmp_path) == (32 << 10, 1 << 20, 8 << 20)
+    assert profile.cache_sizes(tmp_path) == (32 << 10, 1 << 20, 8 << 20)
     for k, (level, kind, size) in enumerate([("1", "Data", "48K"), ("1", "Instruction", "64K"), ("2", "Unified", "2M")]):
         (tmp_path / f"index{k}").mkdir()
         for name, text in (("level", level), ("type", kind), ("size", size)):
             (tmp_path / f"index{k}" / name).write_text(text + "\n")
-    assert profile.read_cache_sizes(tmp_path) == (48 << 10, 2 << 20, 8 << 20)
+    assert profile.cache_sizes(tmp_path) == (48 << 10, 2 << 20, 8 << 20)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_what_is_no_profile_is_refused(change: dict[str, Any]) -> None:
         Profile.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("family", list(shipped.shipped_names()))
+@pytest.mark.parametrize("family", shipped.FAMILIES)
 @pytest.mark.parametrize("cores", [1, 2, 16, 192])
 def test_every_shipped_profile_plans(family: str, cores: int) -> None:
     profile = shipped.shipped(f"{family}-{cores}")
@@ -95,7 +95,7 @@ def test_every_shipped_profile_plans(family: str, cores: int) -> None:
 
 
 def test_shipped_profiles_have_the_products_of_their_instruction_set() -> None:
-    for name in shipped.shipped_names():
+    for name in shipped.FAMILIES:
         profile = shipped.shipped(f"{name}-4")
         ways = {key.split("/")[2] for key, _ in profile.numbers if key.startswith("gemm/bfloat16/")}
         assert ways == {"widened"} | ({"dots"} & kernels_of(profile.isa)) | ({"tiles"} & kernels_of(profile.isa)), name

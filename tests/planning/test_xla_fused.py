@@ -49,8 +49,8 @@ def chained(function: Any, n: int) -> Any:
     ("key", "function", "dtype"),
     [
         ("xla/loop/tanh/float32", xla.LOOPS["tanh"], "float32"),
-        ("xla/chain/tanh/float32", xla.PROGRAMS_IN_CHAIN["tanh"], "float32"),
-        *((f"xla/chain/gelu/{d}", xla.PROGRAMS_IN_CHAIN["gelu"], d) for d in ("float32", "bfloat16", "float16")),
+        ("xla/chain/tanh/float32", xla.tanhs_in_chain, "float32"),
+        *((f"xla/chain/gelu/{d}", xla.gelus_in_chain, d) for d in ("float32", "bfloat16", "float16")),
         *((f"xla/loop/{f}/float32", xla.LOOPS[f], "float32") for f in ("exp", "log", "logistic", "erf", "pow", "sin")),
     ],
 )  # fmt: skip

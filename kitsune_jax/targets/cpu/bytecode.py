@@ -11,6 +11,7 @@ The parser rejects accesses outside of an operand's memory, for all rows and ind
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import zlib
 from typing import Any, ClassVar
@@ -173,30 +174,12 @@ class CpuTakenDot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Take:
-    """out(rows, *outer, i, :) = x(rows, *outer, index[i], :), ``inner`` elements each, i < ``indices``, index[i] < ``count``.
+class CpuPut:
+    """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :), ``inner`` elements each, over the i < ``indices`` with index[i] == k.
 
     The index does not depend on the row. x and out have a stride for each of ``outer``, then one for the dimension of ``count`` or
-    ``indices``, which is ``inner``: the selected elements lie dense. ``mode`` and ``fill`` as in Gather.
-    """
-
-    CODE: ClassVar[int] = 15
-    count: int
-    indices: int
-    inner: int
-    outer: tuple[int, ...]
-    index: CpuOperand
-    x: CpuOperand
-    out: CpuOperand
-    mode: int
-    fill: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class CpuPut:
-    """out(rows, *outer, k, :) = sum of x(rows, *outer, i, :) over the i with index[i] == k < ``count``; the rest as in Take.
-
-    16-bit floats are added up in float32. Indices below 0 or beyond count - 1 are dropped.
+    ``indices``, which is ``inner``: the selected elements lie dense. 16-bit floats are added up in float32. Indices below 0 or
+    beyond count - 1 are dropped.
     """
 
     CODE: ClassVar[int] = 16
@@ -207,6 +190,15 @@ class CpuPut:
     index: CpuOperand
     x: CpuOperand
     out: CpuOperand
+
+
+@dataclasses.dataclass(frozen=True)
+class Take(CpuPut):
+    """out(rows, *outer, i, :) = x(rows, *outer, index[i], :); the rest as in CpuPut, ``mode`` and ``fill`` as in Gather."""
+
+    CODE: ClassVar[int] = 15
+    mode: int
+    fill: tuple[float, ...]
 
 
 # --- Programs ---------------------------------------------------------------------------------------------------------------------
@@ -272,15 +264,10 @@ class StridedLoad:
 
 
 @dataclasses.dataclass(frozen=True)
-class StridedStore:
+class StridedStore(StridedLoad):
     """The reverse of StridedLoad: output array <- tile."""
 
     CODE: ClassVar[int] = 2
-    array: CpuRef
-    axis_strides: tuple[int, ...]
-    extents: tuple[int, ...]
-    array_strides: tuple[int, ...]
-    tile: CpuOperand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,11 +405,6 @@ class Products:
 
     weights: str = "best"
     gradients: str = "best"
-
-    def __post_init__(self) -> None:
-        for name in (self.weights, self.gradients):
-            if name not in PRODUCTS:
-                raise ValueError(f"products are multiplied as one of {', '.join(PRODUCTS)}, not {name!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -627,15 +609,10 @@ def name_bytes(name: str) -> bytes:
     return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
 
 
-_layouts: dict[type, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-
-
-def _layout(x: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The words before the fields of an instruction or record, and the fields' names."""
-    if type(x) not in _layouts:
-        code = (x.CODE,) if hasattr(x, "CODE") else ()
-        _layouts[type(x)] = code, tuple(field.name for field in dataclasses.fields(x))
-    return _layouts[type(x)]
+@functools.cache
+def _layout(kind: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The words before the fields of an instruction or record of type ``kind``, and the fields' names."""
+    return (kind.CODE,) if hasattr(kind, "CODE") else (), tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
@@ -656,7 +633,7 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
         out.extend(programs[id(x)])
     else:
         start = len(out)
-        code, names = _layout(x)
+        code, names = _layout(type(x))
         out.extend(code)
         for name in names:
             v = getattr(x, name)

@@ -69,23 +69,14 @@ def _find() -> tuple[Any, str]:
 
 
 def available() -> bool:
-    """Whether CPU programs can run here. The first call warns (RuntimeWarning) if they cannot."""
+    """Whether CPU programs can run here. The first call, from any thread, registers the FFI targets (``TARGET_NAME``,
+    ``ORDER_NAME``) for the CPU, or warns (RuntimeWarning) that they cannot run."""
     return _load()[0] is not None
 
 
 def why_not() -> str:
     """Why ``available()`` is False, as a clause; "" when it is True."""
     return _load()[1]
-
-
-def register() -> bool:
-    """Registers the FFI targets (``TARGET_NAME``, ``ORDER_NAME``) for the CPU, once; safe from any thread. Returns ``available()``.
-
-    >>> from kitsune_jax.targets.cpu import call
-    >>> call.register() == call.available()
-    True
-    """
-    return available()
 
 
 def extension() -> Any | None:
@@ -95,20 +86,20 @@ def extension() -> Any | None:
 
 def isa() -> str:
     """The kernel table in use: "avx2", ...; "generic" without the extension."""
-    found = _load()[0]
+    found = extension()
     return "generic" if found is None else str(found.isa())
 
 
 def isas() -> tuple[str, ...]:
     """Every kernel table that this CPU can run, best first."""
-    found = _load()[0]
+    found = extension()
     return () if found is None else tuple(found.available_isas())
 
 
 @functools.cache
 def digest() -> str:
     """A hash of the extension's file, since another build may have other kernels; "" where it cannot be read."""
-    found = _load()[0]
+    found = extension()
     if found is None:
         return ""
     try:
@@ -120,19 +111,13 @@ def digest() -> str:
 def check(words: np.ndarray) -> str:
     """Errors that the extension finds in a program (int64 words), by the check that runs when XLA makes an executable; "" for a
     valid program, and where the extension is missing."""
-    extension = _load()[0]
-    return "" if extension is None else str(extension.validate(words))
-
-
-def calls() -> int:
-    """Custom calls executed so far in this process; 0 without the extension."""
-    extension = _load()[0]
-    return 0 if extension is None else int(extension.calls())
+    found = extension()
+    return "" if found is None else str(found.validate(words))
 
 
 # --- The thread that runs a program -----------------------------------------------------------------------------------------------
 
-# ``flop_count() < 1000`` in XLA's CPU client (JAX 0.12): x + 1 took 5.5 us for 900 elements and 7.7 for 1100, whose sum takes 0.1.
+# ``flop_count() < 1000`` in XLA's CPU client (JAX 0.10 to 0.12): x + 1 took 5.5 us for 900 elements, 7.7 for 1100; the sum 0.1.
 _CHEAP = 1000
 # Calls modelled to take this long run on XLA's own thread, so that the caller's Python goes on. It costs 20 us and the wake-up of
 # threads: an LSTM of 1.3 ms took 1.65 to 2.3 ms, one of 8 ms 5 % longer (Xeon, 2 cores).
@@ -184,8 +169,7 @@ def _flops(graph: Graph, op: Op) -> int:
 
 # --- Binding the custom calls -----------------------------------------------------------------------------------------------------
 
-# XLA:CPU runs a program of fewer operations than this on the calling thread (1000, JAX 0.10 to 0.12).
-_OPERATIONS = 1024
+_OPERATIONS = 1024  # more than _CHEAP
 
 
 def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], seconds: float = 0.0) -> list[Any]:
@@ -199,7 +183,7 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], sec
     simplifies the tuple of all results to the call, which becomes the root of the body, and loop-invariant code motion then takes
     "operand i of the root is carry i" for "carry i never changes". A long call also has one more operand (``_unread_operand``).
     """
-    if not register():
+    if not available():
         raise RuntimeError(f"CPU pipelines cannot run here: {why_not()}")
     unread = _compat.aval_like(out_avals[0], (1,), np.uint8)
     more = _unread_operand(args) if seconds >= LONG_SECONDS else []
@@ -210,8 +194,8 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], sec
 def _unread_operand(args: Sequence[Any]) -> list[Any]:
     """An operand that nobody reads, made of ``args`` by ``_OPERATIONS`` operations in less than a microsecond; [] without elements.
 
-    XLA:CPU counts no operations for a custom call, takes a program of few operations for cheap, and runs it on the calling thread:
-    the user's Python, and Ctrl-C, would wait until the call ends, where other programs return at once.
+    Without it XLA runs the call on the calling thread (``FlopCounts``): the user's Python, and Ctrl-C, would wait until the call
+    ends, where other programs return at once.
     """
     some = next((x for x in args if x.size), None)
     if some is None:
@@ -222,7 +206,7 @@ def _unread_operand(args: Sequence[Any]) -> list[Any]:
 
 def order(ids: Any, n: int) -> Any:
     """``Target.order`` by the custom call ``kitsune_cpu_order``. Raises ``RuntimeError`` where the extension is missing."""
-    if not register():
+    if not available():
         raise RuntimeError(f"CPU pipelines cannot run here: {why_not()}")
     result = _compat.aval_like(jax.typeof(ids), (ids.size,), np.int32)
     return jax.ffi.ffi_call(ORDER_NAME, result)(ids, n=np.int64(n))

@@ -43,11 +43,8 @@ class TakenDotFacts:
 
 def taken_dots(flow: Flow) -> dict[int, TakenDotFacts]:
     """The products of rows of tables in ``flow``'s body, by the position of their ``reduce_sum``."""
-    found: dict[int, TakenDotFacts] = {}
-    for i, instr in enumerate(flow.body):
-        if instr.kind == "reduce_sum" and (match := _dot(flow, i, instr)) is not None:
-            found[i] = match
-    return found
+    found = {i: _dot(flow, i, instr) for i, instr in enumerate(flow.body) if instr.kind == "reduce_sum"}
+    return {i: match for i, match in found.items() if match is not None}
 
 
 def _dot(flow: Flow, i: int, instr: Instr) -> TakenDotFacts | None:
@@ -67,11 +64,12 @@ def _dot(flow: Flow, i: int, instr: Instr) -> TakenDotFacts | None:
     absorbed = (*absorbed, number)
     sides: list[Instr | int] = []
     for v in pair:
-        made = _only_reader(flow, v, number)
-        taken = None if made is None else _gathered(flow, made, None, ())
-        same = taken is not None and flow.dtype(taken.gather.inputs[0]) == flow.dtype(pair[0])
-        sides.append(taken.gather if taken is not None and same else v)
-        absorbed = (*absorbed, *(taken.absorbed if taken is not None and same else ()))
+        taken = _gathered(flow, _only_reader(flow, v, number))
+        if taken is None or flow.dtype(taken.gather.inputs[0]) != flow.dtype(pair[0]):
+            sides.append(v)
+        else:
+            sides.append(taken.gather)
+            absorbed += taken.absorbed
     if flow.dtype(pair[0]) not in _TABLES or all(isinstance(side, int) for side in sides):
         return None
     return TakenDotFacts((sides[0], sides[1]), absorbed)
@@ -91,21 +89,19 @@ def taken_sums(program: TileProgram, flow: Flow) -> dict[int, TakenSum]:
 
 def _match(flow: Flow, sink: int, v: int) -> TakenSum | None:
     number = _only_reader(flow, v, sink)
-    if number is None:
-        return None
-    instr = flow.body[number]
-    if instr.kind != "mul":
-        return _gathered(flow, number, None, ())
-    for rows, factor in (instr.inputs, instr.inputs[::-1]):
-        made, numbers = _only_reader(flow, rows, number), _factor(flow, factor)
-        if made is not None and numbers is not None and flow.shape(rows) == flow.shape(v):
-            match = _gathered(flow, made, numbers, (number,))
+    if number is None or flow.body[number].kind != "mul":
+        return _gathered(flow, number)
+    operands = flow.body[number].inputs
+    for rows, factor in (operands, operands[::-1]):
+        numbers = _factor(flow, factor)
+        if numbers is not None and flow.shape(rows) == flow.shape(v):
+            match = _gathered(flow, _only_reader(flow, rows, number), numbers, (number,))
             if match is not None:
                 return match
     return None
 
 
-def _gathered(flow: Flow, number: int, factor: int | None, absorbed: tuple[int, ...]) -> TakenSum | None:
+def _gathered(flow: Flow, number: int | None, factor: int | None = None, absorbed: tuple[int, ...] = ()) -> TakenSum | None:
     """The sum of the results of instruction ``number``, if these are rows of a table, perhaps widened to float32."""
     made, widened = _narrow(flow, number)
     if made is None or flow.body[made].kind != "gather":
@@ -187,24 +183,17 @@ def product_sums(flow: Flow) -> dict[int, ProductSum]:
 
 
 def _joined(flow: Flow, a: Instr, b: Instr) -> bool:
-    return (
-        a.kind == b.kind == "matmul"
-        and all(_plain(flow, m) for m in (a, b))
-        and flow.type(a.outputs[0]) == flow.type(b.outputs[0])
-        and all(a[name] == b[name] for name in _SAME)
-    )
+    if not (a.kind == b.kind == "matmul" and _plain(flow, a) and _plain(flow, b)):
+        return False
+    return flow.type(a.outputs[0]) == flow.type(b.outputs[0]) and all(a[name] == b[name] for name in _SAME)
 
 
 def _plain(flow: Flow, product: Instr) -> bool:
     x, w = (flow.type(v) for v in product.inputs[:2])
-    return (
-        x.tile
-        and not w.tile
-        and {x.dtype, w.dtype, flow.dtype(product.outputs[0])} == {"float32"}
-        and len(product["x_contract"]) == len(x.shape)
-        and not product["x_batch"]
-        and product.get("activation", "none") == "none"
-    )
+    if not x.tile or w.tile or {x.dtype, w.dtype, flow.dtype(product.outputs[0])} != {"float32"}:
+        return False
+    whole = len(product["x_contract"]) == len(x.shape) and not product["x_batch"]
+    return whole and product.get("activation", "none") == "none"
 
 
 # --- 16-bit values that are rounded where they are made ---------------------------------------------------------------------------

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import round_up
+from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import Instr, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.call import check
 from kitsune_jax.targets.cpu.facts import TakenDotFacts, TakenSum
-from kitsune_jax.targets.cpu.memory import ITEM_SIZE, View
+from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
@@ -82,16 +82,12 @@ def emit_sink_at(stage: StageLowering, i: int, instr: Instr) -> None:
         if not fits(x):
             x = stage.scratch(stage.type(v).shape, sink.dtype)
             stage.write(v, x)
-    promised, ordered = int(instr["sorted"]), int(x is straight)
-    operands = at.operand(), x.operand()
+    sums = instr["sink"], sink.shape[0], at.shape, x.shape[rank:], at.operand(), x.operand()
     if tops:
-        top = _dense_view(stage, tops[0])
-        heads = math.prod(top.shape)
-        sums = (instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, 1, 0)
-        flat = dataclasses.replace(top.operand(), strides=(1,))
-        stage.code.append(bc.AccumulateScaled(*sums, top=flat, heads=heads, finite=int(instr["finite"])))
-        return
-    stage.code.append(bc.AccumulateAt(instr["sink"], sink.shape[0], at.shape, x.shape[rank:], *operands, promised, ordered))
+        top, heads = _dense_row(_dense_view(stage, tops[0]))
+        stage.code.append(bc.AccumulateScaled(*sums, sorted=1, top=top, heads=heads, finite=int(instr["finite"])))
+    else:
+        stage.code.append(bc.AccumulateAt(*sums, sorted=int(instr["sorted"]), ordered=int(x is straight)))
 
 
 def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
@@ -106,11 +102,8 @@ def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
         if numbers.dtype != "float32" or not _dense(numbers, 0):
             numbers = stage.scratch(numbers.shape, "float32")
             stage.write(found.factor, numbers)
-        factor, factors = dataclasses.replace(numbers.operand(), strides=(1,)), math.prod(numbers.shape)
-    top, heads = factor, 0
-    if tops:
-        largest = _dense_view(stage, tops[0])
-        top, heads = dataclasses.replace(largest.operand(), strides=(1,)), math.prod(largest.shape)
+        factor, factors = _dense_row(numbers)
+    top, heads = _dense_row(_dense_view(stage, tops[0])) if tops else (factor, 0)
     stage.code.append(
         bc.AccumulateTaken(
             instr["sink"],
@@ -147,14 +140,12 @@ def emit_taken_dot(stage: StageLowering, instr: Instr, found: TakenDotFacts) -> 
     def side(of: Instr | int) -> bc.CpuRows:
         if isinstance(of, Instr):
             return _taken(stage, of)
-        x = _dense_view(stage, of).operand()
-        return bc.CpuRows(dataclasses.replace(x, strides=(1,)), 0, bc.CLIP, (0.0,), x)
+        x = _dense_view(stage, of)
+        return bc.CpuRows(_dense_row(x)[0], 0, bc.CLIP, (0.0,), x.operand())
 
     x, y = (side(of) for of in found.sides)
-    out = _rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape))
-    heads = math.prod(out.shape)
-    inner = math.prod(stage.type(instr.inputs[0]).shape) // heads
-    stage.code.append(bc.CpuTakenDot(heads, inner, x, y, dataclasses.replace(out.operand(), strides=(1,))))
+    out, heads = _dense_row(_rows_of(stage, instr, lambda view: _dense(view, 0) and view.row_stride >= math.prod(view.shape)))
+    stage.code.append(bc.CpuTakenDot(heads, math.prod(stage.type(instr.inputs[0]).shape) // heads, x, y, out))
 
 
 def emit_run_max(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -185,30 +176,23 @@ def _dense(x: View, first: int) -> bool:
     return all(n == 1 or s == t for n, s, t in pairs)
 
 
-def emit_take(stage: StageLowering, i: int, instr: Instr) -> None:
+def _dense_row(x: View) -> tuple[bc.CpuOperand, int]:
+    """Dense ``x`` as an operand with rows of one dimension, and its length."""
+    return x.operand((1,)), math.prod(x.shape)
+
+
+def emit_take_or_put(stage: StageLowering, i: int, instr: Instr) -> None:
     v, index = instr.inputs
-    d = instr["axis"] - 1
+    d, takes = instr["axis"] - 1, instr.kind == "take"
     x, at = stage.view(v), _index(stage, index)
-    if x.shape[d] == 0:
+    if takes and x.shape[d] == 0:
         _fill(stage, stage.place(instr.outputs[0]), instr)
         return
     x = _dense_view(stage, v, d)
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
-    mode, fill = _out_of_range(instr, out.dtype)
-    inner, outer = math.prod(x.shape[d + 1 :]), x.shape[:d]
-    operands = _selected(x, d, inner, x.shape[d]), _selected(out, d, inner, at.shape[0])
-    stage.code.append(bc.Take(x.shape[d], at.shape[0], inner, outer, at.operand(), *operands, mode, fill))
-
-
-def emit_put(stage: StageLowering, i: int, instr: Instr) -> None:
-    v, index = instr.inputs
-    d, n = instr["axis"] - 1, instr["n"]
-    x, at = stage.view(v), _index(stage, index)
-    x = _dense_view(stage, v, d)
-    out = _rows_of(stage, instr, lambda view: _dense(view, d))
-    inner, outer = math.prod(out.shape[d + 1 :]), x.shape[:d]
-    operands = _selected(x, d, inner, at.shape[0]), _selected(out, d, inner, n)
-    stage.code.append(bc.CpuPut(n, at.shape[0], inner, outer, at.operand(), *operands))
+    count, inner = (x if takes else out).shape[d], math.prod(x.shape[d + 1 :])
+    fields = count, at.shape[0], inner, x.shape[:d], at.operand(), _selected(x, d, inner), _selected(out, d, inner)
+    stage.code.append(bc.Take(*fields, *_out_of_range(instr, out.dtype)) if takes else bc.CpuPut(*fields))
 
 
 def _index(stage: StageLowering, v: int) -> View:
@@ -223,11 +207,11 @@ def _index(stage: StageLowering, v: int) -> View:
     return flat
 
 
-def _selected(x: View, d: int, inner: int, extent: int) -> bc.CpuOperand:
-    """``x``, dense from dimension ``d`` on, with one stride for the ``extent`` times ``inner`` elements that are selected from."""
-    if extent * inner > _MOST_SELECTED:
-        raise CannotLower(f"a selection among {extent * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
-    return dataclasses.replace(x.operand(), strides=(*x.strides[:d], inner))
+def _selected(x: View, d: int, inner: int) -> bc.CpuOperand:
+    """``x``, dense from dimension ``d`` on, with one stride for the elements that are selected from, ``inner`` at a time."""
+    if x.shape[d] * inner > _MOST_SELECTED:
+        raise CannotLower(f"a selection among {x.shape[d] * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
+    return x.operand((*x.strides[:d], inner))
 
 
 # --- Programs and stages ----------------------------------------------------------------------------------------------------------
@@ -242,7 +226,7 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     ``products``: for each part how bfloat16 operands are multiplied, by default as the CPU that runs the code chooses.
     ``rounding``: where 16-bit results are rounded.
     """
-    ways = products or (bc.Products(),) * len(program.parts)
+    ways = products or (_BEST,) * len(program.parts)
     several = len(program.parts) > 1
     lowered: dict[tuple[int, bc.Products], bc.CpuProgram] = {}
     parts = []
@@ -251,20 +235,19 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
         if key not in lowered:
             lowered[key] = lower_program(part.program, f"{name}, phase {part.phase}" if several else name, way, rounding)
         parts.append(bc.CpuPart(part.phase, part.reads, part.writes, lowered[key]))
-    arrays = tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.arrays)
-    return _valid(bc.encode(bc.CpuCall(name, arrays, program.operands, program.results, tuple(parts))))
-
-
-def _valid(words: np.ndarray) -> np.ndarray:
-    """``words``, checked as the custom call checks them when XLA makes the executable."""
-    if wrong := check(words):
+    words = bc.encode(bc.CpuCall(name, _arrays(program.arrays), program.operands, program.results, tuple(parts)))
+    if wrong := check(words):  # as the custom call checks them when XLA makes the executable
         raise InvalidProgram(wrong)
     return words
 
 
+def _arrays(arrays: Sequence[ArrayType]) -> tuple[bc.CpuArray, ...]:
+    return tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in arrays)
+
+
 def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST, rounding: Rounding = EVERYWHERE) -> bc.CpuProgram:
-    """The CPU program of ``program``, called ``name``. ``products``: how bfloat16 operands are multiplied. ``rounding``: where
-    16-bit results are rounded. Raises ``CannotLower`` where an instruction has no code.
+    """The CPU program of ``program``, called ``name``; ``products`` and ``rounding`` as in ``generate``. Raises ``CannotLower``
+    where an instruction has no code.
 
     Example::
 
@@ -287,8 +270,8 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         batch_axes=program.batch_axes,
         tile_rows=program.tile_rows,
         workers=program.workers,
-        inputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.inputs),
-        outputs=tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in program.outputs),
+        inputs=_arrays(program.inputs),
+        outputs=_arrays(program.outputs),
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(bc.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
@@ -304,7 +287,7 @@ def _sink(program: TileProgram, sink: SinkType) -> bc.Sink:
 
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
     """Bytes of a queue slot: ``tile_rows`` rows at their pitch, rounded up to a cache line."""
-    return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * ITEM_SIZE[tile.dtype], memory.ALIGNMENT)
+    return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * itemsize(tile.dtype), memory.ALIGNMENT)
 
 
 def _stage(
@@ -323,25 +306,18 @@ def _emit(stage: StageLowering) -> None:
             pointwise.emit_group(stage, item.ops, item.loop)
         else:
             (i,) = item.ops
-            _handler(stage.body[i].kind)(stage, i, stage.body[i])
-
-
-Handler = Callable[[StageLowering, int, Instr], None]
-
-
-def _handler(kind: str) -> Handler:
-    family = OPS[kind].family if kind in OPS else ""
-    handler = _HANDLERS.get(kind) or _FAMILIES.get(family)
-    if handler is None:
-        raise CannotLower(f"{kind} has no code on the CPU")
-    return handler
+            kind = stage.body[i].kind
+            handler = _HANDLERS.get(kind) or (_FAMILIES.get(OPS[kind].family) if kind in OPS else None)
+            if handler is None:
+                raise CannotLower(f"{kind} has no code on the CPU")
+            handler(stage, i, stage.body[i])
 
 
 def _store(stage: StageLowering, i: int, instr: Instr) -> None:
     x = instr.inputs[0]
     if stage.delivered((i, 0), x):
         return
-    array = stage.output(instr["array"]) if instr.kind == "store" else memory.border_of(stage, instr)
+    array = stage.border(instr)
     if array.view is not None:
         stage.write(x, array.view)
         return
@@ -371,25 +347,17 @@ def _pad(stage: StageLowering, i: int, instr: Instr) -> None:
     builder = VectorBuilder(memory.squeezed(whole.shape))
     builder.store(whole, stage.read(builder, fill, whole.shape))
     stage.emit(builder.finish(), tile)
-    start: list[int] = []
-    limit: list[int] = []
-    step: list[int] = []
-    first: list[int] = []
-    last: list[int] = []
+    taken: list[range] = []
+    filled: list[range] = []
     for n, m, lo, gap in zip(stage.type(x).shape, whole.shape, low, interior, strict=True):
         every = gap + 1
         # Negative padding cuts: elements of x whose place falls outside the result are left out.
         begin = max(0, -(lo // every)) if lo < 0 else 0
         end = min(n, (m - 1 - lo) // every + 1)
-        start.append(begin)
-        limit.append(max(begin, end))
-        first.append(lo + begin * every)
-        last.append(lo + (max(begin, end) - 1) * every + 1)
-        step.append(every)
-    if any(a >= b for a, b in zip(start, limit, strict=True)):
-        return
-    ones = (1,) * len(start)
-    stage.copy(memory.cut(stage.view(x), start, limit, ones), memory.cut(whole, first, last, step))
+        taken.append(range(begin, end))
+        filled.append(range(lo + begin * every, lo + end * every, every))
+    if all(taken):
+        stage.copy(memory.cut(stage.view(x), taken), memory.cut(whole, filled))
 
 
 def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -398,44 +366,30 @@ def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
     how = OPS[instr.kind].fold
     tile = stage.type(instr.inputs[0]).tile
     axes = {a - int(tile) for a in (instr["axes"] if "axes" in dict(instr.params) else (instr["axis"],))}
-    x = _reduced(stage, instr.inputs[0])
+    narrow = stage.widened(instr.inputs[0])
+    x = stage.view(instr.inputs[0] if narrow is None else narrow)
     out = stage.place(instr.outputs[0])
     kept = [d for d in range(len(x.shape)) if d not in axes]
     in_order = sorted(axes) if how.startswith("arg") else sorted(axes, key=lambda d: -abs(x.strides[d]))
-    kept_x = [(x.shape[d], x.strides[d], s) for d, s in zip(kept, out.strides, strict=True)]
-    reduced_x = [(x.shape[d], x.strides[d], 0) for d in in_order]
-    k, r = _loops(kept_x), _loops(reduced_x) or [(1, 0, 0)]
-    stage.emit(
-        bc.Reduce(
-            bc.REDUCTIONS.index(how),
-            tuple(n for n, _, _ in k),
-            tuple(n for n, _, _ in r),
-            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in (*k, *r))),
-            bc.CpuOperand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
-        ),
-        tile,
-    )
+    extents, steps, out_steps = _loops(x, kept, out.strides)
+    reduced, reduced_steps, _ = _loops(x, in_order, (0,) * len(in_order))
+    if not reduced:
+        reduced, reduced_steps = (1,), (0,)
+    operands = x.operand((*steps, *reduced_steps)), out.operand(out_steps)
+    stage.emit(bc.Reduce(bc.REDUCTIONS.index(how), extents, reduced, *operands), tile)
 
 
-def _reduced(stage: StageLowering, v: int) -> View:
-    """A view of ``v``; of the 16-bit value it was widened from, unless the wide value is in memory already."""
-    narrow = stage.widened(v)
-    if narrow is None or stage.type(narrow).shape != stage.type(v).shape:
-        return stage.view(v)
-    return stage.view(narrow)
+Ints = tuple[int, ...]
 
 
-def _loops(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(extent, stride, stride) per loop: extents of 1 dropped, and neighbours merged where one loop can walk both strides."""
-    out: list[tuple[int, int, int]] = []
-    for n, s, t in dims:
-        if n == 1:
-            continue
-        if out and out[-1][1] == s * n and out[-1][2] == t * n:
-            out[-1] = (out[-1][0] * n, s, t)
-        else:
-            out.append((n, s, t))
-    return out
+def _loops(x: View, dims: Sequence[int], others: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+    """The loops over ``dims`` of ``x``, and over another operand whose strides there are ``others``: extents, strides of ``x``, and
+    other strides. Extents of 1 are dropped, and neighbours merged where one loop can walk both operands."""
+    extents, strides = [x.shape[d] for d in dims], [x.strides[d] for d in dims]
+    groups = memory.merge_dims(extents, (strides, others))
+    inner = [group[-1] for group in groups]
+    merged = tuple(math.prod(extents[k] for k in group) for group in groups)
+    return merged, tuple(strides[k] for k in inner), tuple(others[k] for k in inner)
 
 
 def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -443,18 +397,11 @@ def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
     out = stage.place(instr.outputs[0])
     tile = stage.type(instr.inputs[0]).tile
     axis = instr["axis"] - int(tile)
-    k = _loops([(x.shape[d], x.strides[d], out.strides[d]) for d in range(len(x.shape)) if d != axis])
-    k.append((x.shape[axis], x.strides[axis], out.strides[axis]))
-    stage.emit(
-        bc.Scan(
-            bc.CUMULATIVE.index(OPS[instr.kind].fold),
-            int(instr["reverse"]),
-            tuple(n for n, _, _ in k),
-            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in k)),
-            bc.CpuOperand(out.ref, out.row_stride, tuple(s for _, _, s in k)),
-        ),
-        tile,
-    )
+    others = [d for d in range(len(x.shape)) if d != axis]
+    extents, steps, out_steps = _loops(x, others, [out.strides[d] for d in others])
+    operands = x.operand((*steps, x.strides[axis])), out.operand((*out_steps, out.strides[axis]))
+    how = bc.CUMULATIVE.index(OPS[instr.kind].fold)
+    stage.emit(bc.Scan(how, int(instr["reverse"]), (*extents, x.shape[axis]), *operands), tile)
 
 
 def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -467,28 +414,21 @@ def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
     axes = {a - 1 for a in instr["axes"]} - {-1}
     left = [d for d in range(len(x.shape)) if d not in axes]
     dense = dim_strides(sink.shape)  # of the accumulators
-    kept = _loops([(x.shape[d], x.strides[d], t) for d, t in zip(left, dense, strict=True)])
+    kept, steps, sum_steps = _loops(x, left, dense)
     if not kept and instr.get("dims"):
-        kept = [(1, 0, 1)]  # one accumulator of several; no loop would stand for a sink of one
-    reduced = _loops([(x.shape[d], x.strides[d], 0) for d in sorted(axes, key=lambda d: -abs(x.strides[d]))])
-    stage.code.append(
-        bc.Accumulate(
-            instr["sink"],
-            tuple(n for n, _, _ in kept),
-            tuple(n for n, _, _ in reduced),
-            bc.CpuOperand(x.ref, x.row_stride, tuple(s for _, s, _ in (*kept, *reduced))),
-            sums=_sums(stage, instr, dense),
-            sum_strides=tuple(t for _, _, t in kept),
-        )
-    )
+        kept, steps, sum_steps = (1,), (0,), (1,)  # one accumulator of several; no loop would stand for a sink of one
+    reduced, reduced_steps, _ = _loops(x, sorted(axes, key=lambda d: -abs(x.strides[d])), (0,) * len(axes))
+    operand = x.operand((*steps, *reduced_steps))
+    stage.code.append(bc.Accumulate(instr["sink"], kept, reduced, operand, _sums(stage, instr, dense), sum_steps))
 
 
 def _sums(stage: StageLowering, instr: Instr, strides: Sequence[int]) -> bc.Sums:
     """The part of the accumulators that a ``sink`` folds into."""
     dims = instr.get("dims", ())
-    return bc.Sums(*memory.moves_of(stage, instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
+    return bc.Sums(*stage.moves(instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
 
 
+Handler = Callable[[StageLowering, int, Instr], None]
 _FAMILIES: dict[str, Handler] = {"reduce": _reduce, "argreduce": _reduce, "cumulative": _scan}
 _HANDLERS: dict[str, Handler] = {
     "store": _store,
@@ -496,8 +436,8 @@ _HANDLERS: dict[str, Handler] = {
     "paste": emit_paste,
     "loop": lambda stage, i, instr: emit_loop(stage, instr, _emit),
     "gather": emit_gather,
-    "take": emit_take,
-    "put": emit_put,
+    "take": emit_take_or_put,
+    "put": emit_take_or_put,
     "sink_at": emit_sink_at,
     "run_max": emit_run_max,
     "dot": emit_dot,

@@ -6,19 +6,18 @@ import dataclasses
 import itertools
 import math
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import round_up
+import numpy as np
+
+from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, TileType
-from kitsune_jax.program.passes import VIEWS, Use, squeezed
+from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.passes import squeezed
 from kitsune_jax.targets.cpu import bytecode as bc
 
 # --- Views ------------------------------------------------------------------------------------------------------------------------
-
-ITEM_SIZE = dict(zip(bc.DTYPES, (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,12 +37,19 @@ class View:
     def dtype(self) -> str:
         return bc.DTYPES[self.ref.dtype]
 
-    def operand(self) -> bc.CpuOperand:
-        return bc.CpuOperand(self.ref, self.row_stride, self.strides)
+    def operand(self, strides: tuple[int, ...] | None = None) -> bc.CpuOperand:
+        """The view as an operand, with ``strides`` for the loops of an instruction, by default its own."""
+        return bc.CpuOperand(self.ref, self.row_stride, self.strides if strides is None else strides)
 
     def at(self, offset: int) -> View:
         """The same view, ``offset`` elements further on."""
-        return dataclasses.replace(self, ref=dataclasses.replace(self.ref, offset=self.ref.offset + offset))
+        return dataclasses.replace(self, ref=moved(self.ref, offset))
+
+
+def moved(ref: bc.CpuRef, offset: int, moves: Sequence[int] = ()) -> bc.CpuRef:
+    """``ref``, ``offset`` elements further on and moved by ``moves`` with the numbers of the enclosing loops."""
+    strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
+    return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())
 
 
 def readable(view: View) -> bool:
@@ -58,7 +64,7 @@ def row_pitch(shape: tuple[int, ...], dtype: str) -> int:
     Rows of one dimension and 256 bytes or more begin on cache lines, and not a multiple of a page apart (else stores would falsely
     depend on loads of other rows: 4 KB aliasing). Other rows are dense, so that one loop can walk the rows and inner dimensions.
     """
-    item = ITEM_SIZE[dtype]
+    item = itemsize(dtype)
     size = math.prod(shape)
     if len(squeezed(shape)) != 1 or size * item < 256:
         return size
@@ -80,33 +86,22 @@ def reshape_strides(old: Sequence[int], strides: Sequence[int], new: Sequence[in
     >>> reshape_strides((4, 6), (6, 1), (2, 2, 6)), reshape_strides((4, 6), (1, 4), (24,))
     ((12, 6, 1), None)
     """
-    source = [(n, s) for n, s in zip(old, strides, strict=True) if n != 1]
+    if 0 in new:
+        return (0,) * len(new)
+    loops = [(math.prod(old[d] for d in group), strides[group[-1]]) for group in merge_dims(old, (strides,))]
     out: list[int] = []
-    i = j = 0
-    while j < len(new):
-        if new[j] == 1:
+    left, step = 1, 0  # of the innermost loop: the extent that ``out`` does not cover yet, and its stride
+    for n in reversed(new):
+        if n == 1:
             out.append(0)
-            j += 1
             continue
-        first, begin = i, j
-        have, want = source[i][0], new[j]
-        i, j = i + 1, j + 1
-        while have != want:
-            if have < want:
-                have *= source[i][0]
-                i += 1
-            else:
-                want *= new[j]
-                j += 1
-        for (_, s), (n, t) in zip(source[first : i - 1], source[first + 1 : i], strict=True):
-            if s != n * t:
-                return None
-        step, group = source[i - 1][1], []
-        for n in reversed(new[begin:j]):
-            group.append(step)
-            step *= n
-        out.extend(reversed(group))
-    return tuple(out)
+        if left == 1:
+            left, step = loops.pop()
+        if left % n != 0:
+            return None
+        out.append(step)
+        left, step = left // n, step * n
+    return tuple(reversed(out))
 
 
 def broadcast(view: View, shape: tuple[int, ...], dims: Sequence[int]) -> View:
@@ -139,81 +134,45 @@ def reverse(view: View, dims: Sequence[int]) -> View:
     return View(view.ref, view.row_stride, view.shape, strides).at(offset)
 
 
-def cut(view: View, start: Sequence[int], limit: Sequence[int], step: Sequence[int]) -> View:
-    """``slice`` of the row dimensions."""
-    shape = tuple(max(0, -(-(b - a) // s)) for a, b, s in zip(start, limit, step, strict=True))
-    offset = sum(a * t for a, t in zip(start, view.strides, strict=True))
-    strides = tuple(t * s for t, s in zip(view.strides, step, strict=True))
-    return View(view.ref, view.row_stride, shape, strides).at(offset)
+def cut(view: View, ranges: Sequence[range]) -> View:
+    """``slice`` of the row dimensions to ``ranges``."""
+    offset = sum(r.start * s for r, s in zip(ranges, view.strides, strict=True))
+    strides = tuple(r.step * s for r, s in zip(ranges, view.strides, strict=True))
+    return View(view.ref, view.row_stride, tuple(map(len, ranges)), strides).at(offset)
 
 
-def scratch(buffer: int, dtype_code: int, shape: tuple[int, ...], dense: bool = False) -> View:
-    """A new tile in scratch; ``buffer`` is a virtual buffer number until ``place_buffers`` gives it an address.
+def chain(extents: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The innermost stride of several dimensions, outermost first, if one loop can walk them all; None if not. Dimensions of
+    extent 1 are ignored; without any other the stride is 0.
 
-    ``dense``: no space between rows, so that one loop can walk rows and an inner dimension.
-    """
-    pitch = math.prod(shape) if dense else row_pitch(shape, bc.DTYPES[dtype_code])
-    return View(bc.CpuRef(bc.SCRATCH, buffer, 0, dtype_code), pitch, shape, dim_strides(shape))
-
-
-def chain(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """The innermost stride of several (extent, stride) dimensions, outermost first, if one loop can walk them all; None if not.
-    Dimensions of extent 1 are ignored; without any other the stride is 0.
-    """
-    real = [(n, s) for n, s in pairs if n != 1]
-    for (_, s), (n, t) in zip(real, real[1:], strict=False):
-        if s != n * t:
-            return None
-    return real[-1][1] if real else 0
-
-
-def row_stride_of(axes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The row stride of an array with a stride per stream axis, or None where its address is not linear in the row.
-
-    >>> row_stride_of((4, 10), (30, 3)), row_stride_of((4, 10), (3, 12)), row_stride_of((1, 10), (0, 3))
+    >>> chain((4, 10), (30, 3)), chain((4, 10), (3, 12)), chain((1, 10), (0, 3))
     (3, None, 3)
     """
-    return chain(list(zip(axes, strides, strict=True)))
+    groups = merge_dims(extents, (strides,))
+    if len(groups) > 1:
+        return None
+    return strides[groups[0][-1]] if groups else 0
 
 
-# --- Values of a loop's body that lie column by column ----------------------------------------------------------------------------
+def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: Sequence[int] | None = None) -> list[list[int]]:
+    """Dimensions of more than one element, taken in ``order`` (by default their own), in groups that one loop can walk for every
+    operand (given by its strides).
 
-MOST_COLUMNS = 32
-_VECTOR = 16
-_COPIES = frozenset({"slice", "concatenate", "pad"})
-_READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
-
-
-def by_columns(
-    t: TileType,
-    roots: Collection[int],
-    uses: Mapping[int, Sequence[Use]],
-    instruction: Callable[[int], Instr],
-    pointwise: Callable[[str], bool],
-) -> bool:
-    """Whether a loop keeps ``roots``, a value of type ``t`` and the next step's value in its place, column by column in scratch.
-
-    A carry of a few columns (the state of a simulator, ``[envs, 4]``) is sliced and concatenated in every iteration: row by row
-    these are loads and stores with a stride, column by column dense ones. So all readers must be elementwise, views, copies, stores
-    or reductions (a matrix product reads rows), and rows as long as a vector must be taken apart by some reader.
+    >>> merge_dims((2, 3, 4), [(12, 4, 1), (20, 4, 1)])
+    [[0], [1, 2]]
     """
-    if not t.tile or not 1 < math.prod(t.shape) <= MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
-        return False
-    apart = math.prod(t.shape) < _VECTOR
+    groups: list[list[int]] = []
+    for d in range(len(extents)) if order is None else order:
+        if extents[d] == 1:
+            continue
+        if groups and all(s[groups[-1][-1]] == s[d] * extents[d] for s in strides):
+            groups[-1].append(d)
+        else:
+            groups.append([d])
+    return groups
 
-    def fits(v: int) -> bool:
-        nonlocal apart
-        for i, _ in uses.get(v, ()):
-            instr = instruction(i)
-            apart |= instr.kind in _COPIES
-            if instr.kind in VIEWS:
-                if not fits(instr.outputs[0]):
-                    return False
-            elif not pointwise(instr.kind) and instr.kind not in _READERS:
-                return False
-        return True
 
-    return all(map(fits, roots)) and apart
+MOST_COLUMNS = 32  # of a value of a loop's body that lies column by column
 
 
 # --- Arrays at a program's border -------------------------------------------------------------------------------------------------
@@ -221,89 +180,33 @@ def by_columns(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BorderArray:
-    """An array at the program's border as memory. ``view``: where its address is linear in the row of a batch, else None. No
-    streamed array has a ``view`` in a stream with an order.
+    """An array at the program's border as memory. ``row_stride``: where its address is linear in the row of a batch, else None;
+    None for a streamed array in a stream with an order.
     """
 
     ref: bc.CpuRef
     axis_strides: tuple[int, ...]
+    batch_axes: int
+    row_stride: int | None
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    view: View | None
+
+    @property
+    def view(self) -> View | None:
+        """The part of a batch, where the array has a ``row_stride``."""
+        part = dataclasses.replace(self.ref, batch_strides=self.axis_strides[: self.batch_axes])
+        return None if self.row_stride is None else View(part, self.row_stride, self.shape, self.strides)
 
 
 def border(program: TileProgram, array: ArrayType, space: int, number: int) -> BorderArray:
     ref = bc.CpuRef(space, number, 0, bc.DTYPE_CODE[array.dtype])
     dense, batch = dim_strides(array.shape), program.batch_axes
     if not array.row_strides:
-        return BorderArray(ref, (), array.shape, dense, View(ref, 0, array.shape, dense))
+        return BorderArray(ref, (), 0, 0, array.shape, dense)
     shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
-    row = row_stride_of(program.axes[batch:], array.row_strides[batch:])
-    if program.order is not None and any(array.row_strides):
-        row = None
-    part = dataclasses.replace(ref, batch_strides=array.row_strides[:batch])
-    return BorderArray(ref, array.row_strides, shape, strides, None if row is None else View(part, row, shape, strides))
-
-
-# --- Parts of arrays and tiles that move with the numbers of loops. They cost no instruction: the operands move -------------------
-
-
-class StageMemory(Protocol):
-    """The members of ``stage.Stage`` that this section uses."""
-
-    @property
-    def program(self) -> TileProgram: ...
-    @property
-    def depth(self) -> int: ...
-    def input(self, number: int) -> BorderArray: ...
-    def output(self, number: int) -> BorderArray: ...
-    def view(self, v: int) -> View: ...
-    def number(self, v: int) -> tuple[int | None, int]: ...
-
-
-def border_of(stage: StageMemory, instr: Instr) -> BorderArray:
-    """The part of an array that a ``load_slice`` or a ``store_slice`` names."""
-    loads = instr.kind == "load_slice"
-    array = (stage.program.inputs if loads else stage.program.outputs)[instr["array"]]
-    whole = stage.input(instr["array"]) if loads else stage.output(instr["array"])
-    shape, dims = list(whole.shape), [array.kept.index(d) for d in instr["dims"]]
-    for k, size in zip(dims, instr["sizes"], strict=True):
-        shape[k] = size
-    numbers = instr.inputs if loads else instr.inputs[1:]
-    offset, moves = moves_of(stage, numbers, instr["steps"], [whole.strides[k] for k in dims])
-    view = (
-        None
-        if whole.view is None
-        else View(_moved(whole.view.ref, offset, moves), whole.view.row_stride, tuple(shape), whole.strides)
-    )
-    return BorderArray(_moved(whole.ref, offset, moves), whole.axis_strides, tuple(shape), whole.strides, view)
-
-
-def moves_of(
-    stage: StageMemory, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]
-) -> tuple[int, tuple[int, ...]]:
-    """The offset in elements by which ``numbers`` move an operand, and a stride for each enclosing loop, the outermost first."""
-    offset, moves = 0, [0] * stage.depth
-    for v, step, stride in zip(numbers, steps, strides, strict=True):
-        loop, constant = stage.number(v)
-        if loop is not None:
-            moves[loop - 1] += step * stride
-        else:
-            offset += constant * step * stride
-    return offset, tuple(moves) if any(moves) else ()
-
-
-def part(stage: StageMemory, instr: Instr) -> View:
-    """The part of its first operand that a ``cut`` reads or a ``paste`` writes."""
-    whole = stage.view(instr.inputs[0])
-    offset, moves = moves_of(stage, instr.inputs[-1:], (1,), whole.strides[:1])
-    return View(_moved(whole.ref, offset, moves), whole.row_stride, whole.shape[1:], whole.strides[1:])
-
-
-def _moved(ref: bc.CpuRef, offset: int, moves: Sequence[int]) -> bc.CpuRef:
-    """``ref``, ``offset`` elements further on and moved by ``moves`` with the numbers of the enclosing loops."""
-    strides = tuple(a + b for a, b in itertools.zip_longest(ref.loop_strides, moves, fillvalue=0))
-    return dataclasses.replace(ref, offset=ref.offset + offset, loop_strides=strides if any(strides) else ())
+    in_order = program.order is not None and any(array.row_strides)
+    row = None if in_order else chain(program.axes[batch:], array.row_strides[batch:])
+    return BorderArray(ref, array.row_strides, batch, row, shape, strides)
 
 
 # --- Scratch memory ---------------------------------------------------------------------------------------------------------------
@@ -311,22 +214,29 @@ def _moved(ref: bc.CpuRef, offset: int, moves: Sequence[int]) -> bc.CpuRef:
 ALIGNMENT = 64
 
 
-def _fields(kind: type) -> dict[type, tuple[str, ...]]:
-    """The fields of each instruction whose type is ``kind``."""
-    all_of = {cls: dataclasses.fields(cls) for cls in typing.get_args(bc.Instruction)}
-    return {cls: tuple(field.name for field in fields if field.type == kind.__name__) for cls, fields in all_of.items()}
+_OPERAND_TYPES = ("CpuOperand", "tuple[CpuOperand, ...]", "CpuRows")
+# The fields of each instruction, and of rows, that hold operands.
+_OPERANDS = {
+    kind: tuple(field.name for field in dataclasses.fields(kind) if field.type in _OPERAND_TYPES)
+    for kind in (*typing.get_args(bc.Instruction), bc.CpuRows)
+}
 
 
-_OPERAND_FIELDS, _ROWS_FIELDS = _fields(bc.CpuOperand), _fields(bc.CpuRows)
+def operands(x: Any) -> list[bc.CpuOperand]:
+    """All operands in ``x``, an instruction or a field of one, that address tiles, without those of instructions inside a loop."""
+    if isinstance(x, bc.CpuOperand):
+        return [x]
+    inside = x if isinstance(x, tuple) else [getattr(x, name) for name in _OPERANDS[type(x)]]
+    return [operand for y in inside for operand in operands(y)]
 
 
-def operands(instruction: bc.Instruction) -> list[bc.CpuOperand]:
-    """All operands of an instruction that address tiles, without those of instructions inside a loop."""
-    if isinstance(instruction, bc.CpuVector):
-        return [*instruction.loads, *instruction.stores]
-    rows = [getattr(instruction, name) for name in _ROWS_FIELDS[type(instruction)]]
-    own = [getattr(instruction, name) for name in _OPERAND_FIELDS[type(instruction)]]
-    return [*own, *(operand for r in rows for operand in (r.x, r.taken))]
+def _with_refs(x: Any, change: Callable[[bc.CpuRef], bc.CpuRef]) -> Any:
+    """``x`` with ``change`` applied to the memory of each of ``operands(x)``."""
+    if isinstance(x, bc.CpuOperand):
+        return dataclasses.replace(x, ref=change(x.ref))
+    if isinstance(x, tuple):
+        return tuple(_with_refs(y, change) for y in x)
+    return dataclasses.replace(x, **{name: _with_refs(getattr(x, name), change) for name in _OPERANDS[type(x)]})
 
 
 def place_buffers(body: Sequence[bc.Instruction], sizes: list[int], preps: list[bc.Prep]) -> tuple[tuple[bc.Instruction, ...], int]:
@@ -381,94 +291,32 @@ def _lives(body: Sequence[bc.Instruction], preps: Sequence[bc.Prep]) -> dict[int
 def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: list[int]) -> tuple[dict[int, int], int]:
     """Place every buffer of ``order`` at the lowest offset that is free for its whole life. Returns the offsets and their end."""
     offsets: dict[int, int] = {}
-    placed = _Lives(max(last.values(), default=0) + 1)
-    total = 0
-    for b in order:
-        size = round_up(sizes[b], ALIGNMENT)
-        others = sorted(placed.during(first[b], last[b]))
-        at = 0
-        for start, length, _ in others:
+    # Of the placed buffers: the first and last time of their lives, and their ends in memory.
+    placed = np.zeros((4, len(order)), np.int64)
+    for n, b in enumerate(order):
+        size, at = round_up(sizes[b], ALIGNMENT), 0
+        born, died, starts, ends = placed[:, :n]
+        near = np.flatnonzero((born <= last[b]) & (died >= first[b]))
+        for start, end in sorted(zip(starts[near].tolist(), ends[near].tolist(), strict=True)):
             if at + size <= start:
                 break
-            if at < start + length:
-                at = start + length
+            at = max(at, end)
         offsets[b] = at
-        placed.add(first[b], last[b], (at, size, b))
-        total = max(total, at + size)
-    return offsets, total
-
-
-class _Lives:
-    """The lives of placed buffers, as a segment tree: ``during`` finds the buffers that live at some time of a span.
-
-    Each buffer is stored at the few nodes that together cover its life, and in ``_below`` of the nodes above them, so a query costs
-    as much as its answer is long, however long the program.
-    """
-
-    def __init__(self, times: int):
-        self._leaves = 1 << max(0, times - 1).bit_length()
-        self._here: dict[int, list[tuple[int, int, int]]] = {}  # lives for all of the node's span
-        self._below: dict[int, list[tuple[int, int, int]]] = {}  # for a part of it
-
-    def _nodes(self, first: int, last: int) -> list[int]:
-        nodes = []
-        a, b = first + self._leaves, last + self._leaves + 1
-        while a < b:
-            if a & 1:
-                nodes.append(a)
-                a += 1
-            if b & 1:
-                b -= 1
-                nodes.append(b)
-            a, b = a >> 1, b >> 1
-        return nodes
-
-    def _above(self, nodes: list[int]) -> set[int]:
-        above: set[int] = set()
-        for node in nodes:
-            node >>= 1
-            while node and node not in above:
-                above.add(node)
-                node >>= 1
-        return above
-
-    def add(self, first: int, last: int, buffer: tuple[int, int, int]) -> None:
-        nodes = self._nodes(first, last)
-        for node in nodes:
-            self._here.setdefault(node, []).append(buffer)
-        for node in self._above(nodes):
-            self._below.setdefault(node, []).append(buffer)
-
-    def during(self, first: int, last: int) -> set[tuple[int, int, int]]:
-        nodes = self._nodes(first, last)
-        found: set[tuple[int, int, int]] = set()
-        for node in nodes:
-            found.update(self._here.get(node, ()), self._below.get(node, ()))
-        for node in self._above(nodes):
-            found.update(self._here.get(node, ()))
-        return found
+        placed[:, n] = first[b], last[b], at, at + size
+    return offsets, int(placed[3].max(initial=0))
 
 
 def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[bc.Prep]) -> bc.Instruction:
-    def ref_of(ref: bc.CpuRef) -> bc.CpuRef:
+    def placed(ref: bc.CpuRef) -> bc.CpuRef:
         if ref.space != bc.SCRATCH:
             return ref
-        base = offsets[ref.index] // ITEM_SIZE[bc.DTYPES[ref.dtype]]
+        base = offsets[ref.index] // itemsize(bc.DTYPES[ref.dtype])
         return dataclasses.replace(ref, index=0, offset=base + ref.offset)
 
-    def moved(operand: bc.CpuOperand) -> bc.CpuOperand:
-        return operand if operand.ref.space != bc.SCRATCH else dataclasses.replace(operand, ref=ref_of(operand.ref))
-
     if isinstance(instruction, bc.Pack):
-        preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=ref_of(preps[instruction.prep].source))
+        preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=placed(preps[instruction.prep].source))
         return instruction
     if isinstance(instruction, (bc.CpuLoop, bc.CpuStationary)):
         return dataclasses.replace(instruction, body=tuple(_rewrite(i, offsets, preps) for i in instruction.body))
-    if isinstance(instruction, bc.CpuVector):
-        changes: dict[str, Any] = {name: tuple(map(moved, getattr(instruction, name))) for name in ("loads", "stores")}
-    else:
-        changes = {name: moved(getattr(instruction, name)) for name in _OPERAND_FIELDS[type(instruction)]}
-        for name in _ROWS_FIELDS[type(instruction)]:
-            rows: bc.CpuRows = getattr(instruction, name)
-            changes[name] = dataclasses.replace(rows, x=moved(rows.x), taken=moved(rows.taken))
-    return dataclasses.replace(instruction, **changes)
+    result: bc.Instruction = _with_refs(instruction, placed)
+    return result

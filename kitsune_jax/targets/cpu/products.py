@@ -35,18 +35,19 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
         raise CannotLower("a matrix product with a constant")
     weight = stage.view(w)
     lies = stage.view(x)
-    order = dims.ordered_by(lies)
-    rows = _rows(lies, order.free, order.batch, order.contract)
+    groups = [list(dims.free), list(dims.w_batch), list(dims.w_contract)]  # row dimensions of x
+    in_memory = [sorted(group, key=lambda d: -lies.strides[d]) for group in groups]
+    rows = _rows(lies, *in_memory)
     if rows is None:
-        lies, order = _copy_of(stage, x, dims)
-        rows = _rows(lies, order.free, order.batch, order.contract)
-        assert rows is not None
-    free, batch = [dims.out_of_x[d] for d in order.free], [dims.out_of_x[d] for d in order.batch]
+        in_memory = groups
+        rows = _copied_rows(stage, x, *groups)
+    x_free, x_batch, x_contract = in_memory
+    free, batch = [dims.out_of_x[d] for d in x_free], [dims.out_of_x[d] for d in x_batch]
     total = stage.sums.get(i)
     result = instr.outputs[0] if total is None else total.result
     shape = stage.type(result).shape
 
-    def panel(view: View) -> tuple[list[int], tuple[int, int] | None]:
+    def panel(view: View) -> tuple[list[int], bc.CpuOperand | None]:
         columns = sorted(dims.out_of_w.values(), key=lambda d: -view.strides[d])
         return columns, _rows(view, free, batch, columns)
 
@@ -58,12 +59,12 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
     columns, lines = panel(out)
     assert lines is not None
     w_of_out = {d: k for k, d in dims.out_of_w.items()}
-    prep = _weight(stage, weight, [dims.w_batch[b] for b in order.batch], [dims.w_contract[k] for k in order.contract],
+    prep = _weight(stage, weight, [dims.w_batch[b] for b in x_batch], [dims.w_contract[k] for k in x_contract],
                    [w_of_out[d] for d in columns])  # fmt: skip
     numbers = sorted(columns)  # the dimensions of a bias, in its order
     stage.code.append(
         bc.Matmul(
-            x=bc.CpuOperand(lies.ref, rows[0], (rows[1],)),
+            x=rows,
             row_multiple=math.prod(shape[d] for d in free),
             batch=math.prod(shape[d] for d in batch),
             weight=stage.prep(prep, w),
@@ -71,19 +72,10 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
             activation=bc.ACTIVATIONS.index(instr.get("activation", "none")),
             parameters=instr.get("parameters", ()),
             rounds=bc.DTYPE_CODE[instr.get("rounds", "float32")],
-            out=bc.CpuOperand(out.ref, lines[0], (lines[1],)),
+            out=lines,
             adds=total is not None and total.second == i,
         )
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _DimOrder:
-    """Row dimensions of x, each list in the order of x's strides, largest first."""
-
-    free: list[int]
-    batch: list[int]
-    contract: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +87,6 @@ class _DotDims:
     w_contract: dict[int, int]
     out_of_x: dict[int, int]  # free and batch dimensions of x -> row dimension of the result
     out_of_w: dict[int, int]  # free dimension of w -> row dimension of the result, ascending in the result
-    out_shape: tuple[int, ...]
 
     @staticmethod
     def of(stage: StageLowering, instr: Instr) -> _DotDims:
@@ -119,40 +110,32 @@ class _DotDims:
             dict(zip(x_contract, w_contract, strict=True)),
             {d: place["x", d] for d in (*free, *x_batch)},
             dict(sorted(((d, place["w", d]) for d in columns), key=lambda pair: pair[1])),
-            stage.type(instr.outputs[0]).shape,
         )
 
-    def ordered_by(self, x: View) -> _DimOrder:
-        def falling(dims: Sequence[int]) -> list[int]:
-            return sorted(dims, key=lambda d: -x.strides[d])
 
-        return _DimOrder(falling(self.free), falling(tuple(self.w_batch)), falling(tuple(self.w_contract)))
-
-
-def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> tuple[int, int] | None:
-    """(distance of rows, batch stride) of ``view`` as matrices of contiguous ``inner`` elements; None where it is not."""
-
-    def pairs(dims: Sequence[int]) -> list[tuple[int, int]]:
-        return [(view.shape[d], view.strides[d]) for d in dims]
-
-    element, step, batch_step = memory.chain(pairs(inner)), memory.chain(pairs(free)), memory.chain(pairs(batch))
-    size = math.prod(view.shape[d] for d in free)
-    if element is None or step is None or batch_step is None:
+def _rows(view: View, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> bc.CpuOperand | None:
+    """``view`` as a batch of matrices whose rows are contiguous ``inner`` elements, with the distance of rows as row stride; None
+    where it is not."""
+    strides = _strides(view, (inner, free, batch))
+    if strides is None:
         return None
+    element, step, batch_step = strides
+    size = math.prod(view.shape[d] for d in free)
     if element != 1 and any(view.shape[d] != 1 for d in inner):
         return None
     if size == 1:
-        return view.row_stride, batch_step
-    return (step, batch_step) if step * size == view.row_stride else None
+        step = view.row_stride
+    return bc.CpuOperand(view.ref, step, (batch_step,)) if step * size == view.row_stride else None
 
 
-def _copy_of(stage: StageLowering, x: int, dims: _DotDims) -> tuple[View, _DimOrder]:
-    """A copy of x in scratch, in the layout that the kernel reads."""
-    order = _DimOrder(list(dims.free), list(dims.w_batch), list(dims.w_contract))
-    sequence = [*order.free, *order.batch, *order.contract]
-    target = _scratch(stage, stage.type(x).shape, stage.type(x).dtype, sequence, len(order.free))
-    stage.write(x, target)
-    return target, order
+def _copied_rows(stage: StageLowering, v: int, free: Sequence[int], batch: Sequence[int], inner: Sequence[int]) -> bc.CpuOperand:
+    """The ``_rows`` of a copy of ``v`` in scratch, in the layout that the kernel reads."""
+    t = stage.type(v)
+    copy = _scratch(stage, t.shape, t.dtype, [*free, *batch, *inner], len(free))
+    stage.write(v, copy)
+    rows = _rows(copy, free, batch, inner)
+    assert rows is not None
+    return rows
 
 
 def _scratch(stage: StageLowering, shape: Sequence[int], dtype: str, order: Sequence[int], rows: int = 0) -> View:
@@ -177,19 +160,13 @@ def emit_matmul_sink(stage: StageLowering, i: int, instr: Instr) -> None:
     ):
         view = stage.view(v)
         free = [d for d in range(len(view.shape)) if d not in contract and d not in batch]
-        rows = _rows(view, contract, batch, free)
-        if rows is None:
-            sequence = [*contract, *batch, *free]
-            view = _scratch(stage, view.shape, stage.type(v).dtype, sequence, len(contract))
-            stage.write(v, view)
-            rows = _rows(view, contract, batch, free)
-            assert rows is not None
-        sides.append((view, rows, math.prod(view.shape[d] for d in free)))
+        rows = _rows(view, contract, batch, free) or _copied_rows(stage, v, contract, batch, free)
+        sides.append((rows, math.prod(view.shape[d] for d in free)))
     # The kernel prefers few rows of sums to few columns, and whole sums may be transposed. Parts of the sums may not: all parts of
     # the sink's matrices share one layout.
-    if sides[1][2] == 1 and instr.get("dims") is None:
+    if sides[1][1] == 1 and instr.get("dims") is None:
         sides.reverse()
-    (vx, rx, m), (vy, ry, n) = sides
+    (rows_x, m), (rows_y, n) = sides
     sums, matrices = _part(stage, instr, m, n)
     stage.code.append(
         bc.AccumulateMatmul(
@@ -198,9 +175,9 @@ def emit_matmul_sink(stage: StageLowering, i: int, instr: Instr) -> None:
             batch=math.prod(lies.shape[d - 1] for d in instr["x_batch"]),
             m=m,
             n=n,
-            x=bc.CpuOperand(vx.ref, rx[0], (rx[1],)),
-            y=bc.CpuOperand(vy.ref, ry[0], (ry[1],)),
-            product=_product(vx.ref, stage.products.gradients),
+            x=rows_x,
+            y=rows_y,
+            product=_product(rows_x.ref, stage.products.gradients),
             sums=sums,
             matrices=matrices,
         )
@@ -223,7 +200,7 @@ def _part(stage: StageLowering, instr: Instr, m: int, n: int) -> tuple[bc.Sums, 
     longest = max(i["sizes"][0] for s in stage.program.stages for i in walk(s.body) if i.get("dims") and i.get("sink") == k)
     inner = math.prod(shape[d + 1 : side.stop])
     each = inner * (columns if side is rows else height)
-    offset, moves = memory.moves_of(stage, instr.inputs[2:], steps, (each,))
+    offset, moves = stage.moves(instr.inputs[2:], steps, (each,))
     fits = size in (longest, shape[d] % longest) and not any(e % (longest * each) for e in (offset, *moves))
     if not fits or (side is not rows and longest * inner % bc.SUM_GROUP):
         raise CannotLower(f"a weight gradient in parts of {size} of {shape[d]} elements, {steps[0]} apart")
@@ -363,7 +340,7 @@ def emit_paste(stage: StageLowering, i: int, instr: Instr) -> None:
     x, part, _ = instr.inputs
     stage.views[instr.outputs[0]] = stage.view(x)
     if not stage.delivered((i, 1), part):
-        stage.write(part, memory.part(stage, instr))
+        stage.write(part, stage.part(instr))
 
 
 def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
@@ -404,9 +381,9 @@ def emit_dot(stage: StageLowering, i: int, instr: Instr) -> None:
     strides = _strides(out, groups)
     assert strides is not None
     b, n = (math.prod(vy.shape[d] for d in dims) for dims in of_y[:2])
-    x_ = bc.CpuOperand(vx.ref, vx.row_stride, (0 if shared else sx[0], sx[1]))
-    y_ = bc.CpuOperand(vy.ref, vy.row_stride, sy)
-    stage.code.append(bc.Dot(b, m, n, k, x_, y_, bc.CpuOperand(out.ref, out.row_stride, strides[:2])))
+    x_ = vx.operand((0 if shared else sx[0], sx[1]))
+    y_ = vy.operand(sy)
+    stage.code.append(bc.Dot(b, m, n, k, x_, y_, out.operand(strides[:2])))
 
 
 def _is_matrix(y: View, elements: int, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]) -> bool:
@@ -430,7 +407,7 @@ Groups = Sequence[Sequence[int]]  # row dimensions: batch, free, contracted
 
 def _strides(view: View, groups: Groups) -> tuple[int, ...] | None:
     """One stride for each group of dimensions, or None where one loop cannot walk a group."""
-    found = [memory.chain([(view.shape[d], view.strides[d]) for d in dims]) for dims in groups]
+    found = [memory.chain([view.shape[d] for d in dims], [view.strides[d] for d in dims]) for dims in groups]
     return None if None in found else tuple(s for s in found if s is not None)
 
 
@@ -467,5 +444,5 @@ def _multiply_and_sum(stage: StageLowering, instr: Instr, sides: tuple[tuple[int
     builder.store(products, builder.micro("mul", wide, a, b))
     stage.code.append(builder.finish())
     out = stage.place(instr.outputs[0])
-    over = bc.CpuOperand(products.ref, products.row_stride, products.strides)
+    over = products.operand()
     stage.code.append(bc.Reduce(bc.REDUCTIONS.index("sum"), shape[:kept], shape[kept:], over, out.operand()))

@@ -9,22 +9,29 @@ read.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.spec import Rounding
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
 from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, taken_dots, taken_sums
-from kitsune_jax.targets.cpu.memory import ITEM_SIZE, BorderArray, View, border
+from kitsune_jax.targets.cpu.memory import BorderArray, View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
 _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
+_VECTOR = 16  # elements
+_COPIES = frozenset({"slice", "concatenate", "pad"})
+# Instructions, beside views and elementwise ones, that can read a value that lies column by column.
+_READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,15 +100,9 @@ class StageLowering:
     def leaf(self, v: int) -> Leaf | None:
         return self.leaves.get(self.root(v))
 
-    def number(self, v: int) -> tuple[int | None, int]:
-        """The loop whose number ``v`` is (1: the outermost), or None and ``v``'s constant."""
-        leaf = self.leaf(v)
-        assert leaf is not None
-        return leaf.loop, int(leaf.const or 0)
-
     def widened(self, v: int) -> int | None:
-        """The 16-bit float that ``v`` is a widening conversion of, which loads do anyway; None where ``v`` itself lies in memory
-        (as an operand of a matmul, say) or is no such conversion.
+        """The 16-bit float of ``v``'s shape that ``v`` is a widening conversion of, which loads do anyway; None where ``v`` itself
+        lies in memory (as an operand of a matmul, say) or is no such conversion.
         """
         instr = self.flow.makers.get(self.root(v))
         if self.root(v) in self.views or instr is None or instr.kind != "convert_element_type":
@@ -109,8 +110,8 @@ class StageLowering:
         source = self.flow.makers.get(self.root(instr.inputs[0]))
         if source is not None and is_pointwise(source.kind):
             return None  # it may still be in a register: the conversion belongs to its group
-        x, y = self.type(instr.inputs[0]).dtype, self.type(instr.outputs[0]).dtype
-        return instr.inputs[0] if x != y and y == compute_type(x) else None
+        x, y = self.type(instr.inputs[0]), self.type(instr.outputs[0]).dtype
+        return instr.inputs[0] if x.dtype != y == compute_type(x.dtype) and x.shape == self.type(v).shape else None
 
     # Memory.
 
@@ -123,26 +124,76 @@ class StageLowering:
         return self.scratch(t.shape, t.dtype, tile=t.tile)
 
     def _by_columns(self, v: int) -> bool:
-        """Whether carry, or result of a carry, ``v`` lies column by column."""
-        here = {self.root(v)}
+        """Whether a loop keeps ``v``, and the next step's value in its place, column by column in scratch.
+
+        A carry of a few columns (the state of a simulator, ``[envs, 4]``) is sliced and concatenated in every iteration: row by row
+        these are loads and stores with a stride, column by column dense ones. So all readers must be elementwise, views, copies,
+        stores or reductions (a matrix product reads rows), and rows as long as a vector must be taken apart by some reader.
+        """
+        t, here = self.type(v), {self.root(v)}
+        size = math.prod(t.shape)
+        if not t.tile or not 1 < size <= memory.MOST_COLUMNS or sum(n > 1 for n in t.shape) != 1:
+            return False
         for carry, result in self.carry_results:
             if not here.isdisjoint((carry, self.root(result))):
                 here |= {carry, self.root(result)}
         made = (self.flow.makers.get(r) for r in here)
         if len(here) > 1 and any(i is not None and i.kind == "matmul" for i in made):
             return False
-        return memory.by_columns(self.type(v), here, self.uses, self.flow.instruction, is_pointwise)
+        kinds = {kind for r in here for kind in self._reader_kinds(r)}
+        fits = all(kind in _READERS or is_pointwise(kind) for kind in kinds)
+        return fits and (size < _VECTOR or not kinds.isdisjoint(_COPIES))
+
+    def _reader_kinds(self, v: int) -> Iterator[str]:
+        """The kinds of the readers of ``v``, through views."""
+        for i, _ in self.uses.get(v, ()):
+            instr = self.flow.instruction(i)
+            if instr.kind in _COPIES or instr.kind not in VIEWS:
+                yield instr.kind
+            if instr.kind in VIEWS:
+                yield from self._reader_kinds(instr.outputs[0])
 
     def scratch(self, shape: tuple[int, ...], dtype: str, dense: bool = False, tile: bool = True) -> View:
-        view = memory.scratch(len(self.buffer_bytes), bc.DTYPE_CODE[dtype], shape, dense or not tile)
-        self.buffer_bytes.append(view.row_stride * ITEM_SIZE[dtype] * (self.program.tile_rows if tile else 1))
-        return view if tile else dataclasses.replace(view, row_stride=0)
+        """A new value in scratch, in a buffer that has a number until ``memory.place_buffers`` gives it an address.
 
-    def input(self, number: int) -> BorderArray:
-        return border(self.program, self.program.inputs[number], bc.IN, number)
+        ``dense``: no space between rows, so that one loop can walk rows and an inner dimension.
+        """
+        ref = bc.CpuRef(bc.SCRATCH, len(self.buffer_bytes), 0, bc.DTYPE_CODE[dtype])
+        pitch = math.prod(shape) if dense or not tile else memory.row_pitch(shape, dtype)
+        self.buffer_bytes.append(pitch * itemsize(dtype) * (self.program.tile_rows if tile else 1))
+        return View(ref, pitch if tile else 0, shape, dim_strides(shape))
 
-    def output(self, number: int) -> BorderArray:
-        return border(self.program, self.program.outputs[number], bc.OUT, number)
+    def border(self, instr: Instr) -> BorderArray:
+        """The array, or the part of one, that a load or store names."""
+        loads, number = instr.kind in ("load", "load_slice"), instr["array"]
+        array = (self.program.inputs if loads else self.program.outputs)[number]
+        whole = memory.border(self.program, array, bc.IN if loads else bc.OUT, number)
+        if instr.kind in ("load", "store"):
+            return whole
+        dims = [array.kept.index(d) for d in instr["dims"]]
+        sizes = dict(zip(dims, instr["sizes"], strict=True))
+        numbers = instr.inputs if loads else instr.inputs[1:]
+        ref = memory.moved(whole.ref, *self.moves(numbers, instr["steps"], [whole.strides[d] for d in dims]))
+        return dataclasses.replace(whole, ref=ref, shape=tuple(sizes.get(d, n) for d, n in enumerate(whole.shape)))
+
+    def part(self, instr: Instr) -> View:
+        """The part of its first operand that a ``cut`` reads or a ``paste`` writes."""
+        whole = self.view(instr.inputs[0])
+        ref = memory.moved(whole.ref, *self.moves(instr.inputs[-1:], (1,), whole.strides[:1]))
+        return View(ref, whole.row_stride, whole.shape[1:], whole.strides[1:])
+
+    def moves(self, numbers: Sequence[int], steps: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The offset in elements by which ``numbers`` move an operand, and a stride for each enclosing loop, the outermost first.
+        Such an operand costs no instruction."""
+        offset, moves = 0, [0] * self.depth
+        for v, step, stride in zip(numbers, steps, strides, strict=True):
+            leaf = self.leaf(v)
+            assert leaf is not None
+            if leaf.loop is not None:
+                moves[leaf.loop - 1] += step * stride
+            else:
+                offset += int(leaf.const or 0) * step * stride
+        return offset, tuple(moves) if any(moves) else ()
 
     def queue(self, number: int) -> View:
         t = self.program.queues[number].tile
@@ -180,22 +231,21 @@ class StageLowering:
             return target
         instr = self.flow.makers[r]
         if instr.kind in ("load", "load_slice"):
-            source = self.input(instr["array"]) if instr.kind == "load" else memory.border_of(self, instr)
-            return source.view if source.view is not None else self._gather(source, r)
+            source = self.border(instr)
+            if source.view is not None:
+                return source.view
+            tile = self.place(r)
+            self.code.append(bc.StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
+            return tile
         if instr.kind == "pop":
             return self.queue(instr["queue"])
         if instr.kind == "cut":
-            return memory.part(self, instr)
+            return self.part(instr)
         if instr.kind == "empty":
             return self.new(r)
         if instr.kind in VIEWS:
             return self._structural_view(instr)
         raise AssertionError(f"{instr.kind} has not been computed yet")
-
-    def _gather(self, source: BorderArray, r: int) -> View:
-        tile = self.place(r)
-        self.code.append(bc.StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
-        return tile
 
     def delivered(self, use: Use, v: int) -> bool:
         """Load ``v`` if it is still to be loaded, to the place that ``use`` wants if possible. Returns whether it is there."""
@@ -211,7 +261,7 @@ class StageLowering:
         if self.program.order is None or r in self.views or instr is None or instr.kind != "load" or len(self.uses.get(r, ())) > 1:
             return None
         program = dataclasses.replace(self.program, order=None)
-        view = border(program, program.inputs[instr["array"]], bc.IN, instr["array"]).view
+        view = memory.border(program, program.inputs[instr["array"]], bc.IN, instr["array"]).view
         return None if view is None or not view.row_stride else memory.reshape(view, self.type(v).shape)
 
     def _structural_view(self, instr: Instr) -> View:
@@ -228,8 +278,9 @@ class StageLowering:
         if instr.kind == "rev":
             return memory.reverse(base, [d - lead for d in instr["dimensions"]])
         if instr.kind == "slice":
-            step = (instr["strides"] or (1,) * (lead + len(x.shape)))[lead:]
-            return memory.cut(base, instr["start"][lead:], instr["limit"][lead:], step)
+            steps = instr["strides"] or (1,) * len(instr["start"])
+            ranges = [range(*three) for three in zip(instr["start"], instr["limit"], steps, strict=True)]
+            return memory.cut(base, ranges[lead:])
         found = memory.reshape(base, y.shape)
         if found is None:
             copy = self.scratch(x.shape, x.dtype, tile=x.tile)
@@ -252,7 +303,7 @@ class StageLowering:
             if memory.squeezed(own) == builder.extents:
                 return builder.index(len(memory.squeezed(own[: leaf.iota])) + 1, 1, own[leaf.iota], t.dtype)
         narrow = self.widened(v)
-        if narrow is not None and self.type(narrow).shape == t.shape:
+        if narrow is not None:
             return self.read(builder, narrow, shape)
         return builder.load(memory.aligned(self.view(v), t.tile, shape))
 
@@ -271,24 +322,19 @@ class StageLowering:
         """Mixed-radix index over the stream axes ``over``; neighbouring axes are one component."""
         axes = self.program.axes
         kind = dtype if dtype in ("int32", "int64") else "int64"
+        starts = [k for k in range(len(over)) if k == 0 or over[k] != over[k - 1] + 1]
         total: int | None = None
-        k = 0
-        while k < len(over):
-            end = k + 1
-            while end < len(over) and over[end] == over[end - 1] + 1:
-                end += 1
+        for k, end in itertools.pairwise((*starts, len(over))):
             divisor = math.prod(axes[over[end - 1] + 1 :])
             modulus = math.prod(axes[a] for a in over[k:end])
             part = self._component(builder, divisor, modulus, kind)
-            if total is None:
-                total = part
-            else:
+            if total is not None:
                 scaled = builder.micro("mul", kind, total, builder.const(modulus, kind))
-                total = builder.micro("add", kind, scaled, part)
-            k = end
-        return (
-            builder.const(0, dtype) if total is None else builder.rounded(builder.convert(total, kind, compute_type(dtype)), dtype)
-        )
+                part = builder.micro("add", kind, scaled, part)
+            total = part
+        if total is None:
+            return builder.const(0, dtype)
+        return builder.rounded(builder.convert(total, kind, compute_type(dtype)), dtype)
 
     # Writing.
 
@@ -326,12 +372,12 @@ class StageLowering:
         if instr.kind == "results":
             return self.carried.get(p)
         if instr.kind in ("store", "store_slice") and p == 0:
-            array = (self.output(instr["array"]) if instr.kind == "store" else memory.border_of(self, instr)).view
+            array = self.border(instr).view
             return array if array is not None and array.dtype == self.type(instr.inputs[0]).dtype else None
         if instr.kind == "push":
             return self.queue(instr["queue"])
         if instr.kind == "paste" and p == 1:
-            return memory.part(self, instr)
+            return self.part(instr)
         return self.piece(instr, p) if instr.kind == "concatenate" else None
 
     def _operand_place(self, instr: Instr, place: View, r: int) -> View | None:
@@ -353,9 +399,7 @@ class StageLowering:
         whole = self.place(self.root(concat.outputs[0]))
         start = sum(self.type(v).shape[d] for v in concat.inputs[:p])
         size = self.type(concat.inputs[p]).shape[d]
-        first = tuple(start if k == d else 0 for k in range(len(whole.shape)))
-        last = tuple(start + size if k == d else n for k, n in enumerate(whole.shape))
-        return memory.cut(whole, first, last, (1,) * len(first))
+        return memory.cut(whole, [range(start, start + size) if k == d else range(n) for k, n in enumerate(whole.shape)])
 
     def place(self, r: int, fits: Callable[[View], bool] = lambda view: True, layout: Callable[[], View] | None = None) -> View:
         """The place of the result ``r`` of an instruction: one that a use wants and that ``fits``, else scratch by ``layout``."""

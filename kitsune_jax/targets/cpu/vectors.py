@@ -20,7 +20,7 @@ from kitsune_jax.ops.spec import NARROW, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, MAX_REGISTERS, OPCODE, SCRATCH, CpuOperand, CpuVector, Micro
-from kitsune_jax.targets.cpu.memory import View
+from kitsune_jax.targets.cpu.memory import View, merge_dims
 
 # --- Building a vector program ----------------------------------------------------------------------------------------------------
 
@@ -40,8 +40,8 @@ class _MicroOperation:
 
     op: str
     type: str
-    dst: int
     args: tuple[int, ...] = ()
+    dst: int = -1
     operand: int = -1  # load, store
     index: tuple[int, int, int] = (0, 0, 0)  # index: (loop dimension, divisor, modulus)
     from_type: str = "bool"
@@ -54,8 +54,8 @@ class VectorBuilder:
     def __init__(self, extents: tuple[int, ...]):
         self.extents = extents
         self._nodes: list[_MicroOperation] = []
-        self._loads: list[tuple[View, tuple[int, ...]]] = []
-        self._stores: list[tuple[View, tuple[int, ...]]] = []
+        self._loads: list[View] = []  # of shape ``extents``, as stores are
+        self._stores: list[View] = []
         self._known: dict[object, int] = {}
         self._next = 0
 
@@ -67,65 +67,63 @@ class VectorBuilder:
             self._nodes.append(node)
         return self._known[key]
 
-    def _strides(self, view: View) -> tuple[int, ...]:
+    def _squeezed(self, view: View) -> View:
         strides = tuple(s for n, s in zip(view.shape, view.strides, strict=True) if n != 1)
         if len(strides) != len(self.extents):
             raise CannotLower(f"an operand of shape {view.shape} in a loop over {self.extents}")
-        return strides
+        return View(view.ref, view.row_stride, self.extents, strides)
 
     def load(self, view: View) -> int:
         """Register <- ``view``, whose shape is the loop's, with or without dimensions of extent 1."""
-        item = (view, self._strides(view))
-        key = ("load", view.ref, view.row_stride, item[1])
+        view = self._squeezed(view)
+        key = ("load", view)
         if key not in self._known:
-            self._loads.append(item)
-        return self._define(key, _MicroOperation("load", compute_type(view.dtype), -1, operand=len(self._loads) - 1))
+            self._loads.append(view)
+        return self._define(key, _MicroOperation("load", compute_type(view.dtype), operand=len(self._loads) - 1))
 
     def const(self, value: Scalar, dtype: str) -> int:
         kind = compute_type(dtype)
-        return self._define(("const", kind, repr(value)), _MicroOperation("const", kind, -1, imm=immediate(value, kind)))
+        return self._define(("const", kind, repr(value)), _MicroOperation("const", kind, imm=immediate(value, kind)))
 
     def index(self, dim: int, divisor: int, modulus: int, dtype: str) -> int:
         """Register <- (position in dimension ``dim`` // divisor) % modulus; 0 is the global row, 1.. are those of ``extents``,
         and -1.. are the numbers of the enclosing loops."""
         kind = dtype if dtype in ("int32", "uint32", "int64") else "int64"
-        position = self._define(
-            ("index", dim, divisor, modulus, kind), _MicroOperation("index", kind, -1, index=(dim, divisor, modulus))
-        )
+        index = dim, divisor, modulus
+        position = self._define(("index", index, kind), _MicroOperation("index", kind, index=index))
         return position if kind == dtype else self.rounded(self.convert(position, kind, compute_type(dtype)), dtype)
 
     def convert(self, x: int, from_type: str, to: str) -> int:
         if from_type == to:
             return x
-        return self._define(("convert", x, to), _MicroOperation("convert", to, -1, (x,), from_type=from_type))
+        return self._define(("convert", x, to), _MicroOperation("convert", to, (x,), from_type=from_type))
 
     def rounded(self, x: int, dtype: str) -> int:
         """``x`` rounded to ``dtype`` where that is a 16-bit float, which has no register type of its own."""
         return self.micro(f"to_{dtype}", "float32", x) if dtype in NARROW else x
 
     def micro(self, op: str, kind: str, *args: int, from_type: str = "bool", imm: tuple[float, ...] = ()) -> int:
-        return self._define((op, kind, args, imm), _MicroOperation(op, kind, -1, args, from_type=from_type, imm=imm))
+        return self._define((op, kind, args, imm), _MicroOperation(op, kind, args, from_type=from_type, imm=imm))
 
     def store(self, view: View, x: int) -> None:
-        self._stores.append((view, self._strides(view)))
-        self._nodes.append(_MicroOperation("store", compute_type(view.dtype), -1, (x,), operand=len(self._stores) - 1))
+        self._stores.append(self._squeezed(view))
+        self._nodes.append(_MicroOperation("store", compute_type(view.dtype), (x,), operand=len(self._stores) - 1))
 
     def finish(self) -> CpuVector:
         """The instruction. Raises ``TooManyRegisters``, and ``CannotLower`` for more loop dimensions than the format has."""
         self._move_bits()
         indexed = any(n.op == "index" for n in self._nodes)
-        table = [s for _, s in (*self._loads, *self._stores)]
-        groups = merge_dims(self.extents, table, self._order())
+        # From the largest to the smallest stride of the first store, so that it writes consecutive elements.
+        order = sorted(range(len(self.extents)), key=lambda d: -abs(self._stores[0].strides[d]))
+        groups = merge_dims(self.extents, [view.strides for view in (*self._loads, *self._stores)], order)
         if len(groups) + 1 > MAX_LOOP_DIMS:
             raise CannotLower(f"a loop over more than {MAX_LOOP_DIMS - 1} dimensions of a tile")
         extents = tuple(_extent(self.extents, g) for g in groups)
 
-        def operand(view: View, strides: tuple[int, ...]) -> CpuOperand:
-            inner = tuple(strides[g[-1]] for g in groups)
-            return CpuOperand(view.ref, view.row_stride, inner or (view.row_stride,))
+        def operand(view: View) -> CpuOperand:
+            return view.operand(tuple(view.strides[g[-1]] for g in groups) or (view.row_stride,))
 
-        loads = tuple(operand(v, s) for v, s in self._loads)
-        stores = tuple(operand(v, s) for v, s in self._stores)
+        loads, stores = tuple(map(operand, self._loads)), tuple(map(operand, self._stores))
         if not extents:  # one element per row: an inner loop of extent 1 that merges with the rows
             extents = (1,)
         collapse = not indexed and all(o.row_stride == extents[0] * o.strides[0] for o in (*loads, *stores))
@@ -136,7 +134,7 @@ class VectorBuilder:
         converting them to float32 and back takes longer than all else."""
         views = {"load": self._loads, "store": self._stores}
         moved = [n for n in self._nodes if n.type == "float32"]
-        places = [views[n.op][n.operand][0] for n in moved if n.op in views]
+        places = [views[n.op][n.operand] for n in moved if n.op in views]
         makes = {n.dst for n in moved if n.op != "store"}
         others = [n for n in self._nodes if n.type != "float32"]
         dtypes = {view.dtype for view in places}
@@ -151,14 +149,9 @@ class VectorBuilder:
                 with np.errstate(over="ignore"):  # which gives an infinity, as a store would
                     n.imm = (float(np.array(n.imm[0], np_dtype(dtype)).view(np.uint16)),)
             elif n.op in views:
-                view, strides = views[n.op][n.operand]
+                view = views[n.op][n.operand]
                 ref = dataclasses.replace(view.ref, dtype=DTYPE_CODE["uint16"])
-                views[n.op][n.operand] = dataclasses.replace(view, ref=ref), strides
-
-    def _order(self) -> list[int]:
-        """Dimensions from the largest to the smallest stride of the first store, so that it writes consecutive elements."""
-        strides = self._stores[0][1]
-        return sorted(range(len(self.extents)), key=lambda d: -abs(strides[d]))
+                views[n.op][n.operand] = dataclasses.replace(view, ref=ref)
 
     def _allocate(self, groups: Sequence[Sequence[int]]) -> list[Micro]:
         """Linear scan: a register is free again after the last micro-operation that reads it."""
@@ -167,9 +160,9 @@ class VectorBuilder:
         at: dict[int, int] = {}
         code = []
         for i, node in enumerate(self._nodes):
-            if node.dst >= 0 and node.dst not in last:
-                continue  # nothing reads it
-            if node.dst >= 0:
+            if node.op != "store":
+                if node.dst not in last:
+                    continue  # nothing reads it
                 if not free:
                     raise TooManyRegisters
                 at[node.dst] = free.pop()
@@ -179,15 +172,12 @@ class VectorBuilder:
 
     def _encode(self, node: _MicroOperation, at: dict[int, int], groups: Sequence[Sequence[int]]) -> Micro:
         args = [at[x] for x in node.args]
-        dst = at.get(node.dst, 0)
-        if node.op == "load":
-            args = [node.operand]
-        elif node.op == "store":
+        if node.op in ("load", "store"):
             args = [node.operand, *args]
         elif node.op == "index":
             args = list(self._position(node.index, groups))
         a, b, c, d = (*args, 0, 0, 0, 0)[:4]
-        return Micro(OPCODE[node.op], DTYPE_CODE[node.type], dst, a, b, c, d, DTYPE_CODE[node.from_type], node.imm)
+        return Micro(OPCODE[node.op], DTYPE_CODE[node.type], at.get(node.dst, 0), a, b, c, d, DTYPE_CODE[node.from_type], node.imm)
 
     def _position(self, index: tuple[int, int, int], groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """``index`` in terms of merged loop dimensions: the inner extents of a merged dimension multiply the divisor."""
@@ -203,21 +193,6 @@ class VectorBuilder:
 
 def _extent(extents: Sequence[int], dims: Sequence[int]) -> int:
     return math.prod(extents[d] for d in dims)
-
-
-def merge_dims(extents: Sequence[int], strides: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[int]]:
-    """Dimensions, taken in ``order``, in groups that one loop can walk for every operand (given by its strides).
-
-    >>> merge_dims((2, 3, 4), [(12, 4, 1), (20, 4, 1)], (0, 1, 2))
-    [[0], [1, 2]]
-    """
-    groups: list[list[int]] = []
-    for d in order:
-        if groups and all(s[groups[-1][-1]] == s[d] * extents[d] for s in strides):
-            groups[-1].append(d)
-        else:
-            groups.append([d])
-    return groups
 
 
 def immediate(value: Scalar, kind: str) -> tuple[float, ...]:
@@ -268,13 +243,13 @@ def is_pointwise(kind: str) -> bool:
 def emit_micro_operations(builder: VectorBuilder, instr: Instr, args: list[int], dtypes: list[str], out: str, rounds: bool) -> int:
     """Append ``instr`` to ``builder``; returns the register of its result. 16-bit floats are computed in float32.
 
-    ``args``: the operands' registers, ``dtypes`` their dtypes, ``out`` the result's dtype.
-
-    ``rounds``: whether a conversion to a 16-bit float has to round in the register (a store rounds anyway).
+    ``args``: the operands' registers, ``dtypes`` their dtypes, ``out`` the result's dtype. ``rounds``: whether a conversion to a
+    16-bit float has to round in the register (a store rounds anyway).
     """
     spec, params, result = OPS[instr.kind], dict(instr.params), compute_type(out)
     if spec.family == "convert":
-        return _convert(builder, args[0], dtypes[0], out, rounds)
+        x = builder.convert(args[0], compute_type(dtypes[0]), result)
+        return builder.rounded(x, out) if rounds and dtypes[0] != out else x
     if spec.cpu is None:
         raise CannotLower(f"{instr.kind} has no micro-operation on the CPU")
     if spec.gives == "any":  # the operand as it is
@@ -286,8 +261,3 @@ def emit_micro_operations(builder: VectorBuilder, instr: Instr, args: list[int],
         return emit_element(builder, args)
     args = [builder.convert(x, compute_type(t), to) for x, t, to in zip(args, dtypes, types, strict=True)]
     return builder.micro(spec.cpu.format(**params), types[-1], *args, imm=tuple(float(params[name]) for name in spec.immediates))
-
-
-def _convert(builder: VectorBuilder, x: int, source: str, out: str, rounds: bool) -> int:
-    x = builder.convert(x, compute_type(source), compute_type(out))
-    return builder.rounded(x, out) if rounds and source != out else x

@@ -20,7 +20,7 @@ from kitsune_jax.program import passes
 from kitsune_jax.program.passes import Flow
 from kitsune_jax.targets.cpu.memory import MOST_COLUMNS
 from kitsune_jax.targets.cpu.planning import machines
-from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuProgramContext, CpuTimes
+from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuProgramContext
 
 # --- Products of a few rows with a matrix that is read once, in place -------------------------------------------------------------
 
@@ -34,22 +34,11 @@ def has_few_rows(dot: DotWork | None, sink: bool) -> bool:
     return sink or dot.per_row and max(dot.m, dot.n) * dot.k >= _LARGE
 
 
-def matrices(cost: RegionCost) -> frozenset[int]:
-    """The streamed operands that only products of a few rows, for each row of the stream, read: a tile needs no memory for them."""
-
-    def once(v: int, i: int) -> bool:
-        dot = cost.work(i).dot
-        larger = max(cost.graph.ops[i].inputs, key=cost.row_size)
-        return dot is not None and dot.per_row and v == larger and has_few_rows(dot, False)
-
-    return frozenset(v for v in cost.region.inputs if v in cost.labels and all(once(v, i) for i in cost.readers.get(v, ())))
-
-
 # --- Short runs inside rows, which take longer to repeat or fold than their elements ----------------------------------------------
 
 # Pieces of up to eight rows of an array, a page or more apart, or closer. exp of [255, n, 6] in tiles of 4 rows: 7 ns for eight
 # rows of 512, 22 of 2048; pieces of 64 to 256 bytes took 23 to 60 ns, of 16 bytes nearby 8 to 12 (Xeon with AMX).
-PIECE_SECONDS, NEAR_PIECE_SECONDS = 20e-9, 6e-9
+_PIECE_SECONDS, _NEAR_PIECE_SECONDS = 20e-9, 6e-9
 _PIECE_ROWS, _PIECE_BYTES, _PAGE = 8, 1024, 4096
 # Runs inside a row are addressed one by one by their strides: 8 to 15 ns each, against 3 for a whole row of one number.
 _WITHIN = 3.0
@@ -77,11 +66,6 @@ def spreads_short_runs(cost: RegionCost, i: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def run_seconds(times: CpuTimes, dtype: str, elements: int, n: int) -> float:
-    """Seconds of an operand that is repeated in ``n`` runs of a row of ``elements``."""
-    return n * times.spread(dtype, elements / n) * (_WITHIN if n > 1 else 1.0)
-
-
 def _repeated(shape: Sequence[int], dims: Sequence[int], out: Sequence[int]) -> int:
     """Elements of a run of the result: those that repeat one element, or those that follow each other without repetition."""
     kept = {d for n, d in zip(shape, dims, strict=True) if n == out[d]}
@@ -103,16 +87,16 @@ def folds_single_elements(cost: RegionCost, i: int) -> bool:
     return behind < SHORT and 1 < math.prod(shape[d] for d in axes) < SHORT
 
 
-def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
+def pieces(cost: CpuCost, rows: int) -> tuple[int, int]:
     """The number of short pieces that the region reads and writes in arrays with other dimensions in front of the streamed one:
     pieces that lie pages apart, and closer ones. A piece has eight rows, or a tile's ``rows`` if these are fewer.
 
     Arrays that loops slice are left out: the rows of a slice lie together."""
     far, near, sliced = 0, 0, cost.sliced()
     together = max(1, min(_PIECE_ROWS, rows))
-    for v in (*cost.region.inputs, *cost.outputs):
-        value, labels = cost.graph.values[v], cost.labels.get(v)
-        streamed = [d for d, label in enumerate(labels or ()) if label and value.shape[d] > 1]
+    for v in cost.border:
+        value = cost.graph.values[v]
+        streamed = [d for d, label in enumerate(cost.labels[v]) if label and value.shape[d] > 1]
         if v in sliced or not streamed:
             continue
         in_front = math.prod(n for d, n in enumerate(value.shape[: streamed[-1]]) if d not in streamed)
@@ -125,12 +109,6 @@ def pieces(cost: RegionCost, rows: int) -> tuple[int, int]:
         else:
             near += value.size // (together * inner)
     return far, near
-
-
-def pieces_seconds(cost: RegionCost, rows: int) -> float:
-    """Seconds of one worker for ``pieces``."""
-    far, near = pieces(cost, rows)
-    return far * PIECE_SECONDS + near * NEAR_PIECE_SECONDS
 
 
 # --- Rows of tables that are read in place: an estimate of what ``targets.cpu.facts`` finds in the program ------------------------
@@ -258,6 +236,11 @@ class CpuCost(RegionCost):
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
 
+    @property
+    def border(self) -> list[int]:
+        """The streamed values that the region reads or writes in memory."""
+        return [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
+
     def for_graph(self, graph: Graph, region: Region) -> CpuCost:
         return CpuCost(graph, region, self.machine, program=self.program)
 
@@ -322,7 +305,7 @@ class CpuCost(RegionCost):
                        narrow=picked, taken=taken, rounds=rounds)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
-        """Whether ``v`` lies column by column in a loop's body (``memory.by_columns``), where slices are free."""
+        """Whether ``v`` lies column by column in a loop's body (``StageLowering._by_columns``), where slices are free."""
         if self.carried is None or v not in self.labels or not 1 < self.row_size(v) <= MOST_COLUMNS:
             return False
         leaves = v in self.outputs and v not in self.carried
@@ -335,8 +318,15 @@ class CpuCost(RegionCost):
 
     @functools.cached_property
     def matrices(self) -> frozenset[int]:
-        """Operands that products of few rows read in place."""
-        return matrices(self)
+        """The streamed operands that only products of a few rows, for each row of the stream, read: a tile needs no memory for
+        them."""
+
+        def once(v: int, i: int) -> bool:
+            dot = self.work(i).dot
+            larger = max(self.graph.ops[i].inputs, key=self.row_size)
+            return dot is not None and dot.per_row and v == larger and has_few_rows(dot, False)
+
+        return frozenset(v for v in self.region.inputs if v in self.labels and all(once(v, i) for i in self.readers.get(v, ())))
 
     def _absorbed(self, i: int) -> bool:
         return i in self.activations or super()._absorbed(i)
@@ -364,33 +354,22 @@ class CpuCost(RegionCost):
     def _rounds(self, i: int) -> bool:
         """Whether the result of op ``i`` is rounded to 16 bits within its group."""
         op, values = self.graph.ops[i], self.graph.values
-        literals = tuple(values[v].literal for v in op.inputs)
-        if not self.rounding.rounds(op.kind, values[op.outputs[0]].dtype, literals):
+        dtype = values[op.outputs[0]].dtype
+        if not self.rounding.rounds(op.kind, dtype, tuple(values[v].literal for v in op.inputs)):
             return False
-        return any(
-            self.family(j) in _GROUPED and not self._takes_digits(j, values[v].dtype)
-            for v in op.outputs
-            for j in self.readers.get(v, ())
-        )
-
-    def _takes_digits(self, i: int, dtype: str) -> bool:
-        op = self.graph.ops[i]
-        return self.rounding.takes_digits(op.kind, dtype, self.graph.values[op.outputs[0]].dtype)
+        grouped = [self.graph.ops[j] for j in self.readers.get(op.outputs[0], ()) if self.family(j) in _GROUPED]
+        return not all(self.rounding.takes_digits(j.kind, dtype, values[j.outputs[0]].dtype) for j in grouped)
 
     def _edges(self, i: int) -> int:
         """Full-sized operands and results of a pointwise op that are loaded or stored by its group."""
-        op = self.graph.ops[i]
-        full = self.graph.values[op.outputs[0]].size
+        values, (out,) = self.graph.values, self.graph.ops[i].outputs
 
         def grouped(j: int) -> bool:
             return self.family(j) in _GROUPED
 
-        loads = sum(
-            v in self.labels and self.graph.values[v].size == full and not (v in self.producer and grouped(self.producer[v]))
-            for v in dict.fromkeys(op.inputs)
-        )
-        stored = any(v in self.outputs or not all(grouped(j) for j in self.readers.get(v, ())) for v in op.outputs)
-        return loads + stored
+        full = [v for v in dict.fromkeys(self.graph.ops[i].inputs) if v in self.labels and values[v].size == values[out].size]
+        loads = sum(v not in self.producer or not grouped(self.producer[v]) for v in full)
+        return loads + (out in self.outputs or not all(map(grouped, self.readers.get(out, ()))))
 
     def _seconds(self, work: CpuWork, rows: int) -> float:
         known, step = self.times, _STEP_AGAIN if work.again else machines.STEP_SECONDS
@@ -421,7 +400,7 @@ class CpuCost(RegionCost):
         rows = 1 if work.still else rows
         passes = max(rows * work.elements, machines.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
         passes += rows * work.elements * known.rounding(work.dtype) if work.rounds else 0.0
-        spread = sum(run_seconds(known, work.dtype, work.elements, n) for n in work.spreads)
+        spread = sum(n * known.spread(work.dtype, work.elements / n) * (_WITHIN if n > 1 else 1.0) for n in work.spreads)
         return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
 
     def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
@@ -473,13 +452,18 @@ class CpuCost(RegionCost):
                 continue
             packed.add(once)
             seconds += _PRODUCT_AGAIN if again else self.times["call/layer"]
-            way = self.products[0] if work.dot.dtype == "bfloat16" else "widened"
-            elements = work.dot.batch * work.dot.k * work.dot.n
-            contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
-            transposed = len(self.graph.values[weight].shape) - 1 in contract
             often = tiles if weight in self.of_batch else 1
-            seconds += often * elements * self.times.pack(work.dot.dtype, way, transposed, level)
+            seconds += often * self.packed_seconds(i, work.dot, level)
         return seconds
+
+    def packed_seconds(self, i: int, dot: DotWork, level: str) -> float:
+        """Seconds to pack the weight of product ``i``, which lies in ``level``."""
+        op = self.graph.ops[i]
+        weight = next((v for v in op.inputs if v not in self.labels), -1)
+        contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
+        transposed = len(self.graph.values[weight].shape) - 1 in contract
+        way = self.products[0] if dot.dtype == "bfloat16" else "widened"
+        return dot.batch * dot.k * dot.n * self.times.pack(dot.dtype, way, transposed, level)
 
     def is_one_pass(self) -> bool:
         """Of a loop's body: whether a step is one elementwise pass over the rows, and nothing else."""
@@ -505,22 +489,18 @@ class CpuCost(RegionCost):
     def products(self) -> tuple[str, str]:
         """The fastest entries of ``PRODUCTS`` for bfloat16 operands: in products with weights, and in weight gradients."""
         known, typical = self.times, machines.TILE
-        ways = known.ways("bfloat16")
-        weights, gradients = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
-        for work, count in self.kinds(self.region.ops).items():
-            if work.dot is None or work.dot.dtype != "bfloat16":
-                continue
-            dot = work.dot
-            for way in ways:
-                if work.sink:
-                    gradients[way] += count * dot.batch * known.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n)
-                else:
-                    weights[way] += count * dot.batch * known.product(dot.dtype, way, typical * dot.m, dot.k, dot.n)
+        works = [(w.sink, w.dot, n) for w, n in self.kinds(self.region.ops).items() if w.dot and w.dot.dtype == "bfloat16"]
 
-        def fastest(seconds: dict[str, float]) -> str:  # of equal ones the later: dots before widened
-            return min(reversed(ways), key=lambda way: seconds[way])
+        def weights(way: str) -> float:
+            dots = [(dot, n) for sink, dot, n in works if not sink]
+            return sum(n * dot.batch * known.product(dot.dtype, way, typical * dot.m, dot.k, dot.n) for dot, n in dots)
 
-        return fastest(weights), fastest(gradients)
+        def gradients(way: str) -> float:
+            dots = [(dot, n) for sink, dot, n in works if sink]
+            return sum(n * dot.batch * known.gradient(dot.dtype, way, typical * dot.k, dot.m, dot.n) for dot, n in dots)
+
+        ways = known.ways("bfloat16")[::-1]  # of equal ones the later: dots before widened
+        return min(ways, key=weights), min(ways, key=gradients)
 
     def strided_seconds(self, rows: int) -> float:
         """Worker-seconds lost on border arrays whose rows do not lie together in memory, in tiles of ``rows``.
@@ -528,16 +508,15 @@ class CpuCost(RegionCost):
         Such an array streams over its fastest dimension, so the elements of a row lie a whole stride apart and each costs a line.
         """
         elements, sliced = 0, self.sliced()
-        for v in (*self.region.inputs, *self.outputs):
-            if v in sliced and self.labels.get(v, ((),))[-1] and self.row_size(v) == self.graph.values[v].shape[0]:
+        for v in self.border:
+            value, labels = self.graph.values[v], self.labels[v]
+            if v in sliced and labels[-1] and self.row_size(v) == value.shape[0]:
                 continue  # the rows of a slice lie together
-            shape, labels = self.graph.values[v].shape, self.labels.get(v)
-            if labels is None:
-                continue
-            real = [d for d, n in enumerate(shape) if n > 1]
+            real = [d for d, n in enumerate(value.shape) if n > 1]
             if real and labels[real[-1]] and self.row_size(v) > 1:
-                elements += self.graph.values[v].size
-        return elements * _STRIDED_SECONDS + pieces_seconds(self, rows)
+                elements += value.size
+        far, near = pieces(self, rows)
+        return elements * _STRIDED_SECONDS + (far * _PIECE_SECONDS + near * _NEAR_PIECE_SECONDS)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
         """The most bytes per row that are alive at once while ``ops`` run in order on a tile. Pointwise ops overwrite an input that
@@ -581,13 +560,10 @@ class CpuCost(RegionCost):
             and v not in self.sliced()
             and v not in self.taken.values
             and v not in self.matrices
-            and not (v in self.producer and self._made_on_the_fly(v))
+            and not (v in self.producer and self.family(self.producer[v]) in FREE and self.is_maker(self.producer[v]))
         )
 
     def made_row_bytes(self) -> int:
         """Bytes that the ops write for a row, in all steps of loops."""
         made = (v for i in self.region.ops if self.graph.ops[i].body is None for v in self.graph.ops[i].outputs)
         return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * b.made_row_bytes() for n, _, b in self.loops())
-
-    def _made_on_the_fly(self, v: int) -> bool:
-        return self.family(self.producer[v]) in FREE and self.is_maker(self.producer[v])

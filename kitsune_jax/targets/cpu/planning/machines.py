@@ -17,7 +17,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import Access
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, ProgramContext
 from kitsune_jax.targets.cpu.call import FlopCounts
-from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, LoopStepCosts, RowKernels, fused
+from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, SIMPLE, LoopStepCosts, RowKernels, fused
 from kitsune_jax.targets.cpu.profile import profile as shipped
 from kitsune_jax.targets.cpu.profile import store, xla
 from kitsune_jax.targets.cpu.profile.kernels import ACCESSED, DEPTHS, SHORT, SMALL_PRODUCTS, TILE, WIDTHS
@@ -142,7 +142,6 @@ _FEW = 16  # elements of the rows measured as ``fold/short/`` and ``load/short/`
 _OWN_MATRIX, _OWN_LARGE_MATRIX = 25e-9, 100e-9
 _NARROW_RUN = 1.4  # a run's row of a few numbers, over one of 16 without its reading
 _SHORT = 256  # width of the product measured as ``short/``
-_SIMPLE = 4.0  # operations up to which an op costs as much as an addition
 _MOVED = 12.0  # bytes that an element of the loop "move" reads and writes in float32
 # A call wakes another thread for every 20 us of work that can be shared (kNsPerThread in cpu/src/ffi.cc).
 SHARED_SECONDS = 2 * 20e-6
@@ -165,12 +164,6 @@ _ROWS = 1024  # of most measured products
 def least_elements(kind: str) -> int:
     """The number of elements up to which a pointwise op takes as long as for one."""
     return _LEAST.get(kind, _VECTOR)
-
-
-@functools.lru_cache(maxsize=16)
-def times(profile: Profile) -> CpuTimes:
-    """The times of ``profile``, made once."""
-    return CpuTimes(profile)
 
 
 class CpuTimes:
@@ -214,18 +207,14 @@ class CpuTimes:
         points = [k for k in (16, 64, 512) if f"outer/{dtype}/{way}/{k}x{k}" in self._numbers]
         per_product = [math.log(self[f"outer/{dtype}/{way}/{k}x{k}"] / (TILE * k * k)) for k in points]
         # Each tile reads and writes the accumulators once, however few rows it has.
-        a, b = self[f"outer_short/{dtype}/{way}"] / (_SHORT * _SHORT), self._at(points, per_product, _SHORT)
+        a, b = self[f"outer_short/{dtype}/{way}"] / (_SHORT * _SHORT), math.exp(_between(points, per_product, _SHORT))
         sums = max(0.0, (a - SHORT * b) / (1 - SHORT / TILE))
-        per_row = max(self._at(points, per_product, _mean(m, n)) - sums / TILE, 0.2 * b)
+        per_row = max(math.exp(_between(points, per_product, _mean(m, n))) - sums / TILE, 0.2 * b)
         return (per_row * rows + sums) * max(m, 2) * max(n, _VECTOR // 2)
 
     def few_rows(self, dtype: str, rows: int, elements: int, once: bool = True) -> float:
         """A product of ``rows`` rows with a matrix of ``elements``, which is read once, in place. Not ``once``: one of many."""
         return elements * self[f"few/{_float(dtype)}"] * (0.75 + 0.25 * rows) + (0.0 if once else _OWN_LARGE_MATRIX)
-
-    @staticmethod
-    def _at(points: Sequence[float], logarithms: Sequence[float], side: float) -> float:
-        return math.exp(_between(points, logarithms, side))
 
     def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
         """An element of a weight that lies in ``level`` (l2, l3 or dram), packed."""
@@ -235,16 +224,15 @@ class CpuTimes:
 
     def _vector(self, kind: str, dtype: str) -> float:
         """An element of a pointwise op, with its pass over the tile."""
-        code = OPS[kind].opcodes[0] if OPS[kind].opcodes else "add"
+        opcodes, flops = OPS[kind].opcodes, OPS[kind].flops
         if dtype == "float64":
-            near = "tanh" if OPS[kind].flops > 6 else "add"
-            return self._numbers.get(f"vector64/{code}", self[f"vector64/{near}"])
-        found = self._numbers.get(f"vector/{code}") if OPS[kind].opcodes else None
-        if found is None and kind in _AS_TANHS:
-            found = self["vector/tanh"] * _AS_TANHS[kind]
-        if found is None:  # not measured, or a conversion
-            found = self["vector/tanh"] * OPS[kind].flops / 14 if OPS[kind].flops > _SIMPLE else self["vector/add"]
-        return found
+            near = "tanh" if flops > 6 else "add"
+            return self._numbers.get(f"vector64/{opcodes[0] if opcodes else 'add'}", self[f"vector64/{near}"])
+        if opcodes and f"vector/{opcodes[0]}" in self._numbers:
+            return self[f"vector/{opcodes[0]}"]
+        if kind in _AS_TANHS:
+            return self["vector/tanh"] * _AS_TANHS[kind]
+        return self["vector/tanh"] * flops / 14 if flops > SIMPLE else self["vector/add"]  # not measured, or a conversion
 
     def rounding(self, dtype: str) -> float:
         """An element of a 16-bit ``dtype`` rounded in a register."""
@@ -300,9 +288,7 @@ class CpuTimes:
     def fold(self, dtype: str, elements: float, over_rows: bool = False) -> float:
         """A row of ``elements`` summed, or added to sums over the rows."""
         dtype = dtype if f"fold/row/{dtype}" in self._numbers else "float32"
-        if over_rows:
-            return elements * self[f"fold/column/{dtype}"]
-        if elements < _FEW:  # such rows are folded together, element by element
+        if over_rows or elements < _FEW:  # such rows are folded together, element by element
             return elements * self[f"fold/column/{dtype}"]
         each = self[f"fold/row/{dtype}"]
         return max(self[f"fold/short/{dtype}"] - _FEW * each, 0.0) + elements * each
@@ -434,6 +420,9 @@ class CpuTimes:
         dtype = dtype if dtype == "bfloat16" else "float32"
         absolute, plain = self[f"xla/absolute/{dtype}"], self[f"xla/reduce/all/{dtype}"]
         return max(absolute - plain, 0.1 * plain)
+
+
+times = functools.lru_cache(maxsize=16)(CpuTimes)
 
 
 def _float(dtype: str) -> str:

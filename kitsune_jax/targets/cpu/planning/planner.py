@@ -71,7 +71,7 @@ class TileModel:
         self.cost = cost
         self.kinds = cost.kinds(ops)
         self.live = max(1, cost.live_row_bytes(ops))
-        self.border = sum(cost.row_bytes(v) for v in (*cost.region.inputs, *cost.outputs) if cost.streamed(v))
+        self.border = sum(map(cost.row_bytes, cost.border))
         self.weights = cost.stationary_bytes(ops)
         self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
         self.sinks = cost.sink_bytes(ops) - self.tables
@@ -180,17 +180,14 @@ def plans_in_blocks(
     for size in (n for n in _BLOCKS if n < inner.size):
         blocks = value, inner.dims[value], size
         try:
-            sketch = with_known_bounds(build(graph, region, _sketch(region, machine, blocks)))
+            # A plan for a program of which only the loops are looked at.
+            stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
+            unplanned = CpuPlan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
+            sketch = with_known_bounds(build(graph, region, unplanned))
             plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, sketch)), blocks=blocks))
         except (NotBlocked, Infeasible):
             continue
     return plans
-
-
-def _sketch(region: Region, machine: CpuMachine, blocks: tuple[int, int, int]) -> CpuPlan:
-    """A plan for a program of which only the loops are looked at."""
-    stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
-    return CpuPlan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
 
 
 class BlockModel(TileModel):
@@ -218,7 +215,8 @@ class BlockModel(TileModel):
         blocks = 0.0
         for loop, (works, moving) in zip(self.loops, self.inside, strict=True):
             block = moving + sum(n * self.cost.seconds(work, rows) for work, n in works.items())
-            blocks += self._mean_blocks(loop, rows) * (block + (state if loop.inputs else 0.0))
+            iterations = mean_iterations(dataclasses.replace(self.program, tile_rows=rows), loop)
+            blocks += iterations * (block + (state if loop.inputs else 0.0))
         return outside + blocks + self._spill_seconds(rows)
 
     def _inside(self, loop: Instr) -> tuple[dict[CpuWork, int], float]:
@@ -230,19 +228,8 @@ class BlockModel(TileModel):
 
     def _packed(self, i: int) -> float:
         """Seconds to pack a block of the stationary operand of op ``i``."""
-        cost, op = self.cost, self.cost.graph.ops[i]
-        dot = cost.work(i).dot
-        if dot is None or dot.per_row:
-            return 0.0
-        weight = next(v for v in op.inputs if v not in cost.labels)
-        contract = op["rhs_contract" if weight == op.inputs[1] else "lhs_contract"]
-        transposed = len(cost.graph.values[weight].shape) - 1 in contract
-        way = cost.products[0] if dot.dtype == "bfloat16" else "widened"
-        return dot.batch * dot.k * dot.n * cost.times.pack(dot.dtype, way, transposed, "l2") + STEP_SECONDS
-
-    def _mean_blocks(self, loop: Instr, rows: int) -> float:
-        """The mean number of blocks that a tile of ``rows`` rows runs."""
-        return mean_iterations(dataclasses.replace(self.program, tile_rows=rows), loop)
+        dot = self.cost.work(i).dot
+        return 0.0 if dot is None or dot.per_row else self.cost.packed_seconds(i, dot, "l2") + STEP_SECONDS
 
 
 # --- Folds by indices in whose order the rows stream ------------------------------------------------------------------------------
@@ -262,11 +249,10 @@ def order_seconds(cost: CpuCost) -> float:
     rows = cost.region.space.rows
     keys = max((_segments(access) for access in _folds(cost) if access.near), default=0)
     seconds = rows * cost.times["order"] + keys * _KEY_SECONDS
-    for v in (*cost.region.inputs, *cost.outputs):
-        if v in cost.labels:
-            row = Access(1, cost.row_bytes(v), cost.bytes(v), False, False)
-            near = dataclasses.replace(row, near=True)
-            seconds += rows * (cost.times.access(row) - cost.times.access(near))
+    for v in cost.border:
+        row = Access(1, cost.row_bytes(v), cost.bytes(v), False, False)
+        near = dataclasses.replace(row, near=True)
+        seconds += rows * (cost.times.access(row) - cost.times.access(near))
     return seconds
 
 
@@ -420,11 +406,9 @@ def _hand_over_seconds(cost: CpuCost, machine: CpuMachine) -> float:
     """Half the seconds of XLA's hand-over, saved where the caller's thread can run all that is left of a program. Half, because the
     region may be a part of a larger program, which XLA hands over all the same."""
     known = cost.program.flop_counts
-    return (
-        0.5 * least_times_of_xla(machine).profile.seconds("xla/call/handed")
-        if known.is_of(cost.graph) and known.avoids_hand_over(cost.region.ops)
-        else 0.0
-    )
+    if not known.is_of(cost.graph) or not known.avoids_hand_over(cost.region.ops):
+        return 0.0
+    return 0.5 * least_times_of_xla(machine).profile.seconds("xla/call/handed")
 
 
 def _copied_seconds(cost: CpuCost) -> float:

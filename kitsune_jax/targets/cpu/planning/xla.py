@@ -35,6 +35,7 @@ from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.planning.xla_kernels import (
     FAMILIES,
+    NARROW,
     LoopStepCosts,
     RowKernels,
     hashes,
@@ -68,7 +69,7 @@ def arrays(cost: RegionCost) -> set[int]:
     library cannot compute, such as slices."""
     graph, found = cost.graph, set[int]()
     for root in cost.region.ops:
-        if cost.family(root) == "reduce" and reduces_in_library(graph, graph.ops[root]):
+        if reduces_in_library(graph, graph.ops[root]):
             found |= _in_front_of(graph, root, cost.producer, cost.readers, cost.outputs)[1]
     return found
 
@@ -77,7 +78,7 @@ def unwritten(graph: Graph) -> frozenset[int]:
     """The values of a whole program that XLA never writes to memory: its library computes them in front of a reduction."""
     producers, consumers, found = graph.producers(), graph.consumers(), set[int]()
     for root, op in enumerate(graph.ops):
-        if op.kind != "opaque" and reduces_in_library(graph, op):
+        if reduces_in_library(graph, op):
             fused, _ = _in_front_of(graph, root, producers, consumers, graph.outputs)
             found.update(v for i in fused for v in graph.ops[i].outputs)
     return frozenset(found)
@@ -157,8 +158,7 @@ def _square(cost: CpuCost, op: Op, ops: Collection[int]) -> int | None:
 def library_reduction(cost: CpuCost, kernel: XlaKernel) -> int | None:
     """The only reduction of ``kernel``, if the library computes it; else None."""
     found = [i for i in kernel.ops if cost.family(i) == "reduce"]
-    (root, *others) = found or [-1]
-    return root if root >= 0 and not others and reduces_in_library(cost.graph, cost.graph.ops[root]) else None
+    return found[0] if len(found) == 1 and reduces_in_library(cost.graph, cost.graph.ops[found[0]]) else None
 
 
 # --- The baseline -----------------------------------------------------------------------------------------------------------------
@@ -169,7 +169,6 @@ _SHORT_ROW = 16
 # The compiler unrolls a loop over a row of at most this many instructions, counting those around the operations, and then does not
 # vectorise it: with up to 28, 14 and 10 operations rows of 8, 12 and 16 were slow (JAX 0.12, float32).
 _UNROLLED, _AROUND = 305, 9
-_HALVES = ("bfloat16", "float16")
 # Dtypes in which XLA folds by index. It folds 16-bit numbers in float32, into zeros, and adds the array to the sums in a loop.
 _FOLDED = frozenset({"float32", "float64", "int32", "int64", "uint32", "uint64"})
 # An attention's copies in another order of dimensions, over a loop that adds, and products of several heads over those of one: 1.3
@@ -202,7 +201,7 @@ def _row_kernels_baseline(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
     written = [v for v in cost.outputs if v not in rows.between]
     moved = read + sum(map(cost.bytes, written))
     seconds = sum(_op_seconds(cost, i) for i in cost.region.ops) + moved * cost.times.xla_moved(near=True)
-    fresh = sum(cost.bytes(v) for v in written if cost.bytes(v) > _kept_bytes(cost)) / cost.machine.fault_bandwidth
+    fresh = fault_seconds(cost, written, cost.machine.fault_bandwidth)
     dtypes = [cost.graph.values[v].dtype for i in cost.region.ops for v in cost.graph.ops[i].outputs]
     return (cost.machine.kernel_seconds if written else 0.0) + rows.rate(dtypes) * seconds + fresh, moved
 
@@ -435,7 +434,7 @@ def _looped_products(cost: CpuCost, products: Sequence[int], steps: LoopStepCost
 def _copy_seconds(cost: CpuCost, op: Op, side: int) -> float:
     """Seconds to move the batch dimensions of an array in memory to the front, where the library reads them."""
     value = cost.graph.values[op.inputs[side]]
-    each = _STRIDED * cost.times[f"xla/loop/move/{value.dtype if value.dtype in _HALVES else 'float32'}"]
+    each = _STRIDED * cost.times[f"xla/loop/move/{value.dtype if value.dtype in NARROW else 'float32'}"]
     return each * value.size if _needs_copy(cost, op, side) else 0.0
 
 

@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.profile.profile import Profile, table
 NARROW = ("bfloat16", "float16")
 FAMILIES = ("pointwise", "convert")
 _TANH_FLOPS = 14.0  # operations of a tanh, by which functions that were not measured are scaled
-_SIMPLE = 4.0  # operations up to which an op costs as much as an addition
+SIMPLE = 4.0  # operations up to which an op costs as much as an addition
 ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
 # A tanh's busy time, as a part of one arithmetic operation's, which short loops hide behind memory.
 _OF_TANH = 1 / 28
@@ -48,12 +48,6 @@ class Work:
 
     def times(self, n: float) -> Work:
         return Work(n * self.busy, n * self.wait)
-
-
-@functools.lru_cache(maxsize=16)
-def fused(profile: Profile) -> Fused:
-    """The fused loops of the machine of ``profile``, made once."""
-    return Fused(profile)
 
 
 class Fused:
@@ -133,7 +127,7 @@ class Fused:
         name, as_long = like or (kind, 1.0)
         if f"xla/loop/{name}/float32" in self._numbers and name not in ("move", "arithmetic"):
             found = self._function(self._beyond(f"xla/loop/{name}/float32")).times(as_long)
-        elif flops <= _SIMPLE:
+        elif flops <= SIMPLE:
             found = Work(0.0, 0.0)
         else:
             found = self._tanh.times(flops / _TANH_FLOPS)
@@ -161,6 +155,9 @@ class Fused:
         each = tanh.busy + count * busy
         wait = gelu * (self.window + xla.GELUS * each) / (xla.GELUS * each)
         return Work(busy, max((wait - tanh.wait) / count, busy))
+
+
+fused = functools.lru_cache(maxsize=16)(Fused)
 
 
 def is_function(kind: str) -> bool:

@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,14 +21,14 @@ import numpy as np
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
-from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS, encode
 from kitsune_jax.targets.cpu.lower import lower_program
 
+T = TypeVar("T")
+
 # --- Timing on a machine that also runs other programs ----------------------------------------------------------------------------
 
-# Two passes over the same work on an idle machine lie within a few percent of each other.
 AGREE = 1.1  # two passes over the same work on an idle machine lie within a few percent of each other
 DOUBTFUL = 1.3  # a number is doubtful if no two passes lie closer than this
 # Parts of all numbers that may be doubtful: in a profile that is kept, and without further passes.
@@ -38,6 +39,7 @@ _STOLEN = 0.1  # the part of all cores' time that others may have
 # Calls of a slice of time, and its seconds; calls within this factor of the fastest count as equally fast.
 _LEAST_CALLS, _SLICE, _MOST_SLICE, _AS_FAST = 3, 1.2e-3, 10e-3, 1.05
 _TOGETHER = 0.65  # the least part of all workers' time that the threads of a shared call have
+_MOST_LEFT = 20.0  # seconds that an interrupted measurement may go on, as XLA may be compiling
 _BLOCK = 8  # pieces between two runs of the reference
 _LEAST_PASSES, _MOST_PASSES = 2, 24
 
@@ -204,6 +206,28 @@ def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:
     return min(least, math.sqrt(least * together / workers))
 
 
+def in_own_thread(function: Callable[[], T], name: str, stop: Callable[[], None] = lambda: None) -> T | BaseException:
+    """The result of ``function``, or its error, in a thread called ``name``, because JAX keeps state of each thread, and this one
+    may be tracing a function. ``stop`` is called when this thread waits no more, also after Ctrl-C."""
+    result: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)  # without a timeout, Python 3.13.0 saw one Ctrl-C in ten only after the measurement
+    finally:  # Python 3.13 and older abort a process that ends while a thread of theirs is in C++
+        stop()
+        thread.join(_MOST_LEFT)
+    return result[0]
+
+
 # --- Micro-kernels and moved bytes ------------------------------------------------------------------------------------------------
 
 # Kernel tables with products of pairs of bfloat16, and those with tiles.
@@ -239,7 +263,7 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
 
     code = {name: k for k, name in enumerate(DTYPES)}
     for dtype, product in products(extension):
-        here = (code[dtype], product_code(product))
+        here = (code[dtype], PRODUCTS.index(product))
         for k in DEPTHS:
             for n in WIDTHS:
                 note(f"gemm/{dtype}/{product}/{k}x{n}", 1, extension.measure_gemm, *here, TILE, k, n, 0)
@@ -250,7 +274,7 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
         for name, transposed in (("pack", False), ("pack_t", True)):
             note(f"{name}/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE, transposed)
     for dtype in ("float32", "bfloat16"):
-        shape = (code[dtype], product_code("best"), TILE, _SHALLOW, _SQUARE)
+        shape = (code[dtype], PRODUCTS.index("best"), TILE, _SHALLOW, _SQUARE)
         for k, name in enumerate(ACTIVATIONS):
             if name != "none":
                 note(f"activation/{name}/{dtype}", TILE * _SQUARE, extension.measure_gemm, *shape, k)
@@ -263,7 +287,7 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
     for dtype in ("float32", "bfloat16", "float16"):
         for what in ("load", "store"):
             note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
-        one_row = (code[dtype], product_code("widened"), TILE, 1, _WIDE)
+        one_row = (code[dtype], PRODUCTS.index("widened"), TILE, 1, _WIDE)
         note(f"few/{dtype}", TILE * _WIDE, extension.measure_outer, *one_row)
         note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, code[dtype], 64, _FEW, False)
         note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
@@ -311,61 +335,19 @@ def products(extension: Any) -> list[tuple[str, str]]:
     return [("float32", "widened"), ("float16", "widened"), ("float64", "widened"), *(("bfloat16", p) for p in narrow)]
 
 
-def product_code(product: str) -> int:
-    return PRODUCTS.index(product)
-
-
 # --- Calls, and reads and folds by indices ----------------------------------------------------------------------------------------
 
-_F32 = bc.DTYPE_CODE["float32"]
 # Elements of rows that are read and folded by indices; (m, k, n) of the products of each row.
 ACCESSED = (16, 256)
 SMALL_PRODUCTS = ((8, 8, 8), (27, 128, 27))
 _ACCESS_TILE = 256
 
 
-def layers(rows: int, width: int, depth: int) -> np.ndarray:
-    """The words of ``x @ w0 @ w1 ...``, ``rows`` x ``width``, in tiles of 96 rows."""
-    tile = min(TILE, rows)
-    weights = tuple(
-        bc.Prep(bc.WEIGHT, bc.CpuRef(bc.IN, 1 + k, 0, _F32), _F32, (), (), (width,), (width,), (width,), (1,)) for k in range(depth)
-    )
-
-    def operand(k: int) -> bc.CpuOperand:  # the input of layer k; intermediate results alternate between two tiles of scratch
-        if k in (0, depth):
-            return bc.CpuOperand(bc.CpuRef(bc.IN if k == 0 else bc.OUT, 0, 0, _F32), width, (0,))
-        return bc.CpuOperand(bc.CpuRef(bc.SCRATCH, 0, k % 2 * tile * width, _F32), width, (0,))
-
-    products = tuple(bc.Matmul(operand(k), 1, 1, k, -1, 0, operand(k + 1)) for k in range(depth))
-    return encode(
-        bc.CpuProgram(
-            name="profile",
-            axes=(rows,),
-            batch_axes=0,
-            tile_rows=tile,
-            workers=-(-rows // TILE),
-            inputs=(bc.CpuArray(_F32, rows * width), *[bc.CpuArray(_F32, width * width)] * depth),
-            outputs=(bc.CpuArray(_F32, rows * width),),
-            preps=weights,
-            sinks=(),
-            queues=(),
-            stages=(bc.CpuStage("layers", 2 * tile * width * 4, products),),
-        )
-    )
-
-
-def caller(rows: int, width: int, depth: int) -> Any:
-    """A function of x (``rows`` x ``width``) and ``depth`` weights, float32, that only binds the call."""
-    words = layers(rows, width, depth)
-    result = jax.ShapeDtypeStruct((rows, width), np.float32)
-    return lambda *args: call.call(words, args, (result,))[0]
-
-
 class _Tiles:
     """Builds a tile program of one stage, one instruction at a time. Arrays stream by default."""
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, workers: int, tile_rows: int = _ACCESS_TILE):
+        self.rows, self.workers, self.tile_rows = rows, workers, tile_rows
         self.inputs: list[ArrayType] = []
         self.outputs: list[ArrayType] = []
         self.values: list[TileType] = []
@@ -388,21 +370,14 @@ class _Tiles:
         self.outputs.append(self._array(t.shape, t.dtype))
         self.body.append(Instr("store", (v,), (), make_params(array=len(self.outputs) - 1)))
 
-    def fold(self, x: int, ids: int, n: int, *, is_sorted: bool) -> None:
-        """Fold row x into row ids of a table of ``n`` rows."""
-        shape = (n, *self.values[x].shape)
-        self.outputs.append(ArrayType(shape, "float32", False))
-        self.sinks.append(SinkType("sum", shape, "float32", len(self.outputs) - 1))
-        self.body.append(Instr("sink_at", (x, ids), (), make_params(sink=len(self.sinks) - 1, sorted=is_sorted)))
-
     def _array(self, shape: tuple[int, ...], dtype: str) -> ArrayType:
         return ArrayType((self.rows, *shape), dtype, True, (int(np.prod(shape)),), tuple(range(1, len(shape) + 1)))
 
-    def function(self, workers: int) -> Any:
+    def function(self) -> Any:
         """A function of the inputs that only binds the call."""
         program = TileProgram(
             axes=(self.rows,),
-            tile_rows=_ACCESS_TILE,
+            tile_rows=self.tile_rows,
             inputs=tuple(self.inputs),
             outputs=tuple(self.outputs),
             values=tuple(self.values),
@@ -410,42 +385,56 @@ class _Tiles:
             stages=(StageProgram("profile", tuple(self.body)),),
             queues=(),
             sinks=tuple(self.sinks),
-            workers=workers,
+            workers=self.workers,
         )
         words = encode(lower_program(program, "profile"))
         results = [jax.ShapeDtypeStruct(a.shape, np.dtype(a.dtype)) for a in self.outputs]
         return lambda *args: call.call(words, args, results)
 
 
+def layers(rows: int, width: int, depth: int) -> Any:
+    """A function of x (``rows`` x ``width``) and ``depth`` weights: ``x @ w0 @ w1 ...``."""
+    t = _Tiles(rows, -(-rows // TILE), min(TILE, rows))
+    x, *weights = t.load(width), *(t.load(width, width, streamed=False) for _ in range(depth))
+    sides: dict[str, Any] = {"x_contract": (1,), "w_contract": (0,), "x_batch": (), "w_batch": (), "out_perm": (0, 1)}
+    for w in weights:
+        x = t.add("matmul", (x, w), True, (width,), accumulate="float32", **sides)
+    t.store(x)
+    return t.function()
+
+
 def taker(rows: int, n: int, width: int, workers: int) -> Any:
     """A function of ids (``rows``) and a table (``n`` x ``width``): the sum of each row that is read."""
-    t = _Tiles(rows)
+    t = _Tiles(rows, workers)
     ids, table = t.load(dtype="int32"), t.load(n, width, streamed=False)
     taken = t.add("gather", (table, ids), True, (width,), mode="clip", fill=0)
     t.store(t.add("reduce_sum", (taken,), True, (), axes=(1,)))
-    return t.function(workers)
+    return t.function()
 
 
 def folder(rows: int, n: int, width: int, workers: int, *, is_sorted: bool) -> Any:
     """A function of ids (``rows``) and x (``rows`` x ``width``), which is folded into ``n`` rows by the ids."""
-    t = _Tiles(rows)
+    t = _Tiles(rows, workers)
     ids, x = t.load(dtype="int32"), t.load(width)
-    t.fold(x, ids, n, is_sorted=is_sorted)
-    return t.function(workers)
+    shape = (n, width)
+    t.outputs.append(ArrayType(shape, "float32", False))
+    t.sinks.append(SinkType("sum", shape, "float32", 0))
+    t.body.append(Instr("sink_at", (x, ids), (), make_params(sink=0, sorted=is_sorted)))
+    return t.function()
 
 
 def picker(rows: int, n: int, count: int, workers: int) -> Any:
     """A function of indices (``count``) and x (``rows`` x ``n``): the elements of every row that the indices name."""
-    t = _Tiles(rows)
+    t = _Tiles(rows, workers)
     ids, x = t.load(count, dtype="int32", streamed=False), t.load(n)
     t.store(t.add("take", (x, ids), True, (count,), axis=1, mode="clip", fill=0))
-    return t.function(workers)
+    return t.function()
 
 
 def multiplier(rows: int, m: int, k: int, n: int, workers: int) -> Any:
     """A function of x (``rows`` x m x k) and y (``rows`` x k x n): a product for each row."""
-    t = _Tiles(rows)
+    t = _Tiles(rows, workers)
     x, y = t.load(m, k), t.load(k, n)
     sides: dict[str, Any] = {"x_contract": (2,), "y_contract": (1,), "x_batch": (), "y_batch": ()}
     t.store(t.add("dot", (x, y), True, (m, n), accumulate="float32", **sides))
-    return t.function(workers)
+    return t.function()

@@ -59,8 +59,10 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from kitsune_jax.planning.plan import KIB, MIB
 
 # --- The profile ------------------------------------------------------------------------------------------------------------------
 FORMAT = 4
@@ -153,7 +155,6 @@ def table(profile: Profile) -> Mapping[str, float]:
 
 # --- Profiles that come with the package ------------------------------------------------------------------------------------------
 
-KIB, MIB = 1024, 1024 * 1024
 # ``reference.json`` was measured on two cores of a Zen 5, except: "xla/call/handed" and "xla/near" come from a Xeon with AMX (13 to
 # 17 us; of "xla/loop" on one thread 0.41, 0.85 and 0.99 for moves and 0.73, 0.5 and 0.56 for tanh, in float32, bfloat16, float16).
 # "vector/to_bfloat16" and "vector/to_float16" are 1.2 additions; without bfloat16 instructions 1.45 were measured on a Zen 3.
@@ -179,6 +180,7 @@ class Family:
 
 # Numbers that grow with the time of a vector.
 _BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked", "few")
+_NOT_SHARED = ("call", "kernel", "near", "start", "while")  # numbers of XLA that more workers do not change
 _BY_INTEGERS = 1.2  # the time of rounding by integer operations, over that by instructions
 _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {
@@ -196,11 +198,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def shipped_names() -> Iterator[str]:
-    """The families; ``<family>-<cores>``, such as ``zen5-2``, names a profile."""
-    return iter(FAMILIES)
-
-
 @functools.lru_cache(maxsize=64)
 def shipped(name: str) -> Profile:
     """The profile ``"<family>-<cores>"``. Raises ``ValueError`` for a name that is not of this form.
@@ -210,10 +207,9 @@ def shipped(name: str) -> Profile:
     """
     match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d{0,3})", name)
     if match is None or match[1] not in FAMILIES:
-        families = ", ".join(shipped_names())
         raise ValueError(
-            f"{name!r} is not a CPU profile: write <family>-<cores>, such as zen5-8, with one of the families {families}; "
-            "to plan for a GPU, choose the platform 'cuda'"
+            f"{name!r} is not a CPU profile: write <family>-<cores>, such as zen5-8, with one of the families "
+            f"{', '.join(FAMILIES)}; to plan for a GPU, choose the platform 'cuda'"
         )
     return _derived(name, FAMILIES[match[1]], int(match[2]))
 
@@ -226,49 +222,40 @@ def reference() -> Profile:
 
 def _derived(name: str, family: Family, workers: int) -> Profile:
     known = reference()
-    slower = _PEAK / family.f32
     numbers: dict[str, float] = {}
     for key, seconds in known.numbers:
-        ours = key.split("/")
-        if ours[0] in ("gemm", "outer", "short", "pack", "pack_t", "outer_short"):
-            way = ours[2]
-            factor = slower if way == "widened" else 465e9 / family.dots if family.dots else 0.0
-            if ours[0].startswith("pack"):
-                factor = max(1.0, family.vectors / 2) if factor else 0.0
-            if factor:
-                numbers[key] = seconds * factor
-            if way == "dots" and family.tiles:
-                numbers[key.replace("/dots", "/tiles")] = seconds * (
-                    465e9 / family.tiles if not ours[0].startswith("pack") else 1.0
-                )
-        elif ours[0] == "dot":
-            numbers[key] = seconds * slower
-        elif key == "vector/to_bfloat16" and not family.dots:
-            numbers[key] = seconds * family.vectors * _BY_INTEGERS
-        elif ours[0] in _BY_VECTORS or key in ("copy/l1", "copy/l2"):
-            numbers[key] = seconds * family.vectors
-        elif ours[:2] == ["xla", "near"]:
-            numbers[key] = seconds * family.vectors  # of one thread
-        elif (
-            ours[0] in ("call", "touch", "order")
-            or ours[:2] == ["xla", "while"]
-            or key in ("xla/call", "xla/call/handed", "xla/kernel", "xla/start")
-            or ours[0] == "copy"
-        ):
-            # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
-            crowded = workers * 18e9 / min(workers * 18e9, 200e9) if key in ("copy/dram", "touch") else 1.0
-            numbers[key] = seconds * crowded
-        else:
-            numbers[key] = seconds * _xla_factor(ours, family, slower) * known.workers / workers
+        if "/dots" not in key or family.dots:
+            numbers[key] = seconds * _factor(key, family, workers)
+            if key.startswith("xla/") and key.split("/")[1] not in _NOT_SHARED:
+                numbers[key] = numbers[key] * known.workers / workers
+        if "/dots" in key and family.tiles:
+            numbers[key.replace("/dots", "/tiles")] = seconds * (1.0 if key.startswith("pack") else 465e9 / family.tiles)
     l1 = 32 * KIB if family.f32 < _PEAK else known.l1
     return Profile(name, name, family.isa, workers, l1, MIB, 16 * MIB * workers, numbers_of(numbers))
 
 
-def _xla_factor(key: list[str], family: Family, slower: float) -> float:
-    if key[1] in ("dot", "dot_t", "outer", "batched"):
-        if key[2] == "bfloat16" and key[1] != "outer":
-            return 440e9 / family.xla_bfloat16
+def _factor(key: str, family: Family, workers: int) -> float:
+    """The number ``key`` of as many cores of ``family`` as the reference has, over that of the reference. ``workers``: those that
+    share the memory."""
+    kind, what, dtype = (*key.split("/"), "", "")[:3]
+    slower = _PEAK / family.f32
+    if kind in ("gemm", "outer", "short", "outer_short"):
+        return 465e9 / family.dots if "/dots" in key else slower
+    if kind in ("pack", "pack_t"):
+        return max(1.0, family.vectors / 2)
+    if kind == "dot":
         return slower
+    if key == "vector/to_bfloat16" and not family.dots:
+        return family.vectors * _BY_INTEGERS
+    if kind in _BY_VECTORS or key in ("copy/l1", "copy/l2") or what == "near":  # which is of one thread
+        return family.vectors
+    if key in ("copy/dram", "touch"):
+        # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
+        return workers * 18e9 / min(workers * 18e9, 200e9)
+    if kind in ("call", "copy", "touch", "order") or what in ("call", "kernel", "start", "while"):
+        return 1.0
+    if what in ("dot", "dot_t", "outer", "batched"):
+        return 440e9 / family.xla_bfloat16 if dtype == "bfloat16" and what != "outer" else slower
     return family.vectors
 
 
@@ -276,44 +263,34 @@ def _xla_factor(key: list[str], family: Family, slower: float) -> float:
 
 _THREADS = Path("/proc/self/task")
 _OWN = Path("/proc/thread-self")
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @functools.cache
 def model_name() -> str:
     """The processor with its family, from /proc/cpuinfo: "AMD EPYC, cpu family 26, model 2"."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    name = found[1].strip() if found else platform.processor() or platform.machine()
-    numbers = [f"{what} {n[1]}" for what in ("cpu family", "model", "stepping", "CPU part") if (n := _field(what))]
-    return ", ".join((name, *numbers))
+    numbers = [f"{what} {n}" for what in ("cpu family", "model", "stepping", "CPU part") if (n := _field(what))]
+    return ", ".join((_processor(), *numbers))
 
 
 def slug() -> str:
     """The processor as a part of a profile's name: "amd-epyc-26-2"."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    name = found[1] if found else platform.processor() or platform.machine()
-    numbers = [n[1] for what in ("cpu family", "model") if (n := _field(what))]
-    words = re.sub(r"\(.*?\)|@.*|\bCPU\b|\bprocessor\b", " ", name, flags=re.IGNORECASE)
+    numbers = [n for what in ("cpu family", "model") if (n := _field(what))]
+    words = re.sub(r"\(.*?\)|@.*|\bCPU\b|\bprocessor\b", " ", _processor(), flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", " ".join((words, *numbers)).lower()).strip("-") or "cpu"
 
 
 def family(isa: str) -> str:
     """The entry of ``FAMILIES`` that is most like this machine with kernels for ``isa``."""
-    number, vendor = _field("cpu family"), "AuthenticAMD" in _cpuinfo()
-    if vendor and number and isa == "avx512bf16":
-        return "zen4" if number[1] == "25" else "zen5"
+    number = _field("cpu family")
+    if "AuthenticAMD" in _cpuinfo() and number and isa == "avx512bf16":
+        return "zen4" if number == "25" else "zen5"
     if "GenuineIntel" in _cpuinfo() and isa == "avx512":
         return "skylakex"
     return {"amx": "emeraldrapids"}.get(isa, isa)
 
 
-@functools.cache
-def cache_sizes() -> tuple[int, int, int]:
+def cache_sizes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> tuple[int, int, int]:
     """(L1 data, L2, L3) bytes of one core, from sysfs; 32 KiB, 1 MiB and 8 MiB where it says nothing."""
-    return read_cache_sizes(_CACHES)
-
-
-def read_cache_sizes(folder: Path) -> tuple[int, int, int]:
     sizes = {1: 32 * KIB, 2: MIB, 3: 8 * MIB}
     for index in sorted(folder.glob("index*")):
         level, kind, size = (_read(index / name).strip() for name in ("level", "type", "size"))
@@ -346,8 +323,14 @@ def other_threads_seconds() -> dict[str, float]:
     return found
 
 
-def _field(name: str) -> re.Match[str] | None:
-    return re.search(rf"^{name}\s*:\s*(\S+)$", _cpuinfo(), re.MULTILINE)
+def _processor() -> str:
+    return _field("model name") or platform.processor() or platform.machine()
+
+
+def _field(name: str) -> str:
+    """The first field called ``name`` of /proc/cpuinfo; "" where there is none."""
+    found = re.search(rf"^{name}\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 @functools.cache

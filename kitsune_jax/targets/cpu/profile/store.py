@@ -14,8 +14,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jaxlib
@@ -37,8 +35,6 @@ from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of
 _KEPT, _USED = (MOST_DOUBTFUL, 0.85), (0.3, 0.45)
 # Seconds of passes: usually, and where many numbers still differ in every pass.
 _SECONDS, _MOST_SECONDS = 3.0, 15.0
-# Seconds that an interrupted measurement may go on, as XLA may be compiling.
-_MOST_LEFT = 20.0
 
 
 class Disturbed(RuntimeError):
@@ -51,27 +47,9 @@ class Disturbed(RuntimeError):
 
 
 def measure(workers: int) -> Profile:
-    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many differ.
-
-    The measurement has a thread of its own, because JAX keeps state of each thread, and this one may be tracing a function."""
-    result: list[Profile | BaseException] = []
+    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many differ."""
     stop = threading.Event()
-
-    def run() -> None:
-        try:
-            result.append(_passes(workers, stop))
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, name="kitsune_jax profile", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)  # without a timeout, Python 3.13.0 saw one Ctrl-C in ten only after the measurement
-    finally:  # also after Ctrl-C: Python 3.13 and older abort a process that ends while a thread of theirs is in C++
-        stop.set()
-        thread.join(_MOST_LEFT)
-    found = result[0]
+    found = kernels.in_own_thread(functools.partial(_passes, workers, stop), "kitsune_jax profile", stop.set)
     if isinstance(found, Profile):
         return found
     if isinstance(found, Disturbed):
@@ -89,7 +67,12 @@ def _passes(workers: int, stop: threading.Event) -> Profile:
     extension = call.extension()
     if extension is None:
         raise Disturbed("the CPU extension is missing")
-    found = Passes(functools.partial(_reference, extension, workers, go_on), stolen=profiles.stolen_seconds, cores=workers)
+
+    def reference() -> float:
+        go_on()
+        return kernels.reference(extension, workers)
+
+    found = Passes(reference, stolen=profiles.stolen_seconds, cores=workers)
     ours = kernels.pieces(extension, workers)
     before = profiles.ran_and_waited()
     found.run(ours)
@@ -112,24 +95,15 @@ def _passes(workers: int, stop: threading.Event) -> Profile:
         passes=found.made,
         doubtful=numbers_of(doubtful),
     )
-    share = _share(before, profiles.ran_and_waited())
-    if not _is_within(_KEPT, len(doubtful) / len(seconds), share):
+    share, differ = _share(before, profiles.ran_and_waited()), len(doubtful) / len(seconds)
+    if differ > _KEPT[0] or share < _KEPT[1]:
         raise Disturbed(
             f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and {len(doubtful)} "
             f"of {len(seconds)} numbers differed in each of {found.made} passes); "
             "python -m kitsune_jax.profile measures again",
-            profile if _is_within(_USED, len(doubtful) / len(seconds), share) else None,
+            profile if differ <= _USED[0] and share >= _USED[1] else None,
         )
     return profile
-
-
-def _reference(extension: Any, workers: int, go_on: Callable[[], None]) -> float:
-    go_on()
-    return kernels.reference(extension, workers)
-
-
-def _is_within(limits: tuple[float, float], doubtful: float, share: float) -> bool:
-    return doubtful <= limits[0] and share >= limits[1]
 
 
 def _share(before: tuple[float, float], behind: tuple[float, float]) -> float:
@@ -207,13 +181,11 @@ def _found() -> _FoundProfile:
         name = name if "-" in name else f"{name}-{workers}"
         return _FoundProfile(profiles.shipped(name), (f"planned for the shipped profile {name}, as KITSUNE_PROFILE says",))
     asked = (workers, call.isa())
-    found = _known.get(asked)
-    if found is None:
+    if asked not in _known:
         with _lock:
-            found = _known.get(asked)
-            if found is None:
-                found = _known[asked] = _agree_on_profile(workers)
-    return found
+            if asked not in _known:
+                _known[asked] = _agree_on_profile(workers)
+    return _known[asked]
 
 
 def _agree_on_profile(workers: int) -> _FoundProfile:
@@ -232,9 +204,7 @@ def _agree_on_profile(workers: int) -> _FoundProfile:
         profile = Profile.from_json(text)
         return _FoundProfile(profile, (*told, "planned with the profile of process 0, so that all processes have the same plan"))
     except Exception as error:  # the coordinator's own errors, or a process 0 that never plans
-        family = shipped_name(workers)
-        why = f"the processes could not agree on one ({error})"
-        return _FoundProfile(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        return _shipped_because(f"the processes could not agree on one ({error})", workers)
 
 
 _WAIT_MS = 120_000
@@ -242,18 +212,22 @@ _MEASURING = ("kernels", "xla", "store")
 
 
 def _local_profile(workers: int) -> _FoundProfile:
-    family = shipped_name(workers)
-    extension = call.extension()
-    if extension is None or not _compat.has_cpu_backend():
-        why = "the CPU extension is missing" if extension is None else "JAX has no CPU backend here"
-        return _FoundProfile(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+    if call.extension() is None:
+        return _shipped_because("the CPU extension is missing", workers)
+    if not _compat.has_cpu_backend():
+        return _shipped_because("JAX has no CPU backend here", workers)
     try:
         return _FoundProfile(stored(workers), ())
     except Disturbed as why:
         if why.profile is not None:
             return _FoundProfile(why.profile, (f"planned with a measurement that is not kept: {why}",))
-        config.logger.info("the shipped profile %s is used: %s", family, why)
-        return _FoundProfile(profiles.shipped(family), (f"planned for the shipped profile {family}: {why}",))
+        config.logger.info("the shipped profile %s is used: %s", shipped_name(workers), why)
+        return _shipped_because(str(why), workers)
+
+
+def _shipped_because(why: str, workers: int) -> _FoundProfile:
+    name = shipped_name(workers)
+    return _FoundProfile(profiles.shipped(name), (f"planned for the shipped profile {name}: {why}",))
 
 
 def shipped_name(workers: int) -> str:

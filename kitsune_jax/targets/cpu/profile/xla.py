@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import threading
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,23 +104,20 @@ GELU_ARITHMETIC = 8  # operations of a gelu beside its tanh, all in a chain
 _UNEVEN = (16001, 16)
 
 
-def _functions_in_chain(x: Any, y: Any) -> Any:
+def tanhs_in_chain(x: Any, y: Any) -> Any:
     for _ in range(IN_CHAIN):
         x = lax.tanh(x)
     return x + y
 
 
-def _functions_beside(x: Any, y: Any) -> Any:
+def _tanhs_beside(x: Any, y: Any) -> Any:
     return functools.reduce(lax.add, (lax.tanh(x * (k + 1)) for k in range(BESIDE)), y)
 
 
-def _gelus_in_chain(x: Any, y: Any) -> Any:
+def gelus_in_chain(x: Any, y: Any) -> Any:
     for _ in range(GELUS):
         x = (lax.tanh((x * x * x * 0.04 + x) * 0.8) + 1) * x * 0.5
     return x + y
-
-
-PROGRAMS_IN_CHAIN: dict[str, Function] = {"tanh": _functions_in_chain, "gelu": _gelus_in_chain}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +145,11 @@ def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece
         lowered.append(_lowered(program, device))
     with ThreadPoolExecutor(2) as pool:  # compilation releases the interpreter's lock
         compiled = list(pool.map(compiled_of, lowered))
-    arrays: dict[tuple[tuple[int, ...], str], Any] = {}
+    array = functools.cache(functools.partial(_array, device))
     found = []
     for program, run in zip(programs, compiled, strict=True):
         go_on()
-        operands = [arrays.setdefault(s, _array(s, device)) if s not in arrays else arrays[s] for s in program.shapes]
+        operands = list(map(array, program.shapes))
         if program.key == _HANDED_KEY:
             found.append(Piece(program.key, functools.partial(_hand_over_seconds, run, operands), agree=_HANDED_AGREE))
         else:
@@ -186,7 +183,7 @@ def _dtype(name: str) -> str:
     return "int32" if "/" in name else name
 
 
-def _array(spec: tuple[tuple[int, ...], str], device: Any) -> Any:
+def _array(device: Any, spec: tuple[tuple[int, ...], str]) -> Any:
     shape, dtype = spec
     rng = np.random.default_rng(0)
     kind, _, below = dtype.partition("/")
@@ -249,44 +246,43 @@ def _programs(workers: int) -> Iterator[_MeasuredProgram]:
     yield _MeasuredProgram("xla/while", _loop, (((16,), f32),), _STEPS)
     yield _MeasuredProgram("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
     slices = ((_SLICES, f32),)
-    yield _MeasuredProgram("xla/while/slices", _read_slices, slices * _SLICED, float(_SLICED * 4 * np.prod(_SLICES)))
-    yield _MeasuredProgram("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), float(4 * np.prod(_SLICES)))
+    yield _MeasuredProgram("xla/while/slices", _read_slices, slices * _SLICED, _SLICED * 4 * math.prod(_SLICES))
+    yield _MeasuredProgram("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), 4 * math.prod(_SLICES))
     yield _MeasuredProgram("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
         weights = (((width, width), f32),) * depth
-        yield _MeasuredProgram(key, kernels.caller(rows, width, depth), (((rows, width), f32), *weights))
+        yield _MeasuredProgram(key, kernels.layers(rows, width, depth), (((rows, width), f32), *weights))
     yield from _indexed(workers)
     count, m, k, n = _BATCHED
     for dtype in (f32, "bfloat16"):
         batched = (((count, m, k), dtype), ((count, k, n), dtype))
-        yield _MeasuredProgram(f"xla/batched/{dtype}", _batched, batched, float(np.prod(_BATCHED)))
+        yield _MeasuredProgram(f"xla/batched/{dtype}", _product(2, 1, batch=(0,)), batched, math.prod(_BATCHED))
+    for dtype in (f32, "bfloat16"):
+        vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
+        yield _MeasuredProgram(f"xla/vector/{dtype}", _dot, vector, math.prod(_VECTOR))
+        for rows, k, n in _TRANSPOSED:
+            yield _MeasuredProgram(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _product(1, 1), (((rows, k), dtype), ((n, k), dtype)))
+        for rows, k, n in _GRADIENTS:
+            yield _MeasuredProgram(f"xla/outer/{dtype}/{rows}x{k}x{n}", _product(0, 0), (((rows, k), dtype), ((rows, n), dtype)))
     for dtype, dots in {f32: _DOTS, "bfloat16": _DOTS, "float16": _HALF_DOTS}.items():
         for rows, k, n in dots:
             yield _MeasuredProgram(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
-    for dtype in (f32, "bfloat16"):
-        vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
-        yield _MeasuredProgram(f"xla/vector/{dtype}", _dot, vector, float(np.prod(_VECTOR)))
-        for rows, k, n in _TRANSPOSED:
-            yield _MeasuredProgram(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _dot_transposed, (((rows, k), dtype), ((n, k), dtype)))
-        for rows, k, n in _GRADIENTS:
-            yield _MeasuredProgram(f"xla/outer/{dtype}/{rows}x{k}x{n}", _outer, (((rows, k), dtype), ((rows, n), dtype)))
-    for dtype, names in ((f32, tuple(LOOPS)), ("bfloat16", _NARROW_LOOPS), ("float16", _NARROW_LOOPS)):
+    for dtype in (f32, *sorted(NARROW)):
         uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
-        yield _MeasuredProgram(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, float(np.prod(_UNEVEN)))
-        for which, (shape, axes) in _REDUCTIONS.items():
-            size = float(np.prod(shape))
-            yield _MeasuredProgram(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), size)
-            if dtype != "float16":  # of which the library computes nothing but the sum
-                yield _MeasuredProgram(f"xla/squares/{which}/{dtype}", _sum(axes, lambda x: x * x), ((shape, dtype),), size)
-        if dtype != "float16":
-            yield _MeasuredProgram(f"xla/absolute/{dtype}", _sum((0, 1), lax.abs), ((_REDUCED, dtype),), float(np.prod(_REDUCED)))
-        for name in ("move", "tanh"):
-            yield _MeasuredProgram(f"xla/near/{name}/{dtype}", LOOPS[name], ((_NEAR, dtype),) * 2, float(np.prod(_NEAR)))
-        for name in names:
-            yield _MeasuredProgram(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
-        yield _MeasuredProgram(f"xla/chain/gelu/{dtype}", PROGRAMS_IN_CHAIN["gelu"], ((_LOOP, dtype),) * 2, float(np.prod(_LOOP)))
-    for key, function in (("xla/chain/tanh/float32", PROGRAMS_IN_CHAIN["tanh"]), ("xla/beside/tanh/float32", _functions_beside)):
-        yield _MeasuredProgram(key, function, ((_LOOP, f32),) * 2, float(np.prod(_LOOP)))
+        yield _MeasuredProgram(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, math.prod(_UNEVEN))
+        sums = [(f"reduce/{which}", _sum(axes), shape) for which, (shape, axes) in _REDUCTIONS.items()]
+        if dtype != "float16":  # of which the library computes nothing but the sum
+            sums += [(f"squares/{which}", _sum(axes, lambda x: x * x), shape) for which, (shape, axes) in _REDUCTIONS.items()]
+            sums.append(("absolute", _sum((0, 1), lax.abs), _REDUCED))
+        for name, function, shape in sums:
+            yield _MeasuredProgram(f"xla/{name}/{dtype}", function, ((shape, dtype),), math.prod(shape))
+        loops = [(f"near/{name}", LOOPS[name], _NEAR) for name in ("move", "tanh")]
+        loops += [(f"loop/{name}", LOOPS[name], _LOOP) for name in (LOOPS if dtype == f32 else _NARROW_LOOPS)]
+        loops.append(("chain/gelu", gelus_in_chain, _LOOP))
+        if dtype == f32:
+            loops += [("chain/tanh", tanhs_in_chain, _LOOP), ("beside/tanh", _tanhs_beside, _LOOP)]
+        for name, function, shape in loops:
+            yield _MeasuredProgram(f"xla/{name}/{dtype}", function, ((shape, dtype),) * 2, math.prod(shape))
 
 
 def _indexed(workers: int) -> Iterator[_MeasuredProgram]:
@@ -326,20 +322,12 @@ def _segment_sum(n: int) -> Function:
     return lambda i, x: jnp.zeros((n, *x.shape[1:]), x.dtype).at[i].add(x)
 
 
-def _dot(x: Any, w: Any) -> Any:
-    return lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+def _product(of_x: int, of_y: int, batch: tuple[int, ...] = ()) -> Function:
+    """A product that contracts dimension ``of_x`` of x and ``of_y`` of y."""
+    return lambda x, y: lax.dot_general(x, y, (((of_x,), (of_y,)), (batch, batch)))
 
 
-def _batched(x: Any, y: Any) -> Any:
-    return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))
-
-
-def _dot_transposed(x: Any, w: Any) -> Any:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
-
-
-def _outer(x: Any, y: Any) -> Any:
-    return lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+_dot = _product(1, 0)
 
 
 def _loop(x: Any) -> Any:
@@ -389,7 +377,7 @@ def rounding_at_hand() -> Rounding:
     folder = config.cache_dir()
     cache = Cache(None if folder is None else folder.absolute() / "profiles", what="answers of XLA", made="asked")
     try:
-        found = json.loads(cache.get(_identity(), _SUFFIX, lambda: json.dumps(_to_json(ask_rounding())).encode()))
+        found = json.loads(cache.get(_identity(), _SUFFIX, _asked))
         return Rounding(frozenset(found["results"]), frozenset(found["widened"]))
     except Exception as error:  # neither a strange backend nor a strange file may fail a user's program
         config.logger.warning("asking XLA where it rounds 16-bit results failed, so all of them are rounded: %s", error)
@@ -397,21 +385,11 @@ def rounding_at_hand() -> Rounding:
 
 
 def ask_rounding() -> Rounding:
-    """Run the program, in a thread of its own, since this thread may be tracing a function."""
-    found: list[Rounding | BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(_ask())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, name="kitsune_jax rounding", daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], Rounding):
-        return found[0]
-    raise RuntimeError(f"{type(found[0]).__name__}: {found[0]}") from found[0]
+    """Run the program."""
+    found = kernels.in_own_thread(_ask, "kitsune_jax rounding")
+    if isinstance(found, BaseException):
+        raise RuntimeError(f"{type(found).__name__}: {found}") from found
+    return found
 
 
 def _ask() -> Rounding:
@@ -439,8 +417,8 @@ def _errors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (a - (s - t)) + (b - t), (a * b).astype(jnp.float32)
 
 
-def _to_json(rounding: Rounding) -> dict[str, list[str]]:
-    return {name: sorted(value) for name, value in dataclasses.asdict(rounding).items()}
+def _asked() -> bytes:
+    return json.dumps({name: sorted(value) for name, value in dataclasses.asdict(ask_rounding()).items()}).encode()
 
 
 def _identity() -> str:
