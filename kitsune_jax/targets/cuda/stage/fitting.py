@@ -20,7 +20,6 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import chunks, facts, split
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
-from kitsune_jax.targets.cuda.stage_ir import StageValue
 
 # --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ class Lowered:
     addresses: int
     product_bytes: int
     must_be_images: frozenset[int]
-    values: dict[int, StageValue]
+    values: dict[int, st.StageValue]
     liveness: Liveness
 
     def image_bytes(self, v: int) -> int:

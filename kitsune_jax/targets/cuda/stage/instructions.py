@@ -23,17 +23,6 @@ from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import columns, outputs, split
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    InArray,
-    InImage,
-    InRegisters,
-    InVector,
-    Multiply,
-    Splat,
-    StageValue,
-    queue_form,
-)
 
 # --- Gathers ----------------------------------------------------------------------------------------------------------------------
 
@@ -60,7 +49,7 @@ def lower_table(at: StageCodeBuilder, instr: Instr) -> None:
         return
     each = math.prod(t.shape[1:])
     found = [Ref("gather", v, f"_{k}") for k in range(count)]
-    sources = [at.unnamed(StageValue(each, t.dtype, each == 1)) for _ in found]
+    sources = [at.unnamed(st.StageValue(each, t.dtype, each == 1)) for _ in found]
     for ref, source, row in zip(found, sources, _indices(at, index), strict=True):
         _table_rows(at, instr, source, ref, row)
     which = np.arange(count * each)
@@ -89,13 +78,13 @@ def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Exp
     at.add(ir.TableRows(ref, table, index, t.shape[0], size, _fill_row(at, instr, n, t.dtype)))
     rows = ir.Rows(ref, t.dtype, n, str(frame.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
     if n > 1:
-        at.settle(v, InArray(rows, -1))
+        at.settle(v, st.InArray(rows, -1))
         if v in at.facts.row_pieces:
             at.address_number(ref)  # now, so that no address stays in registers until the product
         return
     kept = Ref("r", ref.of, ref.part)
     at.add(st.LoadRow(kept, rows))
-    at.settle(v, InRegisters(kept, "row", kept))
+    at.settle(v, st.InRegisters(kept, "row", kept))
 
 
 def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address | None:
@@ -116,15 +105,15 @@ def lower_load_slice(at: StageCodeBuilder, instr: Instr) -> None:
     _read_rows(at, instr, value, _slice_rows(at, instr, "in", instr.inputs))
 
 
-def _read_rows(at: StageCodeBuilder, instr: Instr, value: StageValue, rows: ir.Rows) -> None:
+def _read_rows(at: StageCodeBuilder, instr: Instr, value: st.StageValue, rows: ir.Rows) -> None:
     """The home of a loaded ``value``: one number of a row is read at once, columns when they are needed."""
     (v,) = instr.outputs
     if value.row:
         ref = Ref("r", v)
         at.add(st.LoadRow(ref, rows))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.settle(v, st.InRegisters(ref, "row", ref))
     else:
-        at.settle(v, InArray(rows, instr["array"]))
+        at.settle(v, st.InArray(rows, instr["array"]))
 
 
 def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
@@ -222,7 +211,7 @@ def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
         at.once_per_tile(ir.Image(image))
         at.must_be_images.add(v)
         at.add(ir.Alive(Ref("v", v), 0))
-        at.settle(v, InImage(image, value.form, Ref("v", v)))
+        at.settle(v, st.InImage(image, value.form, Ref("v", v)))
 
 
 def row_product_shape(program: TileProgram, instr: Instr) -> tuple[int, _Layout, _Layout]:
@@ -249,11 +238,11 @@ def _inner_product(at: StageCodeBuilder, instr: Instr, x: int, y: int) -> None:
     """A product with one number for a row: a sum over the columns."""
     (v,) = instr.outputs
     ref = Ref("r", v)
-    product = at.unnamed(StageValue(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
+    product = at.unnamed(st.StageValue(at.value(x).n, "float32", False, st.Expression("({0} * {1})", (at.root(x), at.root(y)))))
     at.add(st.StartFold(ref, "Sum", "float32"))
     at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
     at.add(st.FoldQuad(ref, "Sum"))
-    at.settle(v, InRegisters(ref, "row", ref))
+    at.settle(v, st.InRegisters(ref, "row", ref))
 
 
 def _copied(
@@ -279,14 +268,14 @@ def _copied(
 
 def _is_in_rows(at: StageCodeBuilder, v: int, dtype: str) -> bool:
     home = at.value(v).home
-    return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
+    return isinstance(home, st.InArray) and not home.rows.strides and home.rows.dtype == dtype
 
 
 def _copy_of_piece(at: StageCodeBuilder, v: int, start: int | None, first: int, run: int) -> st.Copied:
     value = at.value(v)
     if start is not None:
         return st.Copied("scratch", start, 1, first, value.n)
-    assert isinstance(value.home, InArray)
+    assert isinstance(value.home, st.InArray)
     rows, unit = value.home.rows, 16 // pointwise.ITEM_SIZE[value.dtype]
     how = "staged" if rows.access == "kStaged" else "elements"
     if rows.access == "16" and not (first % unit or value.n % unit or run % unit):
@@ -325,15 +314,15 @@ def _load(at: StageCodeBuilder, instr: Instr) -> None:
 def _pop(at: StageCodeBuilder, instr: Instr) -> None:
     """A queue's entry stays in its slot, and is read from there, until the tile is done."""
     value, q, (v,) = at.new(instr), instr["queue"], instr.outputs
-    form = queue_form(value.dtype, q in at.slab_queues)
+    form = st.queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
     at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, value.slab_vectors(form)))
     if value.row:
         ref = Ref("r", v)
         at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.settle(v, st.InRegisters(ref, "row", ref))
     else:
-        at.settle(v, InImage(pop, form, Ref("v", v)))
+        at.settle(v, st.InImage(pop, form, Ref("v", v)))
 
 
 def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
@@ -354,33 +343,38 @@ def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     if value.row:
         at.set_row(v, ir.Apply(template, tuple(at.row(x) for x in instr.inputs)))
     else:
-        at.settle(v, Expression(template, tuple(at.root(x) for x in instr.inputs)))
+        at.settle(v, st.Expression(template, tuple(at.root(x) for x in instr.inputs)))
 
 
-def _with_bias(at: StageCodeBuilder, instr: Instr) -> Multiply | None:
+def _with_bias(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
     """The product whose accumulators start from a stationary vector, for an addition of that to a matmul with no other reader."""
     if instr.kind != "add":
         return None
     for x, bias in (instr.inputs, instr.inputs[::-1]):
         product, vector = at.value(x).home, at.value(bias)
-        if not isinstance(product, Multiply) or product.bias is not None or at.uses[at.root(x)] != 1:
+        if not isinstance(product, st.Multiply) or product.bias is not None or at.uses[at.root(x)] != 1:
             continue
-        if isinstance(vector.home, InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
+        if isinstance(vector.home, st.InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
             return dataclasses.replace(product, product=instr.outputs[0], bias=(vector.home.address, vector.width))
     return None
 
 
-def _with_start(at: StageCodeBuilder, instr: Instr) -> Multiply | None:
+def _with_start(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
     """The product whose accumulators start from a tile, for an addition of that to a matmul with no other reader. A result that a
     loop rescales and adds to then needs no second set of registers."""
     if instr.kind != "add" or not at.repeated:
         return None
     for x, other in (instr.inputs, instr.inputs[::-1]):
         product, start = at.value(x).home, at.value(other)
-        if not isinstance(product, Multiply) or product.bias is not None or product.start is not None or at.uses[at.root(x)] != 1:
+        if (
+            not isinstance(product, st.Multiply)
+            or product.bias is not None
+            or product.start is not None
+            or at.uses[at.root(x)] != 1
+        ):
             continue
         wide = start.dtype == at.value(x).dtype == "float32" and not start.row
-        if wide and isinstance(start.home, (Expression, InRegisters)) and not columns.waits_for_product(at, other):
+        if wide and isinstance(start.home, (st.Expression, st.InRegisters)) and not columns.waits_for_product(at, other):
             return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
     return None
 
@@ -395,8 +389,8 @@ def _row_index(at: StageCodeBuilder, instr: Instr) -> None:
         return
     row, ref = -1 - v, Ref("index", v)
     at.add(st.SetRow(ref, value.dtype, index))
-    at.values[row] = StageValue(1, value.dtype, True, InRegisters(ref, "row", ref))
-    at.settle(v, Splat(row))
+    at.values[row] = st.StageValue(1, value.dtype, True, st.InRegisters(ref, "row", ref))
+    at.settle(v, st.Splat(row))
 
 
 def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
@@ -412,7 +406,7 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
     at.add(st.StartFold(ref, how, value.dtype))
     at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
     at.add(st.FoldQuad(ref, how))
-    at.settle(v, InRegisters(ref, "row", ref))
+    at.settle(v, st.InRegisters(ref, "row", ref))
     if how not in _ORDERED:
         _rounded(at, v)
 
@@ -436,7 +430,7 @@ def _matmul(at: StageCodeBuilder, instr: Instr) -> None:
     _rounded(at, v)
 
 
-def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> Multiply:
+def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> st.Multiply:
     at.new(instr)
     if at.next_weight is None:
         at.weights.append(weight_recipe(at, instr))
@@ -444,7 +438,7 @@ def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> Multiply:
     else:
         weight = at.next_weight
         at.next_weight += 1
-    return Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
+    return st.Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
 
 
 def _rounded(at: StageCodeBuilder, v: int) -> None:
@@ -456,9 +450,9 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
     if value.row:
         ref = Ref("r", v, "_rounded")
         at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.settle(v, st.InRegisters(ref, "row", ref))
     else:
-        at.settle(v, Expression(template, (at.unnamed(value),)))
+        at.settle(v, st.Expression(template, (at.unnamed(value),)))
 
 
 def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:

@@ -19,18 +19,6 @@ from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions, split
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    InArray,
-    InImage,
-    InRegisters,
-    InVector,
-    LoopNumber,
-    Multiply,
-    Parts,
-    Splat,
-    StageValue,
-)
 
 # --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 
@@ -54,7 +42,7 @@ def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> 
         _give_home(at, v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
     number = Ref("number", block.index)
-    at.values[block.index] = StageValue(1, "int32", True, LoopNumber(number))
+    at.values[block.index] = st.StageValue(1, "int32", True, st.LoopNumber(number))
     row_tiles, repeated = dict(at.row_tiles), at.repeated
     at.repeated = True
     known = at.gathered
@@ -96,7 +84,7 @@ def _shift(at: StageCodeBuilder, instr: Instr) -> tuple[Address, int, str, int] 
     array, sign, guard, size = shifted
     loads = (i for i in walk(at.facts.instrs) if i.kind == "load" and i["array"] == array)
     for home in (at.value(v).home for i in loads for v in i.outputs):
-        if isinstance(home, InVector):
+        if isinstance(home, st.InVector):
             return home.address, sign, guard, size
     raise CannotLower("the bounds of a loop are shifted by a number that the stage does not load")
 
@@ -126,13 +114,13 @@ def _give_home(at: StageCodeBuilder, v: int) -> None:
         return
     value = at.value(v)
     match value.home:
-        case Expression() | Multiply():
+        case st.Expression() | st.Multiply():
             at.materialize(v)
-        case InArray() if not value.row and value.registers <= _MOST_KEPT:
+        case st.InArray() if not value.row and value.registers <= _MOST_KEPT:
             at.materialize(v)
-        case Splat(of):
+        case st.Splat(of):
             _give_home(at, of)
-        case Parts(parts):
+        case st.Parts(parts):
             for part, _, _ in parts:
                 _give_home(at, part)
 
@@ -153,11 +141,11 @@ def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
         at.once_per_tile(ir.Image(image))
         at.add(ir.Alive(owner, 0))
         at.evaluate(value.width, [Keep(initial, image, value.form, to=image, push=True, reads=1)])
-        at.settle(carry, InImage(image, value.form, owner))
+        at.settle(carry, st.InImage(image, value.form, owner))
     else:
         at.evaluate(value.width, [Keep(initial, ref, value.form, push=True, reads=1)])
         at.add(ir.Alive(ref, value.registers))
-        at.settle(carry, InRegisters(ref, value.form, ref))
+        at.settle(carry, st.InRegisters(ref, value.form, ref))
     return carry
 
 
@@ -166,7 +154,7 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
     moved = [(carry, made) for carry, made in zip(carries, results, strict=True) if carry != made]
     fresh = [(carry, _copied_row(at, made, carries)) for carry, made in moved if at.value(carry).row]
     moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
-    direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
+    direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, st.InImage) and _is_elementwise(at, made)]
     added = [(carry, made) for carry, made in moved if _is_added_in_place(at, carry, made, moved)]
     direct += added
     for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _is_pending(at, made)]):
@@ -181,7 +169,7 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
         _copy(at, carry, made)
     for carry, ref in fresh:
         to = at.value(carry).home
-        assert isinstance(to, InRegisters)
+        assert isinstance(to, st.InRegisters)
         at.add(ir.CopyRegisters(to.ref, ref, 2))
 
 
@@ -193,7 +181,7 @@ def _by_width(at: StageCodeBuilder, values: Sequence[int]) -> list[tuple[int, li
 
 
 def _is_pending(at: StageCodeBuilder, v: int) -> bool:
-    return isinstance(at.value(v).home, (Expression, Multiply))
+    return isinstance(at.value(v).home, (st.Expression, st.Multiply))
 
 
 def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
@@ -202,22 +190,22 @@ def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
 
     def visit(v: int) -> bool:
         match at.value(v).home:
-            case Expression(_, operands):
+            case st.Expression(_, operands):
                 return all(map(visit, operands))
-            case Multiply() | Parts():
+            case st.Multiply() | st.Parts():
                 return False
         return True
 
-    return isinstance(at.value(v).home, Expression) and visit(v)
+    return isinstance(at.value(v).home, st.Expression) and visit(v)
 
 
 def _is_added_in_place(at: StageCodeBuilder, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
     """Is ``made`` a product added to ``carry``, column by column, which no other next carry reads? Each chunk of columns then
     replaces the registers that its accumulators started from."""
     home = at.value(made).home
-    if not isinstance(at.value(carry).home, InRegisters) or not isinstance(home, Multiply) or home.start is None:
+    if not isinstance(at.value(carry).home, st.InRegisters) or not isinstance(home, st.Multiply) or home.start is None:
         return False
-    started = isinstance(at.value(home.start).home, InRegisters) or _is_elementwise(at, home.start)
+    started = isinstance(at.value(home.start).home, st.InRegisters) or _is_elementwise(at, home.start)
     others = [v for c, v in moved if c != carry] + [*home.pieces]
     return started and at.uses[made] == 1 and not any(_reads(at, v, carry) for v in others)
 
@@ -227,27 +215,27 @@ def _reads(at: StageCodeBuilder, v: int, carry: int) -> bool:
     if v == carry:
         return True
     match at.value(v).home:
-        case Expression(_, operands):
+        case st.Expression(_, operands):
             return any(_reads(at, x, carry) for x in operands)
-        case Multiply(pieces=pieces, start=start):
+        case st.Multiply(pieces=pieces, start=start):
             return any(_reads(at, x, carry) for x in (*pieces, *(() if start is None else (start,))))
-        case Parts(parts):
+        case st.Parts(parts):
             return any(_reads(at, x, carry) for x, _, _ in parts)
-        case Splat(of):
+        case st.Splat(of):
             return _reads(at, of, carry)
     return False
 
 
-def _home(at: StageCodeBuilder, carry: int) -> InImage | InRegisters:
+def _home(at: StageCodeBuilder, carry: int) -> st.InImage | st.InRegisters:
     home = at.value(carry).home
-    assert isinstance(home, (InImage, InRegisters))
+    assert isinstance(home, (st.InImage, st.InRegisters))
     return home
 
 
 def _overwrite(at: StageCodeBuilder, carry: int, made: int) -> Keep:
     """The action that writes ``made`` to the home of ``carry``."""
     form, home = at.value(carry).form, _home(at, carry)
-    if isinstance(home, InImage):
+    if isinstance(home, st.InImage):
         return Keep(made, home.ref, form, to=home.ref, push=True, reads=1)
     return Keep(made, home.ref, form, push=True, reads=1, over=True)
 
@@ -255,7 +243,7 @@ def _overwrite(at: StageCodeBuilder, carry: int, made: int) -> Keep:
 def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
     """Two registers with the row value ``v`` that updating the carries does not change."""
     home = at.value(v).home
-    if isinstance(home, InRegisters) and v not in carries:
+    if isinstance(home, st.InRegisters) and v not in carries:
         return home.ref
     at.counter += 1
     ref = Ref("r", v, f"_{at.counter}")
@@ -266,7 +254,7 @@ def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
 def _copied_tile(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> int:
     """``v``, or a copy if it is a carry, or has no registers or image of its own."""
     home = at.value(v).home
-    own = v not in carries and isinstance(home, (InRegisters, InImage)) and home.ref.kind != "pop"
+    own = v not in carries and isinstance(home, (st.InRegisters, st.InImage)) and home.ref.kind != "pop"
     return v if own else _in_registers(at, v)
 
 
@@ -277,21 +265,21 @@ def _in_registers(at: StageCodeBuilder, v: int) -> int:
     ref = Ref("c", v, f"_{-copy}")
     at.evaluate(value.width, [Keep(v, ref, value.form, push=True, reads=1)])
     at.add(ir.Alive(ref, value.registers))
-    at.settle(copy, InRegisters(ref, value.form, ref))
+    at.settle(copy, st.InRegisters(ref, value.form, ref))
     return copy
 
 
 def _copy(at: StageCodeBuilder, carry: int, made: int) -> None:
     """Copy ``made``, which has registers or an image, to the home of ``carry``."""
     to = at.value(carry)
-    if isinstance(to.home, InImage):
+    if isinstance(to.home, st.InImage):
         at.evaluate(to.width, [_overwrite(at, carry, made)])
         at.add(ir.Alive(to.home.owner))
         return
-    if isinstance(at.value(made).home, InImage):
+    if isinstance(at.value(made).home, st.InImage):
         made = _in_registers(at, made)
     source = at.value(made).home
-    assert isinstance(to.home, InRegisters) and isinstance(source, InRegisters)
+    assert isinstance(to.home, st.InRegisters) and isinstance(source, st.InRegisters)
     at.add(ir.CopyRegisters(to.home.ref, source.ref, to.registers), ir.Alive(source.owner), ir.Alive(to.home.owner))
 
 
@@ -460,17 +448,17 @@ class _LayerRegisters:
         self.at.evaluate(self.value.width, [Keep(self.entry, self.ref, self.value.form, push=True, reads=self.reads)])
         self.at.add(ir.Alive(self.ref, self.value.registers))
 
-    def inside(self) -> InRegisters | InImage:
-        return InRegisters(self.ref, self.value.form, self.ref)
+    def inside(self) -> st.InRegisters | st.InImage:
+        return st.InRegisters(self.ref, self.value.form, self.ref)
 
     def pass_on(self, out: int) -> None:
         self.at.materialize(out)
         made = self.at.value(out).home
-        assert isinstance(made, InRegisters)
+        assert isinstance(made, st.InRegisters)
         copy = ir.CopyRegisters(self.ref, made.ref, self.value.registers)
         self.at.add(copy, ir.Alive(made.owner), ir.Alive(self.ref))
 
-    def after(self) -> InRegisters | InImage:
+    def after(self) -> st.InRegisters | st.InImage:
         return self.inside()
 
 
@@ -492,18 +480,18 @@ class _LayerImages:
         self.at.evaluate(self.value.width, [Keep(self.values[0], first, self.value.form, to=first, push=True, reads=self.reads)])
         self.at.add(ir.Alive(self.owners[1], 0))
 
-    def inside(self) -> InRegisters | InImage:
+    def inside(self) -> st.InRegisters | st.InImage:
         self.at.add(ir.TurnImages(*self.refs))
-        return InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
+        return st.InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
 
     def pass_on(self, out: int) -> None:
         to = Ref("image", self.values[0], "_out")
         self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
         self.at.add(*map(ir.Alive, self.owners))
 
-    def after(self) -> InRegisters | InImage:
+    def after(self) -> st.InRegisters | st.InImage:
         last = self.layers % 2
-        return InImage(self.refs[last], self.value.form, self.owners[last])
+        return st.InImage(self.refs[last], self.value.form, self.owners[last])
 
 
 # --- All instructions -------------------------------------------------------------------------------------------------------------

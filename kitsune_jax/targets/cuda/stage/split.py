@@ -23,7 +23,6 @@ from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Keep, Ref
-from kitsune_jax.targets.cuda.stage_ir import Expression, InArray, InImage, Multiply, StageValue
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
 
 Joined = Mapping[int, Sequence[int]]  # concatenations that only matmuls read -> their parts
@@ -299,8 +298,8 @@ class ExchangingStage(Protocol):
     counter: int
 
     def root(self, v: int) -> int: ...
-    def value(self, v: int) -> StageValue: ...
-    def unnamed(self, value: StageValue) -> int: ...
+    def value(self, v: int) -> st.StageValue: ...
+    def unnamed(self, value: st.StageValue) -> int: ...
     def settle(self, v: int, home: st.Home) -> None: ...
     def materialize(self, v: int) -> None: ...
     def add(self, *nodes: ir.Node) -> None: ...
@@ -322,9 +321,9 @@ def all_gather(at: ExchangingStage, v: int, depth: int = 1) -> int:
     if not value.slab:
         return v
     if v not in at.gathered:
-        made = at.unnamed(StageValue(value.n * at.split.ctas, value.dtype, False))
+        made = at.unnamed(st.StageValue(value.n * at.split.ctas, value.dtype, False))
         # Every CTA can read all columns of an array.
-        at.settle(made, value.home if isinstance(value.home, InArray) else _exchanged(at, v, value, depth))
+        at.settle(made, value.home if isinstance(value.home, st.InArray) else _exchanged(at, v, value, depth))
         at.gathered[v] = made
     return at.gathered[v]
 
@@ -337,17 +336,17 @@ def begin_all_gathers(at: ExchangingStage, body: Sequence[Instr], carries: Colle
                 all_gather(at, v, tiles.EXCHANGE_DEPTH)
 
 
-def _exchanged(at: ExchangingStage, v: int, value: StageValue, depth: int) -> InImage:
+def _exchanged(at: ExchangingStage, v: int, value: st.StageValue, depth: int) -> st.InImage:
     ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
     vectors = tiles.image_vectors(value.width, value.form)
     at.setup.append(st.Exchange(ring, vectors * at.split.ctas, depth))
     at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
     at.evaluate(value.width, [Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
     at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
-    return InImage(entry, value.form, ring)
+    return st.InImage(entry, value.form, ring)
 
 
-def reduce_scatter(at: ExchangingStage, products: Sequence[tuple[int, Multiply]]) -> None:
+def reduce_scatter(at: ExchangingStage, products: Sequence[tuple[int, st.Multiply]]) -> None:
     """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
 
     Each CTA has the sums over its part of K for all columns. It sends every other CTA the slab that it needs, and adds up the slabs
@@ -360,16 +359,16 @@ def reduce_scatter(at: ExchangingStage, products: Sequence[tuple[int, Multiply]]
         for rank in range(at.split.ctas):
             entry = _name(at, "entry")
             at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
-            parts.append(at.unnamed(dataclasses.replace(part, home=InImage(entry, part.form, ring))))
-        at.settle(v, Expression(" + ".join(f"{{{k}}}" for k in range(at.split.ctas)), tuple(parts)))
+            parts.append(at.unnamed(dataclasses.replace(part, home=st.InImage(entry, part.form, ring))))
+        at.settle(v, st.Expression(" + ".join(f"{{{k}}}" for k in range(at.split.ctas)), tuple(parts)))
         at.materialize(v)
         at.add(st.QueueCall(ring, "rd_release"))
 
 
-def _send_partial_sums(at: ExchangingStage, v: int, product: Multiply) -> Ref:
+def _send_partial_sums(at: ExchangingStage, v: int, product: st.Multiply) -> Ref:
     """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
     ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split.ctas
-    mine = at.unnamed(StageValue(n, "float32", False, product))
+    mine = at.unnamed(st.StageValue(n, "float32", False, product))
     vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split.ctas
     at.setup.append(st.Exchange(ring, vectors * at.split.ctas, 1))
     at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
@@ -387,7 +386,7 @@ def release_entries(at: ExchangingStage, known: dict[int, int]) -> None:
     """Release the entries of values that were gathered since ``known`` and are no longer read."""
     for v, made in at.gathered.items():
         home = at.value(made).home
-        if v not in known and isinstance(home, InImage):
+        if v not in known and isinstance(home, st.InImage):
             at.add(st.QueueCall(home.owner, "rd_release"))
 
 
