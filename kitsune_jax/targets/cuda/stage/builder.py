@@ -21,8 +21,6 @@ from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage.facts import Facts
 
-# --- Lowering a stage -------------------------------------------------------------------------------------------------------------
-
 # A product reads inputs of at most so many blocks into registers before it starts, again for each product. Wider ones are loaded
 # during the product, which then waits for them.
 _NARROW = 2
@@ -39,6 +37,20 @@ class Shape:
     copies: bool = True
     images: frozenset[int] = frozenset()
     staged: frozenset[int] = frozenset()
+
+
+def read_by(home: st.Home | None) -> tuple[int, ...]:
+    """The values that a loop over the blocks of a value in ``home`` reads; products have read their operands before it."""
+    match home:
+        case st.Expression(_, operands):
+            return operands
+        case st.Splat(of):
+            return (of,)
+        case st.Parts(parts):
+            return tuple(part for part, _, _ in parts)
+        case st.Multiply(start=start) if start is not None:
+            return (start,)
+    return ()
 
 
 class StageCodeBuilder:
@@ -154,6 +166,20 @@ class StageCodeBuilder:
         self.add(st.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, st.InRegisters(ref, "row", ref))
 
+    def load_row(self, v: int, rows: ir.Rows, column: int = 0, ref: Ref | None = None) -> None:
+        """Load the number in ``column`` of each of ``rows`` as the row value ``v``."""
+        ref = ref or Ref("r", v)
+        self.add(st.LoadRow(ref, rows, column))
+        self.settle(v, st.InRegisters(ref, "row", ref))
+
+    def fold_row(self, v: int, x: int, how: str, dtype: str) -> None:
+        """Fold the columns of tile ``x`` into the row value ``v``."""
+        ref = Ref("r", v)
+        self.add(st.StartFold(ref, how, dtype))
+        self.evaluate(self.value(x).width, [ir.Fold(x, how, ref)])
+        self.add(st.FoldQuad(ref, how))
+        self.settle(v, st.InRegisters(ref, "row", ref))
+
     def row(self, v: int) -> Expr:
         value = self.value(v)
         match value.home:
@@ -249,11 +275,7 @@ class StageCodeBuilder:
         for a in actions:
             reads[a.value] += a.reads if isinstance(a, Keep) else 1
         for v in pending:
-            home = self.value(v).home
-            if isinstance(home, st.Expression):
-                reads.update(home.operands)
-            elif isinstance(home, st.Multiply) and home.start is not None:
-                reads[home.start] += 1
+            reads.update(read_by(self.value(v).home))
         found = [v for v in pending if v not in kept and self.uses[v] > reads[v]]
         return [self.keep(self._rounded(v, reads[v])) for v in found]
 
@@ -273,13 +295,9 @@ class StageCodeBuilder:
             if value.row or v in found:
                 return
             match value.home:
-                case st.Expression(_, operands):
-                    for x in operands:
+                case st.Expression() | st.Multiply():
+                    for x in read_by(value.home):
                         visit(x)
-                    found[v] = None
-                case st.Multiply(start=start):
-                    if start is not None:
-                        visit(start)
                     found[v] = None
                 case st.Parts(parts):
                     for part, first, blocks in parts:
@@ -305,17 +323,8 @@ class StageCodeBuilder:
                 self.scalar(v)
                 value = self.value(v)
             found[v] = value
-            match value.home:
-                case st.Expression(_, operands):
-                    for x in operands:
-                        visit(x)
-                case st.Splat(of):
-                    visit(of)
-                case st.Parts(parts):
-                    for part, _, _ in parts:
-                        visit(part)
-                case st.Multiply(start=start) if start is not None:
-                    visit(start)
+            for x in read_by(value.home):
+                visit(x)
 
         for v in values:
             visit(v)

@@ -22,8 +22,6 @@ from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
 
-# --- Moves ------------------------------------------------------------------------------------------------------------------------
-
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
 _FILL = -1
 _MOST_FOLDED = 128  # columns of a row that are folded into one of several, at a load from shared memory for each
@@ -37,16 +35,12 @@ def rearrange(at: StageCodeBuilder, instr: Instr) -> None:
     """
     if instr.kind == "iota":
         _iota(at, instr)
-    elif instr.kind == "broadcast_in_dim" and _stationary(at, instr.inputs[0]):
+    elif instr.kind == "broadcast_in_dim" and not at.program.values[instr.inputs[0]].tile:
         _broadcast_stationary(at, instr)
     elif instr.outputs[0] in at.facts.joined or instr.outputs[0] in at.facts.only_multiplied:
         at.new(instr)  # only products read it, piece by piece
     else:
         _move(at, instr)
-
-
-def _stationary(at: StageCodeBuilder, v: int) -> bool:
-    return not at.program.values[v].tile
 
 
 def _iota(at: StageCodeBuilder, instr: Instr) -> None:
@@ -83,7 +77,7 @@ def _broadcast_stationary(at: StageCodeBuilder, instr: Instr) -> None:
 
 def is_vector(at: StageCodeBuilder, instr: Instr) -> bool:
     """Does the broadcast make a vector (or scalar) from a stationary array?"""
-    return _stationary(at, instr.inputs[0]) and instr.inputs[0] not in at.literals
+    return not at.program.values[instr.inputs[0]].tile and instr.inputs[0] not in at.literals
 
 
 def broadcast_recipe(at: StageCodeBuilder, instr: Instr) -> VectorRecipe:
@@ -135,9 +129,7 @@ def place(at: StageCodeBuilder, instr: Instr, index: np.ndarray, sources: list[i
     elif alone and counts[0] == 1 and (index[:, 1] == 0).all():
         at.settle(v, st.Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
-        ref = ir.Ref("r", v)
-        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
-        at.settle(v, st.InRegisters(ref, "row", ref))
+        at.load_row(v, rows, int(index[0, 1]))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         _settle_blocks(at, v, parts)
     else:

@@ -77,14 +77,12 @@ def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Exp
     table = Ref("table", instr.inputs[0])
     at.add(ir.TableRows(ref, table, index, t.shape[0], size, _fill_row(at, instr, n, t.dtype)))
     rows = ir.Rows(ref, t.dtype, n, str(frame.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
-    if n > 1:
-        at.settle(v, st.InArray(rows, -1))
-        if v in at.facts.row_pieces:
-            at.address_number(ref)  # now, so that no address stays in registers until the product
+    if n == 1:
+        at.load_row(v, rows, ref=Ref("r", ref.of, ref.part))
         return
-    kept = Ref("r", ref.of, ref.part)
-    at.add(st.LoadRow(kept, rows))
-    at.settle(v, st.InRegisters(kept, "row", kept))
+    at.settle(v, st.InArray(rows))
+    if v in at.facts.row_pieces:
+        at.address_number(ref)  # now, so that no address stays in registers until the product
 
 
 def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address | None:
@@ -96,24 +94,18 @@ def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address
     return at.vector(VectorRecipe(None, (), (), (len(words),), len(words), table=tuple(map(int, words))))
 
 
-# --- Slices of arrays at the number of a loop: the rows of one time step ----------------------------------------------------------
+# --- Rows of arrays, and slices of them at the number of a loop: the rows of one time step ----------------------------------------
 
 
-def lower_load_slice(at: StageCodeBuilder, instr: Instr) -> None:
-    """Lower a ``load_slice``, which is read from its rows by the loop over columns or the product that needs it."""
-    value = at.new(instr)
-    _read_rows(at, instr, value, _slice_rows(at, instr, "in", instr.inputs))
-
-
-def _read_rows(at: StageCodeBuilder, instr: Instr, value: st.StageValue, rows: ir.Rows) -> None:
-    """The home of a loaded ``value``: one number of a row is read at once, columns when they are needed."""
-    (v,) = instr.outputs
+def lower_load(at: StageCodeBuilder, instr: Instr) -> None:
+    """Lower a ``load`` or a ``load_slice``: one number of a row is read at once, columns by the loop or the product that needs
+    them."""
+    value, (v,) = at.new(instr), instr.outputs
+    rows = at.rows("in", instr["array"]) if instr.kind == "load" else _slice_rows(at, instr, "in", instr.inputs)
     if value.row:
-        ref = Ref("r", v)
-        at.add(st.LoadRow(ref, rows))
-        at.settle(v, st.InRegisters(ref, "row", ref))
+        at.load_row(v, rows)
     else:
-        at.settle(v, st.InArray(rows, instr["array"]))
+        at.settle(v, st.InArray(rows))
 
 
 def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
@@ -128,17 +120,16 @@ def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
         at.evaluate(value.width, [Store(x, rows, value.part)])
 
 
-def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: object) -> ir.Rows:
+def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: Sequence[int]) -> ir.Rows:
     """The rows of a slice. An access is as wide as the slice's pitch, its width and every step of the loop allow."""
     k = instr["array"]
     array = at.program.inputs[k] if role == "in" else at.program.outputs[k]
     whole = Ref(role, k, "_whole")
     at.name_axes()
-    at.once_per_tile(_whole_rows(array, role, k, whole))
+    at.once_per_tile(dataclasses.replace(frame.addresses_of(array, role, k, False), ref=whole))
     at.counter += 1
     ref, size = Ref("cut", at.counter), pointwise.ITEM_SIZE[array.dtype]
     strides = dim_strides(array.shape)
-    assert isinstance(numbers, (tuple, list))
     steps = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
     terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in steps)
     at.add(ir.SliceRows(ref, whole, terms, role == "in"))
@@ -158,12 +149,6 @@ def _rows_of_slice(array: ArrayType, role: str, ref: Ref, columns: list[tuple[in
         return ir.Rows(ref, array.dtype, n, str(size), tuple(reversed(columns)), False)
     access = frame.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
-
-
-def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> ir.RowAddresses:
-    size = pointwise.ITEM_SIZE[array.dtype]
-    strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
-    return ir.RowAddresses(ref, ir.parameter(role, k), strides, False)
 
 
 # --- Products for each row: both operands stream ----------------------------------------------------------------------------------
@@ -236,13 +221,8 @@ def _operand_layout(dims: Sequence[int], contract: Sequence[int]) -> _Layout:
 
 def _inner_product(at: StageCodeBuilder, instr: Instr, x: int, y: int) -> None:
     """A product with one number for a row: a sum over the columns."""
-    (v,) = instr.outputs
-    ref = Ref("r", v)
     product = at.unnamed(st.StageValue(at.value(x).n, "float32", False, st.Expression("({0} * {1})", (at.root(x), at.root(y)))))
-    at.add(st.StartFold(ref, "Sum", "float32"))
-    at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
-    at.add(st.FoldQuad(ref, "Sum"))
-    at.settle(v, st.InRegisters(ref, "row", ref))
+    at.fold_row(instr.outputs[0], product, "Sum", "float32")
 
 
 def _copied(
@@ -297,18 +277,14 @@ REDUCTIONS = {f"reduce_{how}": name for how, name in outputs.HOW.items()}
 
 
 def lower_instruction(at: StageCodeBuilder, instr: Instr) -> None:
-    """Lower ``instr``. XLA makes results that do not stream, before the call; an alias needs no code."""
-    if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
+    """Lower ``instr``. XLA makes results that do not stream, before the call; an alias needs no code, nor does an effect that has
+    been lowered with an earlier one."""
+    if instr in at.done or (instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile)):
         return
     if instr.kind in columns.REARRANGING:
         columns.rearrange(at, instr)
     else:
         _HANDLERS.get(instr.kind, _pointwise)(at, instr)
-
-
-def _load(at: StageCodeBuilder, instr: Instr) -> None:
-    value = at.new(instr)
-    _read_rows(at, instr, value, at.rows("in", instr["array"]))
 
 
 def _pop(at: StageCodeBuilder, instr: Instr) -> None:
@@ -328,7 +304,7 @@ def _pop(at: StageCodeBuilder, instr: Instr) -> None:
 def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     compared = v in at.facts.compared
-    if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
+    if not value.row and not compared and (product := _added_to(at, instr)):
         at.settle(v, product)
         _rounded(at, v)
         return
@@ -346,35 +322,19 @@ def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
         at.settle(v, st.Expression(template, tuple(at.root(x) for x in instr.inputs)))
 
 
-def _with_bias(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
-    """The product whose accumulators start from a stationary vector, for an addition of that to a matmul with no other reader."""
-    if instr.kind != "add":
-        return None
-    for x, bias in (instr.inputs, instr.inputs[::-1]):
-        product, vector = at.value(x).home, at.value(bias)
+def _added_to(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
+    """The product whose accumulators start from the other operand of addition ``instr``, if that alone reads the product: from a
+    stationary vector; or, in a loop, from a tile, so that a result that the loop rescales and adds to needs no second set of
+    registers."""
+    for x, other in (instr.inputs, instr.inputs[::-1]) if instr.kind == "add" else ():
+        product, start = at.value(x).home, at.value(other)
         if not isinstance(product, st.Multiply) or product.bias is not None or at.uses[at.root(x)] != 1:
             continue
-        if isinstance(vector.home, st.InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
-            return dataclasses.replace(product, product=instr.outputs[0], bias=(vector.home.address, vector.width))
-    return None
-
-
-def _with_start(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
-    """The product whose accumulators start from a tile, for an addition of that to a matmul with no other reader. A result that a
-    loop rescales and adds to then needs no second set of registers."""
-    if instr.kind != "add" or not at.repeated:
-        return None
-    for x, other in (instr.inputs, instr.inputs[::-1]):
-        product, start = at.value(x).home, at.value(other)
-        if (
-            not isinstance(product, st.Multiply)
-            or product.bias is not None
-            or product.start is not None
-            or at.uses[at.root(x)] != 1
-        ):
-            continue
+        if isinstance(start.home, st.InVector) and not start.row and pointwise.COMPUTE[start.dtype] == "float":
+            return dataclasses.replace(product, product=instr.outputs[0], bias=(start.home.address, start.width))
         wide = start.dtype == at.value(x).dtype == "float32" and not start.row
-        if wide and isinstance(start.home, (st.Expression, st.InRegisters)) and not columns.waits_for_product(at, other):
+        pending = not isinstance(start.home, (st.Expression, st.InRegisters)) or columns.waits_for_product(at, other)
+        if at.repeated and product.start is None and wide and not pending:
             return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
     return None
 
@@ -402,18 +362,13 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
     if math.prod(at.program.values[v].shape) > 1:
         columns.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
-    value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(st.StartFold(ref, how, value.dtype))
-    at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(st.FoldQuad(ref, how))
-    at.settle(v, st.InRegisters(ref, "row", ref))
+    how = REDUCTIONS[instr.kind]
+    at.fold_row(v, x, how, at.new(instr).dtype)
     if how not in _ORDERED:
         _rounded(at, v)
 
 
 def _matmul(at: StageCodeBuilder, instr: Instr) -> None:
-    if instr in at.done:
-        return
     (v,), pieces = instr.outputs, at.split.pieces(instr.inputs[0])
     if v in at.split.partial:
         x = at.root(instr.inputs[0])
@@ -479,10 +434,10 @@ def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:
 
 
 _HANDLERS: dict[str, Callable[[StageCodeBuilder, Instr], None]] = {
-    "load": _load,
+    "load": lower_load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink", "sink_at"), outputs.lower_output),
-    "load_slice": lower_load_slice,
+    "load_slice": lower_load,
     "store_slice": lower_store_slice,
     "row_index": _row_index,
     "gather": lower_table,

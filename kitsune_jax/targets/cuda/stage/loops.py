@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kitsune_jax.errors import CannotLower
@@ -17,17 +17,17 @@ from kitsune_jax.targets.cuda import ir, pack
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions, split
-from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder, read_by
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
 # --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 
 _MOST_KEPT = 32  # registers of a streamed value that is kept for all iterations; wider ones are read from their arrays again
-Body = Callable[[StageCodeBuilder, Sequence[Instr]], None]
+_Kept = st.InImage | st.InRegisters  # the home of a value that passes from one iteration to the next
 
 
-def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> None:
-    """Lower ``instr``, with ``lower_body`` for its body.
+def _lower_counted_loop(at: StageCodeBuilder, instr: Instr) -> None:
+    """Lower ``instr`` and its body.
 
     A carry has registers for as long as the loop runs, or an image in shared memory if it does not fit. Values that the body reads
     from outside get homes before the loop begins, because pending values would be evaluated, and kept, inside. All next carries are
@@ -91,17 +91,14 @@ def _shift(at: StageCodeBuilder, instr: Instr) -> tuple[Address, int, str, int] 
 
 def _outer_values(block: Block) -> list[int]:
     """Values that the body reads but does not make."""
-    inside, read = set[int](), dict[int, None]()
-    made = [*block.carries, block.index]
+    made, read = {block.index, *block.carries}, list[int]()
     for i in walk(block.body):
-        read.update(dict.fromkeys(i.inputs))
-        made += i.outputs
+        read += i.inputs
+        made.update(i.outputs)
         if i.block is not None:
-            made += [i.block.index, *i.block.carries]
-            read.update(dict.fromkeys(i.block.results))
-    read.update(dict.fromkeys(block.results))
-    inside.update(made)
-    return [v for v in read if v not in inside]
+            made.update((i.block.index, *i.block.carries))
+            read += i.block.results
+    return [v for v in dict.fromkeys((*read, *block.results)) if v not in made]
 
 
 def _give_home(at: StageCodeBuilder, v: int) -> None:
@@ -118,11 +115,9 @@ def _give_home(at: StageCodeBuilder, v: int) -> None:
             at.materialize(v)
         case st.InArray() if not value.row and value.registers <= _MOST_KEPT:
             at.materialize(v)
-        case st.Splat(of):
-            _give_home(at, of)
-        case st.Parts(parts):
-            for part, _, _ in parts:
-                _give_home(at, part)
+        case st.Splat() | st.Parts():
+            for x in read_by(value.home):
+                _give_home(at, x)
 
 
 def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
@@ -135,18 +130,36 @@ def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
     if value.row:
         at.set_row(carry, at.row(initial))
         return carry
-    ref = Ref("h", carry)
-    if carry in at.shape.images:
-        image, owner = Ref("image", carry), Ref("v", carry)
-        at.once_per_tile(ir.Image(image))
-        at.add(ir.Alive(owner, 0))
-        at.evaluate(value.width, [Keep(initial, image, value.form, to=image, push=True, reads=1)])
-        at.settle(carry, st.InImage(image, value.form, owner))
-    else:
-        at.evaluate(value.width, [Keep(initial, ref, value.form, push=True, reads=1)])
-        at.add(ir.Alive(ref, value.registers))
-        at.settle(carry, st.InRegisters(ref, value.form, ref))
+    in_image = carry in at.shape.images
+    home = _image(carry, value.form) if in_image else _registers(Ref("h", carry), value.form)
+    _copy_to_new(at, initial, home)
+    at.settle(carry, home)
     return carry
+
+
+def _image(v: int, form: str) -> st.InImage:
+    return st.InImage(Ref("image", v), form, Ref("v", v))
+
+
+def _registers(ref: Ref, form: str) -> st.InRegisters:
+    return st.InRegisters(ref, form, ref)
+
+
+def _copy_to_new(at: StageCodeBuilder, v: int, home: _Kept, reads: int = 1) -> None:
+    """Copy ``v`` to ``home``, which nothing has used before. ``reads``: instructions that then read the copy."""
+    value, in_image = at.value(v), isinstance(home, st.InImage)
+    if in_image:
+        at.once_per_tile(ir.Image(home.ref))
+        at.add(ir.Alive(home.owner, 0))
+    at.evaluate(value.width, [_written(v, home, reads)])
+    if not in_image:
+        at.add(ir.Alive(home.owner, value.registers))
+
+
+def _written(v: int, home: _Kept, reads: int = 1, over: bool = False) -> Keep:
+    """The action that writes ``v`` to ``home``. ``over``: over the registers of a value that is no longer read."""
+    image = home.ref if isinstance(home, st.InImage) else None
+    return Keep(v, home.ref, home.form, to=image, push=True, reads=reads, over=over and image is None)
 
 
 def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Sequence[int]) -> None:
@@ -163,7 +176,7 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
     alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # the accumulators of one product at a time are alive
     later = {carry for _, some in alone for carry in some}
     for width, some in (*_by_width(at, [carry for carry, _ in direct if carry not in later]), *alone):
-        at.evaluate(width, [_overwrite(at, carry, made) for carry, made in direct if carry in some])
+        at.evaluate(width, [_written(made, _home(at, carry), over=True) for carry, made in direct if carry in some])
         at.add(*(ir.Alive(_home(at, carry).owner) for carry in some))
     for carry, made in copied:
         _copy(at, carry, made)
@@ -214,30 +227,15 @@ def _reads(at: StageCodeBuilder, v: int, carry: int) -> bool:
     """Does the pending value ``v`` read ``carry``?"""
     if v == carry:
         return True
-    match at.value(v).home:
-        case st.Expression(_, operands):
-            return any(_reads(at, x, carry) for x in operands)
-        case st.Multiply(pieces=pieces, start=start):
-            return any(_reads(at, x, carry) for x in (*pieces, *(() if start is None else (start,))))
-        case st.Parts(parts):
-            return any(_reads(at, x, carry) for x, _, _ in parts)
-        case st.Splat(of):
-            return _reads(at, of, carry)
-    return False
+    home = at.value(v).home
+    pieces = home.pieces if isinstance(home, st.Multiply) else ()
+    return any(_reads(at, x, carry) for x in (*pieces, *read_by(home)))
 
 
-def _home(at: StageCodeBuilder, carry: int) -> st.InImage | st.InRegisters:
+def _home(at: StageCodeBuilder, carry: int) -> _Kept:
     home = at.value(carry).home
     assert isinstance(home, (st.InImage, st.InRegisters))
     return home
-
-
-def _overwrite(at: StageCodeBuilder, carry: int, made: int) -> Keep:
-    """The action that writes ``made`` to the home of ``carry``."""
-    form, home = at.value(carry).form, _home(at, carry)
-    if isinstance(home, st.InImage):
-        return Keep(made, home.ref, form, to=home.ref, push=True, reads=1)
-    return Keep(made, home.ref, form, push=True, reads=1, over=True)
 
 
 def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
@@ -262,10 +260,9 @@ def _in_registers(at: StageCodeBuilder, v: int) -> int:
     """A copy of ``v`` in registers."""
     value = at.value(v)
     copy = at.unnamed(dataclasses.replace(value, home=None))
-    ref = Ref("c", v, f"_{-copy}")
-    at.evaluate(value.width, [Keep(v, ref, value.form, push=True, reads=1)])
-    at.add(ir.Alive(ref, value.registers))
-    at.settle(copy, st.InRegisters(ref, value.form, ref))
+    home = _registers(Ref("c", v, f"_{-copy}"), value.form)
+    _copy_to_new(at, v, home)
+    at.settle(copy, home)
     return copy
 
 
@@ -273,7 +270,7 @@ def _copy(at: StageCodeBuilder, carry: int, made: int) -> None:
     """Copy ``made``, which has registers or an image, to the home of ``carry``."""
     to = at.value(carry)
     if isinstance(to.home, st.InImage):
-        at.evaluate(to.width, [_overwrite(at, carry, made)])
+        at.evaluate(to.width, [_written(made, to.home)])
         at.add(ir.Alive(to.home.owner))
         return
     if isinstance(at.value(made).home, st.InImage):
@@ -323,42 +320,23 @@ def _run_at(program: TileProgram, tile: Sequence[Instr], readers: dict[int, list
     for period in range(1, min(_LONGEST, len(tile) - at) + 1):
         if at + period < len(tile) and tile[at + period].kind != "matmul":
             continue
-        segments, exits = [], []
-        entry = tile[at].inputs[0]
-        start, wanted = at, None
-        while start + period <= len(tile):
-            segment = tuple(tile[start : start + period])
+        segments, exits = list[tuple[Instr, ...]](), list[int]()
+        entry, wanted = tile[at].inputs[0], None
+        for start in range(at, len(tile) - period + 1, period):
+            segment, inside = tuple(tile[start : start + period]), range(start, start + period)
             signature = _signature(program, segment, entry)
             (exit_,) = segment[-1].outputs or (-1,)
-            if signature is None or wanted not in (None, signature) or not _is_closed(segment, start, readers, exit_):
+            if signature is None or wanted not in (None, signature) or program.values[exit_] != program.values[entry]:
                 break
-            if program.values[exit_] != program.values[entry]:
+            own = [v for i in segment for v in i.outputs if v != exit_] + exits[-1:]  # what only this layer may read
+            if any(k not in inside for v in own for k in readers.get(v, ())):
                 break
-            wanted = signature
+            wanted, entry = signature, exit_
             segments.append(segment)
             exits.append(exit_)
-            entry, start = exit_, start + period
-        while len(segments) > 1 and not _feeds_next_only(segments, exits, at, period, readers):
-            segments.pop()
-            exits.pop()
         if len(segments) > 1:
             return Run(tuple(segments), tile[at].inputs[0], tuple(exits))
     return None
-
-
-def _is_closed(segment: Sequence[Instr], start: int, readers: dict[int, list[int]], exit_: int) -> bool:
-    """Are all values of the segment, except its last, read only inside of it?"""
-    inside = range(start, start + len(segment))
-    return all(k in inside for i in segment for v in i.outputs if v != exit_ for k in readers.get(v, ()))
-
-
-def _feeds_next_only(segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]) -> bool:
-    """Is the result of each layer, except the last, read only by the next layer?"""
-    for k, v in enumerate(exits[:-1]):
-        first = at + (k + 1) * period
-        if any(r not in range(first, first + period) for r in readers.get(v, ())):
-            return False
-    return True
 
 
 def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tuple[Any, ...] | None:
@@ -391,29 +369,42 @@ _ALL = 1 << 30  # readers: all readers of a layer's result read what the loop pa
 
 def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     """Lower all layers of ``run`` as a ``LayerLoop`` with the body of the first layer. The operands of all layers are packed at
-    equal distances; the value that passes from layer to layer has its own registers, or two images that alternate."""
+    equal distances. The value that passes from layer to layer has its own registers, to which a layer's result is copied, or two
+    images that alternate."""
     entry, out = at.root(run.entry), at.root(run.exits[0])
     value = at.value(entry)
     if value.row:
         raise CannotLower("a loop over layers of one column has no code on the GPU")
-    in_images = bool(at.shape.images & {entry, out})
-    if in_images:
+    reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
+    images = [_image(v, value.form) for v in (entry, out)] if at.shape.images & {entry, out} else []
+    inside: _Kept = _registers(Ref("h", entry), value.form)
+    after = inside
+    if images:
         at.must_be_images |= {entry, out}
-    handover = _LayerImages(at, run, entry, out) if in_images else _LayerRegisters(at, run, entry)
-    handover.enter()
+        for image in images:
+            at.once_per_tile(ir.Image(image.ref))
+        inside, after = dataclasses.replace(images[0], ref=Ref("image", entry, "_in")), images[len(run.segments) % 2]
+    _copy_to_new(at, entry, images[0] if images else inside, reads)
+    at.add(*(ir.Alive(image.owner, 0) for image in images[1:]))
     first_weight, per_layer = len(at.weights), sum(i.kind == "matmul" for i in run.segments[0])
     _vectors(at, run)
     _weights(at, run)
     with at.body_of_loop() as body:
-        at.settle(entry, handover.inside())
+        at.add(*([ir.TurnImages(*(image.ref for image in images))] if images else ()))
+        at.settle(entry, inside)
         for instr in run.segments[0]:
             instructions.lower_instruction(at, instr)
-        handover.pass_on(out)
+        if images:
+            at.evaluate(value.width, [_written(out, dataclasses.replace(inside, ref=Ref("image", entry, "_out")), _ALL)])
+            at.add(*(ir.Alive(image.owner) for image in images))
+        else:
+            at.materialize(out)
+            _copy(at, entry, out)
     at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
     at.values[entry] = value
-    at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=handover.after())
+    at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=after)
 
 
 def _vectors(at: StageCodeBuilder, run: Run) -> None:
@@ -434,64 +425,6 @@ def _weights(at: StageCodeBuilder, run: Run) -> None:
     """Add the recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
     at.next_weight = len(at.weights)
     at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
-
-
-class _LayerRegisters:
-    """The value that passes from layer to layer, in registers: a layer's result is copied to where the next layer reads it."""
-
-    def __init__(self, at: StageCodeBuilder, run: Run, entry: int):
-        self.at, self.entry, self.value = at, entry, at.value(entry)
-        self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # of the first layer
-        self.ref = Ref("h", entry)
-
-    def enter(self) -> None:
-        self.at.evaluate(self.value.width, [Keep(self.entry, self.ref, self.value.form, push=True, reads=self.reads)])
-        self.at.add(ir.Alive(self.ref, self.value.registers))
-
-    def inside(self) -> st.InRegisters | st.InImage:
-        return st.InRegisters(self.ref, self.value.form, self.ref)
-
-    def pass_on(self, out: int) -> None:
-        self.at.materialize(out)
-        made = self.at.value(out).home
-        assert isinstance(made, st.InRegisters)
-        copy = ir.CopyRegisters(self.ref, made.ref, self.value.registers)
-        self.at.add(copy, ir.Alive(made.owner), ir.Alive(self.ref))
-
-    def after(self) -> st.InRegisters | st.InImage:
-        return self.inside()
-
-
-class _LayerImages:
-    """The value that passes from layer to layer, in two images in shared memory, which alternate."""
-
-    def __init__(self, at: StageCodeBuilder, run: Run, entry: int, out: int):
-        self.at, self.value = at, at.value(entry)
-        self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
-        self.values, self.layers = (entry, out), len(run.segments)
-        self.refs = tuple(Ref("image", v) for v in self.values)
-        self.owners = tuple(Ref("v", v) for v in self.values)
-
-    def enter(self) -> None:
-        for ref in self.refs:
-            self.at.once_per_tile(ir.Image(ref))
-        self.at.add(ir.Alive(self.owners[0], 0))
-        first = self.refs[0]
-        self.at.evaluate(self.value.width, [Keep(self.values[0], first, self.value.form, to=first, push=True, reads=self.reads)])
-        self.at.add(ir.Alive(self.owners[1], 0))
-
-    def inside(self) -> st.InRegisters | st.InImage:
-        self.at.add(ir.TurnImages(*self.refs))
-        return st.InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
-
-    def pass_on(self, out: int) -> None:
-        to = Ref("image", self.values[0], "_out")
-        self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
-        self.at.add(*map(ir.Alive, self.owners))
-
-    def after(self) -> st.InRegisters | st.InImage:
-        last = self.layers % 2
-        return st.InImage(self.refs[last], self.value.form, self.owners[last])
 
 
 # --- All instructions -------------------------------------------------------------------------------------------------------------
@@ -522,10 +455,10 @@ def lower_body(at: StageCodeBuilder, instrs: Sequence[Instr]) -> None:
     for i in instrs:
         if i in runs:
             lower_layers(at, runs[i])
-        elif i in in_loops or i in at.done:
+        elif i in in_loops:
             continue
         elif i.kind == "loop":
-            lower_counted_loop(at, i, lower_body)
+            _lower_counted_loop(at, i)
         else:
             instructions.lower_instruction(at, i)
     at.instrs = around
