@@ -16,7 +16,7 @@ from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
-from kitsune_jax.targets.cuda.stage import columns, instructions, split
+from kitsune_jax.targets.cuda.stage import columns, instructions
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder, read_by
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
@@ -47,10 +47,10 @@ def _lower_counted_loop(at: StageCodeBuilder, instr: Instr) -> None:
     at.repeated = True
     known = at.gathered
     with at.body_of_loop() as body:
-        split.begin_all_gathers(at, block.body, carries)
+        instructions.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
-        split.release_entries(at, known)
+        instructions.release_entries(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
     at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
