@@ -825,7 +825,6 @@ class InArray(Home):
     """Rows of a streamed input array."""
 
     rows: Rows
-    array: int
 
 
 class InVector(Home):

@@ -27,12 +27,14 @@ from kitsune_jax.planning.stages import (
     with_makers,
 )
 from kitsune_jax.targets.cuda.planning.cost import (
+    ELEMENTWISE,
     GpuCost,
     StageSteps,
     Storage,
     TileWork,
     entry_bytes,
     is_splittable,
+    largest_storage,
     loops_of,
     matmul_efficiency,
     most_split,
@@ -83,8 +85,7 @@ class GpuRegion:
         gathered, far = self.cost.gathered_bytes()
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
-        near = moved <= machine.shared_bytes // 2  # results of the kernel before are still in the L2
-        dram = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
+        dram = moved / machine.bandwidth(moved)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = max((moved + near_bytes) / machine.shared_bandwidth, self.cost.atomic_seconds())  # traffic of memory passes the L2 too
         bound = a.bound
@@ -136,8 +137,6 @@ class GpuRegion:
 
 # --- Stages split and grouped; they stay in topological order, and only makers may be in several stages ---------------------------
 
-_ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
-
 
 def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
     """``stage`` as up to three stages, so that its matmul is among only elementwise ops and can be split by columns.
@@ -159,7 +158,7 @@ def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int]
     body, rest = {dot}, set[int]()
     for i in ops:
         before = {cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer}
-        here = cost.family(i) in _ELEMENTWISE and i not in cost.sinks and cost.row_size(cost.graph.ops[i].outputs[0]) == columns
+        here = cost.family(i) in ELEMENTWISE and i not in cost.sinks and cost.row_size(cost.graph.ops[i].outputs[0]) == columns
         if before & rest or (before & body and not here):
             rest.add(i)
         elif before & body:
@@ -172,7 +171,7 @@ def _ops_before(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[
     front: set[int] = set()
     for i in reversed(ops):
         readers = {c for v in cost.graph.ops[i].outputs for c in cost.readers.get(v, ())}
-        columnwise = cost.family(i) in _ELEMENTWISE and all(v not in cost.producer for v in cost.graph.ops[i].inputs)
+        columnwise = cost.family(i) in ELEMENTWISE and all(v not in cost.producer for v in cost.graph.ops[i].inputs)
         if readers and readers <= rest:
             rest.add(i)
         elif readers <= body | rest and columnwise:
@@ -515,11 +514,10 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
         rings = sum(x.ring_bytes for x in _exchanged(cost, ops))
         busy = -(-region.tiles // machine.clusters(size))  # more lanes would have no tile
         for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
-            placed = [StageSteps(body, body.region.ops, size, True).storage(registers, lanes) for _, body in loops_of(cost, ops)]
-            storages = [s for s in placed if s is not None]
-            if len(storages) < len(placed):
+            bodies = [StageSteps(body, body.region.ops, size, True) for _, body in loops_of(cost, ops)]
+            storage = largest_storage(bodies, registers, lanes)
+            if storage is None:
                 continue
-            storage = max(storages, key=lambda s: s.image_bytes)
             need = shared_bytes(cost, ops, storage, lanes, weights, rings)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
@@ -653,14 +651,5 @@ def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int
     fetched = replicas * size * packed_bytes(cost, ops, size)
     name = stage_name(cost, 0, ops)
     stage = Stage(name, ops, resource_of(cost, ops), size, work.period(lanes, machine.tile_seconds), split=size)
-    return Arranged(
-        "spatial",
-        (stage,),
-        (),
-        replicas,
-        size,
-        lanes,
-        busy=work.busy(-(-region.tiles // replicas), lanes, machine.tile_seconds) + fetched / machine.shared_bandwidth,
-        l2_bytes=float(fetched),
-        bound=name,
-    )
+    busy = work.busy(-(-region.tiles // replicas), lanes, machine.tile_seconds) + fetched / machine.shared_bandwidth
+    return Arranged("spatial", (stage,), (), replicas, size, lanes, busy, float(fetched), name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypeVar
 
 from kitsune_jax.ops.graph import Graph, Op
@@ -21,9 +22,10 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, Access, DotWork, RegionCost, itemsize, round_up
 from kitsune_jax.planning.plan import KIB
 from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
+from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary, rounded_results
 from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, TILE_ROWS, padded, table_bytes
 
@@ -103,6 +105,12 @@ class GpuCost(RegionCost):
             return FOLD_SLOTS if self._near(i) else TABLE_SLOTS
         return ATOMIC_SLOTS if may_differ(self.graph.ops[i]) else ATOMIC_FOLD_SLOTS
 
+    def row_fold_slots(self, i: int, access: Access) -> float:
+        """Instructions for a row of op ``i``, which folds by indices, or gathers (0), or makes a softmax sum."""
+        products, scores = self.scaling(i)
+        folded = self.elements(i) * self.fold_slots(i) if access.folds else 0.0
+        return products + scores * (FOLD_SLOTS + SCALING_SLOTS) + folded
+
     def scaling(self, i: int) -> tuple[int, int]:
         """(elements of a row to multiply, scores of a row to find the largest of) for a softmax sum, else (0, 0). Sums over the
         same scores find the largest only once."""
@@ -152,10 +160,7 @@ class GpuCost(RegionCost):
         machine, work, access = self.machine, self.work(i), self.access(i)
         if access is not None:
             # A row that is gathered costs no more than one that is loaded.
-            slots = self.elements(i) * self.fold_slots(i) if access.folds else 0.0
-            products, scores = self.scaling(i)
-            slots += products + scores * (FOLD_SLOTS + SCALING_SLOTS)
-            return rows * slots / machine.rate(machine.simt_rates, "other")
+            return rows * self.row_fold_slots(i, access) / machine.rate(machine.simt_rates, "other")
         if self.absorbed(i):
             return 0.0
         if work.dot is None:
@@ -263,15 +268,6 @@ def gradients_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
     return [dot for i in ops if i in cost.sinks and (dot := cost.work(i).dot) is not None]
 
 
-def slab(columns: int, split: int) -> int:
-    """Columns of each of ``split`` slabs.
-
-    >>> slab(1408, 22), slab(100, 1)
-    (64, 100)
-    """
-    return columns if split == 1 else columns // split
-
-
 def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1, batches: bool = False) -> int:
     """A CTA's share of the packed weights that the matmuls of ``ops``, and of the bodies of loops among them, read. ``batches``:
     count the weights of every batch, not of one."""
@@ -316,17 +312,6 @@ _COPY_SLOTS = 8  # instructions to copy 16 bytes: an address, a place, the copy 
 _PRODUCT_SLOTS = 64  # instructions of an mma.sync and its share of ldmatrix, over the 32 threads of a warp
 _SUM_SLOTS = 4  # instructions for a sum: to shared memory, and from there to its destination
 _MMA_ROWS, _MMA_COLUMNS, _DEPTH_BYTES = 16, 8, 32  # of an mma.sync
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProductWork:
-    """Work of a tile. ``flops``: padded products. ``slots``: instructions. ``shared``: bytes moved by shared memory. ``cycles``: a
-    lane waits so long while all engines are free for other lanes."""
-
-    flops: float
-    slots: float
-    shared: float
-    cycles: float
 
 
 def row_products_of(cost: RegionCost, ops: Iterable[int]) -> list[int]:
@@ -386,7 +371,9 @@ def product_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
     return max((_node(cost, i).bytes for i in row_products_of(cost, ops)), default=0)
 
 
-def product_work(cost: RegionCost, i: int) -> ProductWork:
+def _product_work(cost: RegionCost, i: int) -> tuple[float, float, float, float]:
+    """(padded products, instructions, bytes moved by shared memory, cycles that a lane waits while all engines are free for other
+    lanes) of a tile."""
     dot, (x, y) = _dot(cost, i), cost.graph.ops[i].inputs
     size = itemsize(dot.dtype)
     m, n, k = round_up(dot.m, _MMA_ROWS), round_up(dot.n, _MMA_COLUMNS), round_up(dot.k, _DEPTH_BYTES // size)
@@ -397,13 +384,13 @@ def product_work(cost: RegionCost, i: int) -> ProductWork:
     slots = copied / 16 * _COPY_SLOTS + products * _PRODUCT_SLOTS + sums * _SUM_SLOTS
     rows = TILE_ROWS // 4  # of each warp, one after the other
     shared = TILE_ROWS * (copied + multiplied + 8.0 * sums)
-    return ProductWork(2.0 * TILE_ROWS * m * n * k, TILE_ROWS * slots, shared, rows * _ROW_CYCLES)
+    return 2.0 * TILE_ROWS * m * n * k, TILE_ROWS * slots, shared, rows * _ROW_CYCLES
 
 
 # --- Stages that several CTAs share, each with a slab of the result's columns -----------------------------------------------------
 
 _ANCHORS = frozenset({"dot", "reduce", "argreduce", "cumulative"})
-_ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
+ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
 
 
 def most_split(cost: RegionCost, ops: Sequence[int], split: int) -> int:
@@ -411,8 +398,8 @@ def most_split(cost: RegionCost, ops: Sequence[int], split: int) -> int:
     if split == 1 or not is_splittable(cost, ops):
         return 1
     gradients = gradients_of(cost, ops)
-    if gradients:
-        return useful_gradient_split(gradients[0].m, gradients[0].n, split)
+    if gradients:  # the columns of either operand may be split
+        return max(useful_split(n, split) for n in (gradients[0].m, gradients[0].n))
     return useful_split(dots_of(cost, ops)[0].n, split)
 
 
@@ -431,13 +418,13 @@ def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
         return _separate_operands(cost, others, anchors[0])
     columns = cost.row_size(cost.graph.ops[anchors[0]].outputs[0])
     after = _dependents(cost, ops, anchors[0])
-    elementwise = all(cost.family(i) in _ELEMENTWISE for i in ops if i != anchors[0])
+    elementwise = all(cost.family(i) in ELEMENTWISE for i in ops if i != anchors[0])
     return elementwise and all(cost.row_size(v) in (1, columns) for i in after for v in cost.graph.ops[i].outputs)
 
 
 def _separate_operands(cost: RegionCost, ops: Sequence[int], gradient: int) -> bool:
     """Do the operands of a weight gradient share no value in the stage? Only the columns of one of them are split over CTAs."""
-    if any(cost.family(i) not in _ELEMENTWISE for i in ops if i != gradient):
+    if any(cost.family(i) not in ELEMENTWISE for i in ops):
         return False
     reach = []
     for v in cost.graph.ops[gradient].inputs:
@@ -448,8 +435,8 @@ def _separate_operands(cost: RegionCost, ops: Sequence[int], gradient: int) -> b
             if v in seen or not cost.streamed(v) or cost.row_size(v) == 1:
                 continue
             seen.add(v)
-            touching = [i for i in ops if i != gradient and v in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)]
-            todo += [u for i in touching for u in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)]
+            touched = [(*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs) for i in ops]
+            todo += [u for values in touched if v in values for u in values]
         reach.append(seen)
     return not reach[0] & reach[1]
 
@@ -495,17 +482,7 @@ def useful_split(columns: int, split: int) -> int:
     >>> useful_split(1408, 25), useful_split(256, 3), useful_split(100, 4)
     (22, 2, 1)
     """
-    blocks = columns // BLOCK_COLUMNS if columns % BLOCK_COLUMNS == 0 else 1
-    return max(s for s in range(1, min(split, blocks) + 1) if blocks % s == 0)
-
-
-def useful_gradient_split(first: int, second: int, split: int) -> int:
-    """The largest number of CTAs, at most ``split``, that can share a gradient in whole blocks of 32 columns of either operand.
-
-    >>> useful_gradient_split(319, 256, 5), useful_gradient_split(63, 4, 8)
-    (4, 1)
-    """
-    return max(s for s in range(1, split + 1) if s == 1 or first % (BLOCK_COLUMNS * s) == 0 or second % (BLOCK_COLUMNS * s) == 0)
+    return max(s for s in range(1, split + 1) if s == 1 or columns % (BLOCK_COLUMNS * s) == 0)
 
 
 # --- Storage: registers and shared memory that a stage needs ----------------------------------------------------------------------
@@ -554,6 +531,13 @@ def shared_bytes(cost: RegionCost, ops: Sequence[int], storage: Storage, lanes: 
     return weights + vector_bytes(cost, ops) + lanes * (storage.image_bytes + rings) + _RESERVED_BYTES
 
 
+def largest_storage(bodies: Iterable[StageSteps], registers: int, lanes: int) -> Storage | None:
+    """The storage of the one of ``bodies`` that needs most shared memory for images; None where one has no storage."""
+    found = [steps.storage(registers, lanes) for steps in bodies]
+    fitting = [storage for storage in found if storage is not None]
+    return max(fitting, key=lambda s: s.image_bytes) if len(fitting) == len(found) else None
+
+
 class StageSteps:
     """The steps of a stage and the values that are kept between them. ``storage(registers, lanes)`` places these values in
     registers and shared memory. ``slabs``: in a split stage, values made before all products are split as well (in a loop).
@@ -596,7 +580,7 @@ class StageSteps:
         if dot.per_row:
             self.steps.append(_StageStep(_PRODUCT_REGISTERS, 1.0))
             return
-        columns = tiles.padded(slab(dot.n, self.split))
+        columns = tiles.padded(dot.n // self.split)
         chunks = -(-columns // tiles.CHUNK_COLUMNS)
         # A result of one chunk is rounded and packed in its accumulators; of several chunks, the earlier ones stay beside the last.
         self.steps.append(_StageStep(min(columns, tiles.CHUNK_COLUMNS) // 2, 1.0 - 1.0 / chunks))
@@ -634,7 +618,7 @@ class StageSteps:
                 root = self.root(v) if self.cost.streamed(v) else None
                 if root is not None and self.step[i] > self.step[self.producer[root]]:
                     dot = self.cost.work(i).dot
-                    times = -(-tiles.padded(slab(dot.n, self.split)) // tiles.CHUNK_COLUMNS) if dot else 1
+                    times = -(-tiles.padded(dot.n // self.split) // tiles.CHUNK_COLUMNS) if dot else 1
                     at = reads.setdefault(root, {})
                     at[self.step[i]] = max(at.get(self.step[i], 0), times)
         made: list[list[_LiveValue]] = [[] for _ in self.steps]
@@ -642,7 +626,7 @@ class StageSteps:
             born = self.step[self.producer[v]]
             columns = self.cost.row_size(v)
             if born or self.slabs:
-                columns = slab(columns, self.split)
+                columns //= self.split
             width, how = tiles.padded(columns), form(self.cost.graph.values[v].dtype)
             image = tiles.image_bytes(width, how)
             registers = 2 if columns == 1 else tiles.registers(width, how)
@@ -794,23 +778,21 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
     ops = [i for i in ops if i not in cost.step_sums]
     tensor, weights = 0.0, 0
     for dot in dots_of(cost, ops):
-        columns = padded(slab(dot.n, split))
+        columns = padded(dot.n // split)
         depth = round_up(dot.k * itemsize(dot.dtype), K_BYTES)
         tensor += 2.0 * TILE_ROWS * columns * (depth / itemsize(dot.dtype)) / machine.rate(machine.tensor_rates, dot.dtype)
         weights += columns * depth  # every warpgroup reads all of B from shared memory
     for dot in gradients_of(cost, ops):
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
-    products = [(i, product_work(cost, i)) for i in row_products_of(cost, ops)]
-    for i, product in products:
-        tensor += product.flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
     slots, special = _slots(cost, ops, split)
-    slots += sum(product.slots for _, product in products)
-    per_second = machine.rate(machine.simt_rates, "other")
-    moved = weights + storage.image_traffic + sum(product.shared for _, product in products)
-    alone = sum(product.cycles for _, product in products) / machine.clock
-    issue = max(slots, special * SPECIAL_SLOTS) / per_second
-    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
+    moved, cycles = float(weights + storage.image_traffic), 0.0
+    for i in row_products_of(cost, ops):
+        flops, issued, shared, waited = _product_work(cost, i)
+        tensor += flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
+        slots, moved, cycles = slots + issued, moved + shared, cycles + waited
+    issue = max(slots, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
+    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, cycles / machine.clock)
     for steps, body in loops_of(cost, ops):
         work = work.plus(steps, _step(body, storage, efficiency, split))
     return work
@@ -842,17 +824,15 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
             continue
         access = cost.access(i)
         if access is not None:
-            products, scores = cost.scaling(i)
-            slots += TILE_ROWS * (products + scores * (FOLD_SLOTS + SCALING_SLOTS))
-            special += TILE_ROWS * scores
-            slots += TILE_ROWS * cost.elements(i) * cost.fold_slots(i) if access.folds else 128 * access.count * _ADDRESS_SLOTS
+            special += TILE_ROWS * cost.scaling(i)[1]
+            slots += TILE_ROWS * cost.row_fold_slots(i, access) + (0 if access.folds else 128 * access.count * _ADDRESS_SLOTS)
             continue
         if cost.graph.ops[i].body is not None:
             continue
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")
         size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
-        elements = TILE_ROWS * slab(size, split)
+        elements = TILE_ROWS * (size // split)
         if family == "dot" and i in cost.sinks:
             dot = cost.work(i).dot
             assert dot is not None
@@ -882,3 +862,76 @@ def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool) -> 
     if arrangement == "spatial":
         return machine.rate(machine.spatial_efficiency, "other")
     return machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")
+
+
+# --- Work of a tile program -------------------------------------------------------------------------------------------------------
+
+_MOVED_SLOTS = 4.0  # instructions for an element that changes its place in a row: to shared memory and back, with the addresses
+
+
+class ProgramWork:
+    """The work of a tile of a program of one stage. Where the program has loops, ``times`` says how often a tile runs each body.
+
+    Unlike ``tile_work``, which counts the ops of a graph under the same assumptions, this counts instructions, so that blocks that
+    a loop skips cost nothing. ``coarse``: exponentials that only the special function unit computes (``stage/facts.py``).
+    """
+
+    def __init__(self, program: TileProgram, machine: GpuMachine, efficiency: float, coarse: frozenset[int]):
+        self.program, self.machine, self.efficiency, self.coarse = program, machine, efficiency, coarse
+        self.rounded = rounded_results(program)
+
+    def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
+        found = TileWork(0.0, 0.0, 0.0)
+        slots = special = numbers = 0.0
+        for i in body:
+            if i.block is not None:
+                found = found.plus(times(i), self.of(i.block.body, times))
+            elif i.kind == "matmul":
+                found = found.plus(1, self._product(i))
+            else:
+                each, functions, alone = self._slots(i)
+                slots, special = slots + each, special + functions
+                numbers += each if alone else 0.0
+        per_second = self.machine.rate(self.machine.simt_rates, "other")
+        issue = max(slots, special * SPECIAL_SLOTS) / per_second
+        return found.plus(1, TileWork(0.0, issue, 0.0, (DEPENDENT - 1) * numbers / per_second))
+
+    def weight_bytes(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> float:
+        """Of packed weights that a tile multiplies with."""
+        inside = sum(times(i) * self.weight_bytes(i.block.body, times) for i in body if i.block is not None)
+        return inside + sum(self._weight(i)[1] for i in body if i.kind == "matmul")
+
+    def _weight(self, instr: Instr) -> tuple[int, int]:
+        """(columns, bytes) of the packed weight of a product."""
+        x, (out,) = self.program.values[instr.inputs[0]], instr.outputs
+        k = math.prod(x.rows_first[d] for d in instr["x_contract"])
+        columns = padded(math.prod(self.program.values[out].shape))
+        return columns, columns * round_up(k * itemsize(x.dtype), K_BYTES)
+
+    def _product(self, instr: Instr) -> TileWork:
+        columns, size = self._weight(instr)
+        dtype, out = self.program.values[instr.inputs[0]].dtype, self.program.values[instr.outputs[0]]
+        machine = self.machine
+        tensor = 2.0 * TILE_ROWS * size / itemsize(dtype) / machine.rate(machine.tensor_rates, dtype) / self.efficiency
+        slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
+        return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
+
+    def _slots(self, instr: Instr) -> tuple[float, float, bool]:
+        """(instructions, special function results, is it one number for each row?) of an instruction on a tile."""
+        spec = OPS.get(instr.kind)
+        if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
+            return 0.0, 0.0, False
+        read = [self.program.values[v] for v in instr.inputs]
+        n = math.prod(self.program.values[instr.outputs[0]].shape)
+        numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
+        elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # each thread of a row computes the numbers of the row
+        if spec.family == "reduce" and not numbers:
+            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0, False
+        if spec.family == "convert":
+            return elements * CONVERT_SLOTS, 0.0, numbers
+        if spec.family == "pointwise":
+            fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
+            out = instr.outputs[0]
+            rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
+            return elements * (fast + rounding), elements * bool(spec.special), numbers
+        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False

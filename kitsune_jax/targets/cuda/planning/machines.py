@@ -39,57 +39,15 @@ class GpuMachine(Machine):
         """Clusters of ``size`` workers that are resident at once."""
         return min(dict(self.cluster_counts).get(size, self.workers), self.workers // size)
 
+    def bandwidth(self, moved: int) -> float:
+        """Bytes per second of a kernel that moves ``moved`` bytes: few enough of them are still in the L2, from the one before."""
+        return max(self.shared_bandwidth, self.dram_bandwidth) if moved <= self.shared_bytes // 2 else self.dram_bandwidth
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DataSheet:
-    """The numbers of a GPU that differ from model to model, each with its source. ``bf16_dense``, ``tf32_dense``: FLOP/s of all
-    SMs; ``dram``, ``l2_bandwidth``: bytes per second; ``l2``, ``smem``: bytes of the L2, and of the most shared memory of a CTA.
-    ``registers``, ``cluster``, ``vertical``, ``spatial``: ``lane_registers``, ``max_cluster`` and the two efficiencies of
-    ``GpuMachine``."""
 
-    name: str
-    sms: int
-    clock: float
-    bf16_dense: float
-    tf32_dense: float
-    dram: float
-    l2: int
-    l2_bandwidth: float
-    smem: int
-    registers: tuple[int, ...]
-    cluster: int
-    vertical: Rates
-    spatial: float
-    sources: tuple[tuple[str, str], ...]
-
-    def machine(self) -> GpuMachine:
-        half, single = self.bf16_dense / self.sms, self.tf32_dense / self.sms
-        lanes = (64 if self.cluster == 1 else 128) * self.clock  # FP32 lanes per SM: GA100 64, GH100 128 (whitepapers)
-        places = [Place("smem", 29 / self.clock, 128 * self.clock), Place("l2", 263 / self.clock, self.l2_bandwidth / self.sms)]
-        if self.cluster > 1:
-            places.insert(1, Place("cluster", 180 / self.clock, 3.3e12 / self.sms))
-        return GpuMachine(
-            name=self.name,
-            platform="cuda",
-            workers=self.sms,
-            clock=self.clock,
-            tensor_rates=(("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes)),
-            simt_rates=(("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes)),
-            vertical_efficiency=self.vertical,
-            spatial_efficiency=(("other", self.spatial),),
-            local_bytes=self.smem,
-            shared_bytes=self.l2,
-            shared_bandwidth=self.l2_bandwidth,
-            dram_bandwidth=self.dram,
-            places=tuple(places),
-            lane_registers=self.registers,
-            max_cluster=self.cluster,
-            cluster_counts=_HOPPER_CLUSTERS if self.cluster > 1 else (),
-            cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)) if self.cluster > 1 else (),
-            call_seconds=5e-6,
-            kernel_seconds=1.3e-6,
-            sources=self.sources,
-        )
+def _rates(half: float, single: float, lanes: float) -> dict[str, Rates]:
+    """The rates of an SM: 16-bit and tf32 products, and its FP32 lanes."""
+    tensor = (("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes))
+    return {"tensor_rates": tensor, "simt_rates": (("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes))}
 
 
 _HOPPER_SOURCES = (
@@ -118,54 +76,66 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
-# Registers of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of
-# the launch, and 240 leave them the same room for addresses.
-_HOPPER_REGISTERS = (240, 240, 160)
-_HOPPER_CLUSTERS = tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17))
-_H200 = DataSheet(
+H200 = GpuMachine(
     name="h200",
-    sms=132,
+    platform="cuda",
+    workers=132,
     clock=1.7e9,
-    bf16_dense=788e12,
-    tf32_dense=394e12,
-    dram=4.3e12,
-    l2=50 * MIB,
-    l2_bandwidth=5.5e12,
-    smem=227 * KIB,
-    registers=_HOPPER_REGISTERS,
-    cluster=16,
-    vertical=(("resident", 0.85), ("other", 0.88)),
-    spatial=0.80,
+    **_rates(788e12 / 132, 394e12 / 132, 128 * 1.7e9),  # FP32 lanes of an SM: GH100 128 (whitepaper)
+    vertical_efficiency=(("resident", 0.85), ("other", 0.88)),
+    spatial_efficiency=(("other", 0.80),),
+    local_bytes=227 * KIB,
+    shared_bytes=50 * MIB,
+    shared_bandwidth=5.5e12,
+    dram_bandwidth=4.3e12,
+    places=(
+        Place("smem", 29 / 1.7e9, 128 * 1.7e9),
+        Place("cluster", 180 / 1.7e9, 3.3e12 / 132),
+        Place("l2", 263 / 1.7e9, 5.5e12 / 132),
+    ),
+    # Of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of the
+    # launch, and 240 leave them the same room for addresses.
+    lane_registers=(240, 240, 160),
+    max_cluster=16,
+    cluster_counts=tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17)),
+    cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)),
+    call_seconds=5e-6,
+    kernel_seconds=1.3e-6,
     sources=(
         ("tensor_rates", "measured: bf16 788 TFLOP/s at 8192^3 on random data; tf32 half of it"),
         ("dram_bandwidth", "measured copy 4.3 TB/s (H200 data sheet: 4.8)"),
         *_HOPPER_SOURCES,
     ),
 )
-_H100 = dataclasses.replace(
-    _H200,
+H100 = dataclasses.replace(
+    H200,
     name="h100",
-    dram=3.0e12,
+    dram_bandwidth=3.0e12,
     sources=(
         ("tensor_rates", "as the H200: same die and clocks (H100 SXM5 data sheet: 989 TFLOP/s peak)"),
         ("dram_bandwidth", "H100 SXM5 data sheet 3.35 TB/s, at the H200's measured 90 %"),
         *_HOPPER_SOURCES,
     ),
 )
-_A100 = DataSheet(
+A100 = GpuMachine(
     name="a100",
-    sms=108,
+    platform="cuda",
+    workers=108,
     clock=1.41e9,
-    bf16_dense=280e12,
-    tf32_dense=140e12,
-    dram=1.5e12,
-    l2=40 * MIB,
-    l2_bandwidth=4.0e12,
-    smem=163 * KIB,
-    registers=(240, 168, 128),
-    cluster=1,
-    vertical=(("other", 0.80),),
-    spatial=0.75,
+    **_rates(280e12 / 108, 140e12 / 108, 64 * 1.41e9),  # FP32 lanes of an SM: GA100 64 (whitepaper)
+    vertical_efficiency=(("other", 0.80),),
+    spatial_efficiency=(("other", 0.75),),
+    local_bytes=163 * KIB,
+    shared_bytes=40 * MIB,
+    shared_bandwidth=4.0e12,
+    dram_bandwidth=1.5e12,
+    places=(Place("smem", 29 / 1.41e9, 128 * 1.41e9), Place("l2", 263 / 1.41e9, 4.0e12 / 108)),
+    lane_registers=(240, 168, 128),
+    max_cluster=1,
+    cluster_counts=(),
+    cluster_bandwidth=(),
+    call_seconds=5e-6,
+    kernel_seconds=1.3e-6,
     sources=(
         ("tensor_rates", "A100 data sheet 312 TFLOP/s bf16 and 156 TFLOP/s tf32, at 90 %"),
         ("dram_bandwidth", "arXiv 2502.18403: 1.5 TB/s; 54 L2 queues moved 2 TB/s"),
@@ -175,7 +145,6 @@ _A100 = DataSheet(
         ("vertical_efficiency", "design value for mma.sync kernels"),
     ),
 )
-H200, H100, A100 = _H200.machine(), _H100.machine(), _A100.machine()
 
 _MOST_GPCS = 8  # of GA100 and GH100 (whitepapers): a cluster lies in one GPC, and GPCs differ in their number of SMs
 _MOST_SHARED = 227 * KIB  # bytes of a CTA on any device (CUDA programming guide, compute capability 9.0)

@@ -11,15 +11,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.reduce import ONLINE, any_order
 from kitsune_jax.ops.spec import DTYPES
-from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import itemsize, left_region, round_up
+from kitsune_jax.planning.cost import itemsize, left_region
 from kitsune_jax.planning.plan import Ahead, GpuPlan, Infeasible, Stage, size_text
 from kitsune_jax.planning.stages import Inner, Ops, finest, inner_of, orders_of, resource_of, stage_name
 from kitsune_jax.planning.streams import Region
@@ -31,19 +30,13 @@ from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
 from kitsune_jax.targets.cuda.planning.arrangements import Arranged, GpuRegion, over_clusters, spatial
 from kitsune_jax.targets.cuda.planning.cost import (
-    CONVERT_SLOTS,
-    DEPENDENT,
-    K_BYTES,
-    QUAD,
-    ROUND_SLOTS,
-    ROW_SLOTS,
-    SPECIAL_SLOTS,
     GpuCost,
+    ProgramWork,
     StageSteps,
     Storage,
-    TileWork,
     dots_of,
     fed_by,
+    largest_storage,
     loops_of,
     matmul_efficiency,
     packed_bytes,
@@ -54,81 +47,7 @@ from kitsune_jax.targets.cuda.planning.cost import (
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.xla import baseline
 from kitsune_jax.targets.cuda.stage import facts
-from kitsune_jax.targets.cuda.stage.simplify import rounded_results
-from kitsune_jax.targets.cuda.tiles import TILE_ROWS, padded
-
-# --- Work of a tile program -------------------------------------------------------------------------------------------------------
-
-_MOVED_SLOTS = 4.0  # instructions for an element that changes its place in a row: to shared memory and back, with the addresses
-
-
-class ProgramWork:
-    """The work of a tile of a program of one stage. Where the program has loops, ``times`` says how often a tile runs each body.
-
-    Unlike ``tile_work``, which counts the ops of a graph under the same assumptions, this counts instructions, so that blocks that
-    a loop skips cost nothing. ``coarse``: exponentials that only the special function unit computes (``stage/facts.py``).
-    """
-
-    def __init__(self, program: TileProgram, machine: GpuMachine, efficiency: float, coarse: frozenset[int]):
-        self.program, self.machine, self.efficiency, self.coarse = program, machine, efficiency, coarse
-        self.rounded = rounded_results(program)
-
-    def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
-        found = TileWork(0.0, 0.0, 0.0)
-        slots = special = numbers = 0.0
-        for i in body:
-            if i.block is not None:
-                found = found.plus(times(i), self.of(i.block.body, times))
-            elif i.kind == "matmul":
-                found = found.plus(1, self._product(i))
-            else:
-                each, functions, alone = self._slots(i)
-                slots, special = slots + each, special + functions
-                numbers += each if alone else 0.0
-        per_second = self.machine.rate(self.machine.simt_rates, "other")
-        issue = max(slots, special * SPECIAL_SLOTS) / per_second
-        return found.plus(1, TileWork(0.0, issue, 0.0, (DEPENDENT - 1) * numbers / per_second))
-
-    def weight_bytes(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> float:
-        """Of packed weights that a tile multiplies with."""
-        inside = sum(times(i) * self.weight_bytes(i.block.body, times) for i in body if i.block is not None)
-        return inside + sum(self._weight(i)[1] for i in body if i.kind == "matmul")
-
-    def _weight(self, instr: Instr) -> tuple[int, int]:
-        """(columns, bytes) of the packed weight of a product."""
-        x, (out,) = self.program.values[instr.inputs[0]], instr.outputs
-        k = math.prod(x.rows_first[d] for d in instr["x_contract"])
-        columns = padded(math.prod(self.program.values[out].shape))
-        return columns, columns * round_up(k * itemsize(x.dtype), K_BYTES)
-
-    def _product(self, instr: Instr) -> TileWork:
-        columns, size = self._weight(instr)
-        dtype, out = self.program.values[instr.inputs[0]].dtype, self.program.values[instr.outputs[0]]
-        machine = self.machine
-        tensor = 2.0 * TILE_ROWS * size / itemsize(dtype) / machine.rate(machine.tensor_rates, dtype) / self.efficiency
-        slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
-        return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
-
-    def _slots(self, instr: Instr) -> tuple[float, float, bool]:
-        """(instructions, special function results, is it one number for each row?) of an instruction on a tile."""
-        spec = OPS.get(instr.kind)
-        if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
-            return 0.0, 0.0, False
-        read = [self.program.values[v] for v in instr.inputs]
-        n = math.prod(self.program.values[instr.outputs[0]].shape)
-        numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
-        elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # each thread of a row computes the numbers of the row
-        if spec.family == "reduce" and not numbers:
-            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0, False
-        if spec.family == "convert":
-            return elements * CONVERT_SLOTS, 0.0, numbers
-        if spec.family == "pointwise":
-            fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
-            out = instr.outputs[0]
-            rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
-            return elements * (fast + rounding), elements * bool(spec.special), numbers
-        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False
-
+from kitsune_jax.targets.cuda.tiles import TILE_ROWS
 
 # --- Streams with batch axes, and rows processed in blocks: attention -------------------------------------------------------------
 
@@ -374,38 +293,32 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _VerticalChoice:
-    """``weights``: least bytes of shared memory for the weights; ``free``: bytes of a CTA's shared memory that stay unused."""
+class _Weights:
+    """How weights come to the CTAs of a ``cluster``: ``resident``, or streamed through a ring. ``bytes``: of a CTA's shared memory
+    at least."""
 
-    lanes: int
     cluster: int
     resident: bool
-    weights: int
-    free: int = 0
+    bytes: int
 
 
 def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
     packed = packed_bytes(cost, ops)
-    choices = [_VerticalChoice(0, 1, True, packed)]
-    loops = loops_of(cost, ops)
-    if packed and not loops:
-        ring = _RING_CHUNKS * _CHUNK_BYTES
-        choices += [_VerticalChoice(0, cluster, False, ring) for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
-    found: list[Arranged] = []
-    least: int | None = None
+    ways = [_Weights(1, True, packed)]
+    if packed and not loops_of(cost, ops):
+        clusters = [cluster for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
+        ways += [_Weights(cluster, False, _RING_CHUNKS * _CHUNK_BYTES) for cluster in clusters]
+    found, least = list[Arranged](), None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        storages = [steps.storage(registers, lanes) for steps in _steps(region, ops)]
-        fitting = [s for s in storages if s is not None]
-        if len(fitting) < len(storages):
+        storage = largest_storage(_steps(region, ops), registers, lanes)
+        if storage is None:
             continue
-        storage = max(fitting, key=lambda s: s.image_bytes)
-        for choice in choices:
-            need = shared_bytes(cost, ops, storage, lanes, choice.weights, 0)
+        for weights in ways:
+            need = shared_bytes(cost, ops, storage, lanes, weights.bytes, 0)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
-                choice = dataclasses.replace(choice, lanes=lanes, free=machine.local_bytes - need)
-                found.append(_arranged(region, ops, choice, storage))
+                found.append(_arranged(region, ops, storage, lanes, weights, machine.local_bytes - need))
     if found:
         return found
     if least is None:
@@ -415,32 +328,21 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     )
 
 
-def _arranged(region: GpuRegion, ops: Ops, choice: _VerticalChoice, storage: Storage) -> Arranged:
-    cost, machine = region.cost, region.machine
-    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", choice.resident))
-    replicas = max(1, min(machine.clusters(choice.cluster), -(-region.tiles // choice.cluster)))
-    ctas = replicas * choice.cluster
+def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights: _Weights, free: int) -> Arranged:
+    """The arrangement. ``free``: bytes of a CTA's shared memory that nothing else uses."""
+    cost, machine, cluster, resident = region.cost, region.machine, weights.cluster, weights.resident
+    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident))
+    replicas = max(1, min(machine.clusters(cluster), -(-region.tiles // cluster)))
+    ctas = replicas * cluster
     tiles = -(-region.tiles // ctas)
-    rounds = -(-tiles // choice.lanes)
-    independent = choice.lanes if choice.resident or _can_drift(cost, ops, choice) else 1
-    packed = packed_bytes(cost, ops)
+    independent = lanes if resident or _can_drift(cost, ops, weights.bytes + free) else 1
     # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
-    fetched = ctas * packed * (1.0 if choice.resident else rounds / choice.cluster)
+    fetched = ctas * packed_bytes(cost, ops) * (1.0 if resident else -(-tiles // lanes) / cluster)
     name = stage_name(cost, 0, ops)
-    stage = Stage(
-        name, ops, resource_of(cost, ops), choice.cluster, work.period(independent, machine.tile_seconds), resident=choice.resident
-    )
-    return Arranged(
-        "vertical",
-        (stage,),
-        (),
-        replicas,
-        choice.cluster,
-        choice.lanes,
-        busy=work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if choice.resident else 0.0),
-        l2_bytes=fetched,
-        bound=name,
-    )
+    period = work.period(independent, machine.tile_seconds)
+    stage = Stage(name, ops, resource_of(cost, ops), cluster, period, resident=resident)
+    busy = work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if resident else 0.0)
+    return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name)
 
 
 def _steps(region: GpuRegion, ops: Ops) -> list[StageSteps]:
@@ -449,13 +351,13 @@ def _steps(region: GpuRegion, ops: Ops) -> list[StageSteps]:
     return [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
 
 
-def _can_drift(cost: GpuCost, ops: Ops, choice: _VerticalChoice) -> bool:
-    """Can one lane be in an epilogue while another multiplies, although both take their weights from one ring?
+def _can_drift(cost: GpuCost, ops: Ops, ring: int) -> bool:
+    """Can one lane be in an epilogue while another multiplies, although both take their weights from one ring of ``ring`` bytes?
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring must hold the chunks of two.
     """
     depth = max(tiles.WeightShape((dot.k,), dot.n, dot.dtype).k_chunks for dot in dots_of(cost, ops))
-    return (choice.weights + choice.free) // _CHUNK_BYTES >= 2 * depth
+    return ring // _CHUNK_BYTES >= 2 * depth
 
 
 def _check_ops(cost: GpuCost) -> None:
@@ -533,7 +435,7 @@ def prefetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine
     """
     found: list[Ahead | None] = [None] * len(calls)
     inside = {i for call in calls for region, _ in call for i in region.ops}
-    if not force and sum(map(_bytes_of(graph), graph.inputs)) <= machine.shared_bytes // 2:
+    if not force and sum(_bytes(graph, v) for v in graph.inputs) <= machine.shared_bytes // 2:
         return found  # all arguments stay in the L2 from one run of the program to the next
     products = [p for i in range(len(graph.ops)) if i not in inside and (p := _product(graph, i, machine)) is not None]
     if not products or not calls:
@@ -551,40 +453,43 @@ def prefetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine
 
 def _prefetch(flow: _CallDependencies, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
     """The prefetch of the weight of ``product`` by call ``k``, if it gains enough."""
-    later = flow.after_call(k)
-    if product.op not in later.ops:
+    later = flow.dependents(-1 - k)
+    if product.op not in later:
         return None
-    may = later.minus(flow.after_op(product.op), product.op)
+    may = later - flow.dependents(product.op) - {product.op}
     must = flow.needed_by(product.op, later)
     seconds, moved = flow.seconds_and_bytes(must, machine)
-    gaps = machine.kernel_seconds * (1 + len(must.calls)) + max(0.0, seconds - moved / machine.dram_bandwidth)
+    gaps = machine.kernel_seconds * (1 + sum(n < 0 for n in must)) + max(0.0, seconds - moved / machine.dram_bandwidth)
     room = machine.shared_bytes // 2 - flow.seconds_and_bytes(may, machine)[1]
     wanted = product.size * (1 - machine.dram_bandwidth / max(machine.shared_bandwidth, machine.dram_bandwidth))
     fetched = int(min(wanted, gaps * machine.dram_bandwidth, room)) // PIECE_BYTES * PIECE_BYTES
     gained = fetched / machine.dram_bandwidth
-    whole = flow.seconds_of(k) + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
+    whole = (
+        sum(plan.seconds for _, plan in flow.calls[k]) + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
+    )
     if fetched <= 0 or not (force or gained >= min(_LEAST_SECONDS, _LEAST_SHARE * whole)):
         return None
-    size = _bytes_of(flow.graph)(product.value)
+    size = _bytes(flow.graph, product.value)
     return Ahead(product.value, size, product.first, product.size, fetched, product.op, machine.workers, gained)
 
 
 def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
     """Op ``i``, if it is a product that reads mostly one weight and takes as long as loading it."""
-    op, size = graph.ops[i], _bytes_of(graph)
+    op = graph.ops[i]
     if op.kind != "dot_general":
         return None
     values = [graph.values[v] for v in (*op.inputs, *op.outputs)]
     if any(v.dtype not in DTYPES or not all(isinstance(n, int) for n in v.shape) for v in values):
         return None
-    weight = max(op.inputs, key=size)
-    others = sum(size(v) for v in (*op.inputs, *op.outputs)) - size(weight)
+    weight = max(op.inputs, key=functools.partial(_bytes, graph))
+    size = _bytes(graph, weight)
+    others = sum(_bytes(graph, v) for v in (*op.inputs, *op.outputs)) - size
     flops = 2 * values[2].size * math.prod(values[0].shape[d] for d in op["lhs_contract"])
     rate = machine.rate(machine.tensor_rates, values[0].dtype) * machine.workers
-    if others > size(weight) // 4 or flops / rate > size(weight) / machine.dram_bandwidth:
+    if others > size // 4 or flops / rate > size / machine.dram_bandwidth:
         return None
     location = _location(graph, graph.producers(), weight)
-    return None if location is None else _Product(i, *location, size(weight))
+    return None if location is None else _Product(i, *location, size)
 
 
 def _location(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] | None:
@@ -614,77 +519,49 @@ def _start(op: Op, shape: tuple[int, ...]) -> int | None:
     return sum(start[d] * math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _bytes_of(graph: Graph) -> Callable[[int], int]:
-    """A function that gives the bytes of a value; 0 for a value that is no array."""
-
-    def size(v: int) -> int:
-        value = graph.values[v]
-        return value.size * itemsize(value.dtype) if value.dtype in DTYPES else 0
-
-    return size
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Nodes:
-    """Numbers of ops that XLA runs, and of calls."""
-
-    ops: frozenset[int]
-    calls: frozenset[int]
-
-    def minus(self, others: _Nodes, op: int) -> _Nodes:
-        return _Nodes(self.ops - others.ops - {op}, self.calls - others.calls)
+def _bytes(graph: Graph, v: int) -> int:
+    """Bytes of a value; 0 for a value that is no array."""
+    value = graph.values[v]
+    return value.size * itemsize(value.dtype) if value.dtype in DTYPES else 0
 
 
 class _CallDependencies:
-    """The order of ops and calls: which depend on which."""
+    """Which ops that XLA runs, by their numbers, and which calls depend on which. Call k has the number -1 - k."""
 
     def __init__(self, graph: Graph, calls: Sequence[Call]):
         self.graph, self.calls = graph, calls
-        self.consumers, self.producers = graph.consumers(), graph.producers()
-        self.owner = {i: k for k, call in enumerate(calls) for region, _ in call for i in region.ops}
-        self.results = [tuple(v for region, _ in call for v in region.outputs) for call in calls]
-        self.giver = {v: k for k, values in enumerate(self.results) for v in values}
-        self.after_call = functools.cache(lambda k: self._dependents(self.results[k], k))
-        self.after_op = functools.cache(lambda i: self._dependents(graph.ops[i].outputs, -1))
+        inside = {i for call in calls for region, _ in call for i in region.ops}
+        reads: dict[int, Sequence[int]] = {i: op.inputs for i, op in enumerate(graph.ops) if i not in inside}
+        makers = {v: i for i in reads for v in graph.ops[i].outputs}
+        for k, call in enumerate(calls):
+            reads[-1 - k] = [v for region, _ in call for v in region.inputs]
+            makers.update((v, -1 - k) for region, _ in call for v in region.outputs)
+        self.before = {n: {makers[v] for v in values if v in makers} - {n} for n, values in reads.items()}
+        self.after: dict[int, set[int]] = {n: set() for n in reads}
+        for n, found in self.before.items():
+            for m in found:
+                self.after[m].add(n)
+        self.dependents = functools.cache(lambda n: _reached(self.after, n, self.after.keys()))
 
-    def _dependents(self, values: Iterable[int], own: int) -> _Nodes:
-        """Everything that depends on ``values``, which are of call ``own``."""
-        ops, calls, work = set[int](), set[int](), list(values)
-        while work:
-            for i in self.consumers.get(work.pop(), ()):
-                k = self.owner.get(i)
-                if k is None:
-                    if i not in ops:
-                        ops.add(i)
-                        work += self.graph.ops[i].outputs
-                elif k != own and k not in calls:
-                    calls.add(k)
-                    work += self.results[k]
-        return _Nodes(frozenset(ops), frozenset(calls))
-
-    def needed_by(self, op: int, among: _Nodes) -> _Nodes:
+    def needed_by(self, op: int, among: Set[int]) -> Set[int]:
         """The nodes among ``among`` that ``op`` depends on."""
-        ops, calls, work = set[int](), set[int](), list(self.graph.ops[op].inputs)
-        while work:
-            v = work.pop()
-            k, i = self.giver.get(v), self.producers.get(v)
-            if k is not None:
-                if k in among.calls and k not in calls:
-                    calls.add(k)
-                    work += [x for region, _ in self.calls[k] for x in region.inputs]
-            elif i is not None and i in among.ops and i not in ops:
-                ops.add(i)
-                work += self.graph.ops[i].inputs
-        return _Nodes(frozenset(ops), frozenset(calls))
+        return _reached(self.before, op, among)
 
-    def seconds_of(self, k: int) -> float:
-        return sum(plan.seconds for _, plan in self.calls[k])
-
-    def seconds_and_bytes(self, nodes: _Nodes, machine: GpuMachine) -> tuple[float, int]:
+    def seconds_and_bytes(self, nodes: Set[int], machine: GpuMachine) -> tuple[float, int]:
         """(modelled seconds of XLA's kernels of the ops, bytes that these and the calls move)."""
-        size = _bytes_of(self.graph)
-        known = [i for i in sorted(nodes.ops) if self.graph.ops[i].kind not in ("opaque", "reshape")]
+        ops = sorted(n for n in nodes if n >= 0)
+        known = [i for i in ops if self.graph.ops[i].kind not in ("opaque", "reshape")]
         seconds, moved = baseline(GpuCost(self.graph, left_region(self.graph, known), machine)) if known else (0.0, 0)
-        unknown = [op for i in nodes.ops if (op := self.graph.ops[i]).kind == "opaque"]
-        moved += sum(size(v) for op in unknown for v in (*op.inputs, *op.outputs))
-        return seconds, moved + sum(plan.bytes_moved for k in nodes.calls for _, plan in self.calls[k])
+        unknown = [op for i in ops if (op := self.graph.ops[i]).kind == "opaque"]
+        moved += sum(_bytes(self.graph, v) for op in unknown for v in (*op.inputs, *op.outputs))
+        return seconds, moved + sum(plan.bytes_moved for n in nodes if n < 0 for _, plan in self.calls[-1 - n])
+
+
+def _reached(edges: dict[int, set[int]], start: int, among: Set[int]) -> Set[int]:
+    """The nodes that paths through ``among`` lead to from ``start``."""
+    found, work = set[int](), [start]
+    while work:
+        new = (edges[work.pop()] & among) - found
+        found |= new
+        work += new
+    return found

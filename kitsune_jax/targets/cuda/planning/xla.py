@@ -28,18 +28,15 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
             continue  # JAX's loop carries these sums; its steps add to them
         moved = kernel.moved(cost)
         total += moved
-        near = moved <= machine.shared_bytes // 2  # results of the kernel before are still in the L2
-        traffic = moved / (max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth)
         folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
-        traffic = max(traffic, folded / machine.shared_bandwidth)
+        traffic = max(moved / machine.bandwidth(moved), folded / machine.shared_bandwidth)
         compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
         seconds += machine.kernel_seconds + max(compute, traffic)  # a GPU overlaps the two
     for i in cost.region.ops:
         kernels, moved, folded = _scaling(cost, i)
         total += moved
-        near = moved <= machine.shared_bytes // 2
-        bandwidth = max(machine.shared_bandwidth, machine.dram_bandwidth) if near else machine.dram_bandwidth
-        seconds += kernels * machine.kernel_seconds + max(moved / bandwidth, folded / machine.shared_bandwidth)
+        traffic = max(moved / machine.bandwidth(moved), folded / machine.shared_bandwidth)
+        seconds += kernels * machine.kernel_seconds + traffic
     return seconds, total
 
 

@@ -20,22 +20,6 @@ from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Action, Expr, Keep, Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage.facts import Facts
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    Home,
-    InArray,
-    InImage,
-    InRegisters,
-    InVector,
-    LoopNumber,
-    Multiply,
-    Number,
-    Parts,
-    Splat,
-    StageValue,
-)
-
-# --- Lowering a stage -------------------------------------------------------------------------------------------------------------
 
 # A product reads inputs of at most so many blocks into registers before it starts, again for each product. Wider ones are loaded
 # during the product, which then waits for them.
@@ -53,6 +37,20 @@ class Shape:
     copies: bool = True
     images: frozenset[int] = frozenset()
     staged: frozenset[int] = frozenset()
+
+
+def read_by(home: st.Home | None) -> tuple[int, ...]:
+    """The values that a loop over the blocks of a value in ``home`` reads; products have read their operands before it."""
+    match home:
+        case st.Expression(_, operands):
+            return operands
+        case st.Splat(of):
+            return (of,)
+        case st.Parts(parts):
+            return tuple(part for part, _, _ in parts)
+        case st.Multiply(start=start) if start is not None:
+            return (start,)
+    return ()
 
 
 class StageCodeBuilder:
@@ -73,7 +71,7 @@ class StageCodeBuilder:
         self.weights: list[WeightRecipe] = []
         self.vectors: list[tuple[VectorRecipe, ...]] = []  # groups, whose members are adjacent
         self.tables: dict[int, None] = {}  # stationary values that are gathered from
-        self.values: dict[int, StageValue] = {}
+        self.values: dict[int, st.StageValue] = {}
         self.literals = dict(facts.program.literals)
         self.names, self.uses = dict(facts.names), facts.uses.copy()
         self.layer_vectors: dict[int, ir.Address] = {}
@@ -90,7 +88,7 @@ class StageCodeBuilder:
         self.repeated = False  # a loop body is being lowered
         self.panels: dict[int, tuple[int, int, int]] = {}  # offset of a panel -> (the value in it, its width, its end)
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
-        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/split.py``)
+        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/instructions.py``)
         self.counter = 0
 
     def add(self, *nodes: Node) -> None:
@@ -120,37 +118,37 @@ class StageCodeBuilder:
         self.uses[self.root(x)] += self.uses[v] - 1
         self.names[v] = x
 
-    def new(self, instr: Instr, home: Home | None = None) -> StageValue:
+    def new(self, instr: Instr, home: st.Home | None = None) -> st.StageValue:
         """The new value that ``instr`` makes."""
         (v,) = instr.outputs
         t = self.program.values[v]
         if t.dtype not in pointwise.COMPUTE:
             raise CannotLower(f"{t.dtype} has no code on the GPU")
         n = math.prod(t.shape)
-        self.values[v] = StageValue(n // self.split.parts(v), t.dtype, n == 1, home, self.split.slabs.get(v, 0))
+        self.values[v] = st.StageValue(n // self.split.parts(v), t.dtype, n == 1, home, self.split.slabs.get(v, 0))
         return self.values[v]
 
-    def settle(self, v: int, home: Home) -> None:
+    def settle(self, v: int, home: st.Home) -> None:
         v = self.root(v)
         self.values[v] = dataclasses.replace(self.values[v], home=home)
 
-    def value(self, v: int) -> StageValue:
+    def value(self, v: int) -> st.StageValue:
         v = self.root(v)
         if v not in self.values:
             self.values[v] = self._from_outside(v)
         return self.values[v]
 
-    def _from_outside(self, v: int) -> StageValue:
+    def _from_outside(self, v: int) -> st.StageValue:
         t = self.program.values[v]
         if v in self.literals:
-            return StageValue(1, t.dtype, True, Number(self.literals[v]))
+            return st.StageValue(1, t.dtype, True, st.Number(self.literals[v]))
         if t.tile:
             raise AssertionError(f"%{v} is read before it is made")
         n = math.prod(t.shape)  # several numbers: the first value of a carry, whose next values are tiles
         row, width = n == 1, 1 if n == 1 else tiles.padded(n)
-        return StageValue(n, t.dtype, row, InVector(self.vector(VectorRecipe(v, (n,), (0,), (n,), width))))
+        return st.StageValue(n, t.dtype, row, st.InVector(self.vector(VectorRecipe(v, (n,), (0,), (n,), width))))
 
-    def unnamed(self, value: StageValue) -> int:
+    def unnamed(self, value: st.StageValue) -> int:
         """The number of a new value that the tile program does not have."""
         self.counter += 1
         v = -1 - len(self.program.values) - self.counter
@@ -166,27 +164,41 @@ class StageCodeBuilder:
         """Evaluate a row value into its two registers."""
         ref = Ref("r", v)
         self.add(st.SetRow(ref, self.values[v].dtype, expr))
-        self.settle(v, InRegisters(ref, "row", ref))
+        self.settle(v, st.InRegisters(ref, "row", ref))
+
+    def load_row(self, v: int, rows: ir.Rows, column: int = 0, ref: Ref | None = None) -> None:
+        """Load the number in ``column`` of each of ``rows`` as the row value ``v``."""
+        ref = ref or Ref("r", v)
+        self.add(st.LoadRow(ref, rows, column))
+        self.settle(v, st.InRegisters(ref, "row", ref))
+
+    def fold_row(self, v: int, x: int, how: str, dtype: str) -> None:
+        """Fold the columns of tile ``x`` into the row value ``v``."""
+        ref = Ref("r", v)
+        self.add(st.StartFold(ref, how, dtype))
+        self.evaluate(self.value(x).width, [ir.Fold(x, how, ref)])
+        self.add(st.FoldQuad(ref, how))
+        self.settle(v, st.InRegisters(ref, "row", ref))
 
     def row(self, v: int) -> Expr:
         value = self.value(v)
         match value.home:
-            case Number(number):
+            case st.Number(number):
                 return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[value.dtype]))
-            case InVector():
+            case st.InVector():
                 return ir.Read("scalar", self.scalar(v), value.dtype)
-            case InRegisters(ref, "row", _):
+            case st.InRegisters(ref, "row", _):
                 return ir.Read("row", ref, value.dtype)
-            case LoopNumber(ref):
+            case st.LoopNumber(ref):
                 return ir.Read("scalar", ref, value.dtype)
-            case Splat(of):
+            case st.Splat(of):
                 return self.row(of)
         raise AssertionError(f"a row value in {value.home}")
 
     def scalar(self, v: int) -> Ref:
         """The scalar of a stationary value, loaded once per kernel, or once per layer."""
         v, home = self.root(v), self.value(v).home
-        assert isinstance(home, InVector)
+        assert isinstance(home, st.InVector)
         if v not in self.scalars:
             self.scalars[v] = Ref("s", v)
             load = frame.LoadScalar(self.scalars[v], self.value(v).dtype, home.address, not home.address.layer)
@@ -253,7 +265,7 @@ class StageCodeBuilder:
         for a in actions:
             if isinstance(a, Keep) and not a.push:
                 owner = Ref("v", a.value)
-                self.settle(a.value, InImage(a.to, a.form, owner) if a.to else InRegisters(a.ref, a.form, owner))
+                self.settle(a.value, st.InImage(a.to, a.form, owner) if a.to else st.InRegisters(a.ref, a.form, owner))
 
     def _keep_reread(self, width: int, actions: Sequence[Action]) -> list[Action]:
         """Actions that keep the pending values of ``actions``, and of their operands, that are read again later."""
@@ -263,18 +275,16 @@ class StageCodeBuilder:
         for a in actions:
             reads[a.value] += a.reads if isinstance(a, Keep) else 1
         for v in pending:
-            home = self.value(v).home
-            if isinstance(home, Expression):
-                reads.update(home.operands)
-            elif isinstance(home, Multiply) and home.start is not None:
-                reads[home.start] += 1
+            reads.update(read_by(self.value(v).home))
         found = [v for v in pending if v not in kept and self.uses[v] > reads[v]]
         return [self.keep(self._rounded(v, reads[v])) for v in found]
 
     def _rounded(self, v: int, reads: int) -> int:
         """The value to keep for the remaining readers of ``v``, after ``reads``: its 16-bit form, if they all read that."""
         narrow = self.facts.rounded.get(v)
-        waits = self.repeated and narrow is not None and narrow in self.values and isinstance(self.values[narrow].home, Expression)
+        waits = (
+            self.repeated and narrow is not None and narrow in self.values and isinstance(self.values[narrow].home, st.Expression)
+        )
         return narrow if narrow is not None and waits and self.uses[v] == reads + 1 else v
 
     def _pending(self, width: int, actions: Sequence[Action]) -> list[int]:
@@ -285,15 +295,11 @@ class StageCodeBuilder:
             if value.row or v in found:
                 return
             match value.home:
-                case Expression(_, operands):
-                    for x in operands:
+                case st.Expression() | st.Multiply():
+                    for x in read_by(value.home):
                         visit(x)
                     found[v] = None
-                case Multiply(start=start):
-                    if start is not None:
-                        visit(start)
-                    found[v] = None
-                case Parts(parts):
+                case st.Parts(parts):
                     for part, first, blocks in parts:
                         if self.value(part).width == width and first == 0 and blocks == tiles.blocks(width):
                             visit(part)
@@ -303,31 +309,22 @@ class StageCodeBuilder:
         return list(found)
 
     def _products(self, width: int, actions: Sequence[Action]) -> list[int]:
-        return [v for v in self._pending(width, actions) if isinstance(self.value(v).home, Multiply)]
+        return [v for v in self._pending(width, actions) if isinstance(self.value(v).home, st.Multiply)]
 
-    def _homes(self, values: Iterable[int]) -> tuple[tuple[int, StageValue], ...]:
+    def _homes(self, values: Iterable[int]) -> tuple[tuple[int, st.StageValue], ...]:
         """The current homes of all values that a loop reads."""
-        found: dict[int, StageValue] = {}
+        found: dict[int, st.StageValue] = {}
 
         def visit(v: int) -> None:
             if v in found:
                 return
             value = self.value(v)
-            if isinstance(value.home, InVector) and value.row:
+            if isinstance(value.home, st.InVector) and value.row:
                 self.scalar(v)
                 value = self.value(v)
             found[v] = value
-            match value.home:
-                case Expression(_, operands):
-                    for x in operands:
-                        visit(x)
-                case Splat(of):
-                    visit(of)
-                case Parts(parts):
-                    for part, _, _ in parts:
-                        visit(part)
-                case Multiply(start=start) if start is not None:
-                    visit(start)
+            for x in read_by(value.home):
+                visit(x)
 
         for v in values:
             visit(v)
@@ -336,7 +333,7 @@ class StageCodeBuilder:
     def prepare(self, v: int) -> None:
         """Give the operands of product ``v`` their homes."""
         home = self.value(v).home
-        if isinstance(home, Multiply) and not home.operands:  # preparing another product may have done so
+        if isinstance(home, st.Multiply) and not home.operands:  # preparing another product may have done so
             operands = tuple(self._operand(piece, home.shape) for piece in home.pieces)
             self.settle(v, dataclasses.replace(home, operands=operands))
 
@@ -349,13 +346,13 @@ class StageCodeBuilder:
     def _operand(self, v: int, shape: tiles.WeightShape) -> st.Operand:
         value, dtype = self.value(v), shape.dtype
         home, width = value.home, value.width
-        if self.shape.copies and isinstance(home, InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
+        if self.shape.copies and isinstance(home, st.InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
             # Several chunks of columns read a queue's entry: from registers, products need not wait in between.
             ref = self._name_of_copy(v)
             self.add(ir.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
             return st.Operand("copy", ref, width, dtype, ref)
-        if isinstance(home, InArray) and not value.row:
+        if isinstance(home, st.InArray) and not value.row:
             if tiles.blocks(width) <= _NARROW:
                 ref = self._name_of_copy(v)
                 self.evaluate(width, [Keep(v, ref, value.form, push=True)])
@@ -364,12 +361,12 @@ class StageCodeBuilder:
                 return st.Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
         if value.row:
             return st.Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
-        if not isinstance(home, (InImage, InRegisters)):
+        if not isinstance(home, (st.InImage, st.InRegisters)):
             self.materialize(v)
         home = self.value(v).home
-        if isinstance(home, InImage):
+        if isinstance(home, st.InImage):
             return st.Operand("image", home.ref, width, dtype, home.owner)
-        assert isinstance(home, InRegisters)
+        assert isinstance(home, st.InRegisters)
         return st.Operand("registers", home.ref, width, dtype, home.owner)
 
     def _name_of_copy(self, v: int) -> Ref:
@@ -379,5 +376,5 @@ class StageCodeBuilder:
     def most_columns(self, pieces: Sequence[int]) -> int:
         """The most columns of a chunk of a product of ``pieces``."""
         operands = [self.value(p) for p in pieces if self.root(p) in self.values]  # a loop makes those of later layers itself
-        fetched = any(isinstance(x.home, InArray) and tiles.blocks(x.width) > _NARROW for x in operands)
+        fetched = any(isinstance(x.home, st.InArray) and tiles.blocks(x.width) > _NARROW for x in operands)
         return tiles.CHUNK_COLUMNS if fetched else self.shape.columns

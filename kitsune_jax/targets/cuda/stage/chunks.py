@@ -17,25 +17,11 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.split import ExchangeWaits
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    InArray,
-    InImage,
-    InRegisters,
-    InScratch,
-    InVector,
-    LoopNumber,
-    Multiply,
-    Number,
-    Parts,
-    Splat,
-    StageValue,
-)
 
 # --- Chunks of columns ------------------------------------------------------------------------------------------------------------
 
 _GROUP = 2  # Product::kGroup
-Homes = dict[int, StageValue]
+Homes = dict[int, st.StageValue]
 
 
 def expand_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
@@ -109,7 +95,7 @@ class _Chunks:
             if isinstance(a, ir.Keep) and a.form == "bit" and a.to:
                 self.nodes.append(ir.PutMask(a.ref, a.to, loop.width))
 
-    def _advance(self, products: Sequence[Multiply], first: int) -> None:
+    def _advance(self, products: Sequence[st.Multiply], first: int) -> None:
         """Make the chunks of ``products`` that hold block ``first`` available, and issue the next ones if that is allowed."""
         self.crowded = not self.resident and sum(p.shape.k_chunks for p in products) > self.depth
         for p in products:
@@ -129,14 +115,14 @@ class _Chunks:
                 self.nodes.append(st.Complete(ref, pending, p.shape.dtype, *blocks, not self.resident, owners))
                 state.completed += 1
 
-    def _state(self, p: Multiply) -> _ProductState:
+    def _state(self, p: st.Multiply) -> _ProductState:
         return self.state.setdefault(p.product, _ProductState())
 
-    def _rolling(self, p: Multiply) -> bool:
+    def _rolling(self, p: st.Multiply) -> bool:
         """Must the product wait between its blocks of K?"""
         return self.crowded or any(o.fetched for o in p.operands)
 
-    def _may_overlap(self, p: Multiply) -> bool:
+    def _may_overlap(self, p: st.Multiply) -> bool:
         state, shape = self._state(p), p.shape
         if self._rolling(p) or state.issued >= len(shape.chunks) or state.issued - state.completed > 1 or not self.overlap:
             return False
@@ -144,7 +130,7 @@ class _Chunks:
             return False  # ptxas (13.0, 13.5) would put a wait between the two, or serialise the whole kernel (C7517, C7518)
         return self.resident or 2 * shape.k_chunks <= self.depth
 
-    def _issue(self, p: Multiply) -> None:
+    def _issue(self, p: st.Multiply) -> None:
         state, shape = self._state(p), p.shape
         chunk, rolling = state.issued, self._rolling(p)
         columns, weights = shape.chunks[chunk], None
@@ -171,7 +157,7 @@ class _Chunks:
         self.nodes.append(st.Issue(ref, columns, shape.dtype, rolling, weights, p.bias, block, tuple(feeds), *product))
         state.issued += 1
 
-    def _start(self, p: Multiply, chunk: int) -> None:
+    def _start(self, p: st.Multiply, chunk: int) -> None:
         """Copy the value that the product is added to into the accumulators of ``chunk``."""
         assert p.start is not None
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
@@ -187,22 +173,22 @@ class _Chunks:
             raise CannotLower("weights that every iteration of a loop multiplies with must stay in shared memory")
 
 
-def _product(homes: Homes, v: int) -> Multiply:
+def _product(homes: Homes, v: int) -> st.Multiply:
     home = homes[v].home
-    assert isinstance(home, Multiply)
+    assert isinstance(home, st.Multiply)
     return home
 
 
-def _blocks(p: Multiply) -> list[int]:
+def _blocks(p: st.Multiply) -> list[int]:
     """The number of blocks of each chunk of columns."""
     return [columns // tiles.block(p.shape.slab) for columns in p.shape.chunks]
 
 
-def _chunk_of(p: Multiply, block: int) -> int:
+def _chunk_of(p: st.Multiply, block: int) -> int:
     return next(k for k, end in enumerate(itertools.accumulate(_blocks(p))) if block < end)
 
 
-def _accumulators(p: Multiply, chunk: int) -> ir.Ref:
+def _accumulators(p: st.Multiply, chunk: int) -> ir.Ref:
     return ir.Ref("d", p.product, f"_{chunk}" if len(p.shape.chunks) > 1 else "")
 
 
@@ -216,7 +202,7 @@ def _declarations(loop: st.Evaluate, homes: Homes) -> list[ir.Node]:
     return found
 
 
-def _borders(loop: st.Evaluate, homes: Homes, products: Sequence[Multiply]) -> list[int]:
+def _borders(loop: st.Evaluate, homes: Homes, products: Sequence[st.Multiply]) -> list[int]:
     """The blocks at which a loop is split, so that between two of them every source is in one place."""
     borders = {0, tiles.blocks(loop.width)}
     for p in products:
@@ -225,9 +211,9 @@ def _borders(loop: st.Evaluate, homes: Homes, products: Sequence[Multiply]) -> l
     while todo:
         v = todo.pop()
         match homes[v].home if v not in seen else None:
-            case Parts(parts):
+            case st.Parts(parts):
                 borders.update(itertools.accumulate(blocks for _, _, blocks in parts))
-            case Expression(_, operands):
+            case st.Expression(_, operands):
                 todo += operands
         seen.add(v)
     return sorted(borders)
@@ -259,13 +245,13 @@ class _BlockRange:
         """The word of a pair of 16-bit values that is packed already, with zeros beyond the columns; or None."""
         dtype = self.homes[v].dtype
         match self.homes[v].home:
-            case InRegisters(ref, "pair", owner):
+            case st.InRegisters(ref, "pair", owner):
                 self.reads[owner] = None
                 return ir.Read("pair of registers", ref, dtype)
-            case InImage(ref, "pair", owner):
+            case st.InImage(ref, "pair", owner):
                 self.reads[owner] = None
                 return ir.Read("pair of block", self._image_block(v, ref, "pair", 0), dtype)
-            case InArray(rows) if rows.pairs:
+            case st.InArray(rows) if rows.pairs:
                 return ir.Read("pair of rows", self._array_block(v, rows, 0), dtype)
         return None
 
@@ -279,51 +265,51 @@ class _BlockRange:
         value = self.homes[v]
         dtype = value.dtype
         match value.home:
-            case Number(number):
+            case st.Number(number):
                 return ir.Literal(pointwise.literal(number, pointwise.COMPUTE[dtype]))
-            case LoopNumber(ref):
+            case st.LoopNumber(ref):
                 return ir.Read("scalar", ref, dtype)
-            case Splat(of):
+            case st.Splat(of):
                 return self._read(of, 0)
-            case InRegisters(ref, form, owner):
+            case st.InRegisters(ref, form, owner):
                 if form != "row":
                     self.reads[owner] = None
                 return ir.Read(form, ref, dtype, shift)
-            case Multiply() as p:
+            case st.Multiply() as p:
                 if shift:
                     raise AssertionError("a matmul is read in place")
                 chunk = _chunk_of(p, self.first)
                 ref = _accumulators(p, chunk)
                 self.reads[ref] = None
                 return ir.Read("word", ref, dtype, sum(_blocks(p)[:chunk]))
-            case InArray(rows):
+            case st.InArray(rows):
                 return ir.Read("pairs of rows" if rows.pairs else "rows", self._array_block(v, rows, shift), dtype)
-            case InVector(_, scalar) if scalar:
+            case st.InVector(_, scalar) if scalar:
                 return ir.Read("scalar", scalar, dtype)
-            case InVector(address):
+            case st.InVector(address):
                 return ir.Read("vector", self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, address, dtype, shift)), dtype)
-            case InImage(ref, form, owner):
+            case st.InImage(ref, form, owner):
                 self.reads[owner] = None
                 if form == "bit":
                     return ir.Read("bit", self._mask(v, ref), dtype, shift)
                 return ir.Read(f"{form} of image", self._image_block(v, ref, form, shift), dtype)
-            case InScratch(starts, _, ir.ScratchList(listed)):
+            case st.InScratch(starts, _, ir.ScratchList(listed)):
                 return ir.SumOfList(dtype, starts, listed, value.width, shift)
-            case InScratch(table, fill, fold):
+            case st.InScratch(table, fill, fold):
                 assert not isinstance(fold, ir.ScratchList)
                 index = self._name("t")
                 where = self._fetch(v, shift, lambda ref: ir.VectorBlock(ref, table, "float32", shift))
                 self.steps.append(ir.Let(index, "int32", ir.Read("index", where, "int32")))
                 return ir.FromScratch(dtype, index=index, fill=fill, fold=fold)
-            case Parts(parts):
+            case st.Parts(parts):
                 at = 0
                 for part, first, blocks in parts:
                     if at <= self.first - shift < at + blocks:
                         return self._read(part, shift + at - first)
                     at += blocks
-            case Expression("{0}", (operand,)):  # a conversion between types that are computed in the same one
+            case st.Expression("{0}", (operand,)):  # a conversion between types that are computed in the same one
                 return self._read(operand, shift)
-            case Expression(template, operands):
+            case st.Expression(template, operands):
                 expr = ir.Apply(template, tuple(self._read(x, shift) for x in operands))
                 name = self._name("t")
                 self.steps.append(ir.Let(name, dtype, expr))

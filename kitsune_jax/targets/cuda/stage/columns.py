@@ -21,21 +21,6 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import GatheredColumns, ScatteredColumns, VectorRecipe
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    InArray,
-    InImage,
-    InRegisters,
-    InScratch,
-    InVector,
-    Multiply,
-    Number,
-    Parts,
-    Splat,
-    StageValue,
-)
-
-# --- Moves ------------------------------------------------------------------------------------------------------------------------
 
 REARRANGING = frozenset(kind for kind, spec in OPS.items() if spec.moves and kind != "reshape")
 _FILL = -1
@@ -50,16 +35,12 @@ def rearrange(at: StageCodeBuilder, instr: Instr) -> None:
     """
     if instr.kind == "iota":
         _iota(at, instr)
-    elif instr.kind == "broadcast_in_dim" and _stationary(at, instr.inputs[0]):
+    elif instr.kind == "broadcast_in_dim" and not at.program.values[instr.inputs[0]].tile:
         _broadcast_stationary(at, instr)
     elif instr.outputs[0] in at.facts.joined or instr.outputs[0] in at.facts.only_multiplied:
         at.new(instr)  # only products read it, piece by piece
     else:
         _move(at, instr)
-
-
-def _stationary(at: StageCodeBuilder, v: int) -> bool:
-    return not at.program.values[v].tile
 
 
 def _iota(at: StageCodeBuilder, instr: Instr) -> None:
@@ -71,7 +52,7 @@ def _iota(at: StageCodeBuilder, instr: Instr) -> None:
         shape,
     )
     words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
-    at.settle(v, Number(0) if value.row else InVector(at.vector(table(words))))
+    at.settle(v, st.Number(0) if value.row else st.InVector(at.vector(table(words))))
 
 
 def _check_width(instr: Instr, shape: tuple[int, ...]) -> None:
@@ -88,15 +69,15 @@ def table(words: Any) -> VectorRecipe:
 def _broadcast_stationary(at: StageCodeBuilder, instr: Instr) -> None:
     value, (x,), (v,) = at.new(instr), instr.inputs, instr.outputs
     if x in at.literals:
-        at.settle(v, Number(at.literals[x]) if value.row else Splat(x))
+        at.settle(v, st.Number(at.literals[x]) if value.row else st.Splat(x))
         return
     address = at.layer_vectors.get(v) or at.vector(broadcast_recipe(at, instr))
-    at.settle(v, InVector(ir.Address(address.at, value.width if value.slab else 0, address.layer)))
+    at.settle(v, st.InVector(ir.Address(address.at, value.width if value.slab else 0, address.layer)))
 
 
 def is_vector(at: StageCodeBuilder, instr: Instr) -> bool:
     """Does the broadcast make a vector (or scalar) from a stationary array?"""
-    return _stationary(at, instr.inputs[0]) and instr.inputs[0] not in at.literals
+    return not at.program.values[instr.inputs[0]].tile and instr.inputs[0] not in at.literals
 
 
 def broadcast_recipe(at: StageCodeBuilder, instr: Instr) -> VectorRecipe:
@@ -124,18 +105,18 @@ def _move(at: StageCodeBuilder, instr: Instr) -> None:
         _settle_blocks(at, instr.outputs[0], [(x, 0, tiles.blocks(at.value(x).width)) for x in sources])
         return
     if value.slab and len(sources) == 1 and at.value(sources[0]).row:
-        at.settle(instr.outputs[0], Splat(sources[0]))
+        at.settle(instr.outputs[0], st.Splat(sources[0]))
         return
     at.split.refuse(instr.kind, instr.outputs[0], *sources)
     place(at, instr, index, sources)
 
 
-def _slab_of_group(at: StageCodeBuilder, instr: Instr, value: StageValue, group: int) -> None:
+def _slab_of_group(at: StageCodeBuilder, instr: Instr, value: st.StageValue, group: int) -> None:
     """Settle a slice as the slab of one group of columns of its operand."""
     x, blocks = at.root(instr.inputs[0]), tiles.blocks(value.width)
     if waits_for_product(at, x):  # the product's chunks have another width
         at.materialize(x)
-    at.settle(instr.outputs[0], Parts(((x, group * blocks, blocks),)))
+    at.settle(instr.outputs[0], st.Parts(((x, group * blocks, blocks),)))
 
 
 def place(at: StageCodeBuilder, instr: Instr, index: np.ndarray, sources: list[int]) -> None:
@@ -146,11 +127,9 @@ def place(at: StageCodeBuilder, instr: Instr, index: np.ndarray, sources: list[i
     if alone and np.array_equal(index[:, 1], np.arange(counts[0])):
         at.alias(instr, sources[0])
     elif alone and counts[0] == 1 and (index[:, 1] == 0).all():
-        at.settle(v, Splat(sources[0]))
+        at.settle(v, st.Splat(sources[0]))
     elif value.row and index[0, 0] >= 0 and (rows := _rows_of(at, sources[index[0, 0]])):
-        ref = ir.Ref("r", v)
-        at.add(st.LoadRow(ref, rows, int(index[0, 1])))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.load_row(v, rows, int(index[0, 1]))
     elif not value.row and (parts := _whole_blocks(at, value.width, value.n, index, sources)):
         _settle_blocks(at, v, parts)
     else:
@@ -162,7 +141,7 @@ def _settle_blocks(at: StageCodeBuilder, v: int, parts: Sequence[tuple[int, int,
     for x in dict.fromkeys(x for x, _, _ in parts):
         if waits_for_product(at, x):  # the product's chunks have another width
             at.materialize(x)
-    at.settle(v, Parts(tuple(parts)))
+    at.settle(v, st.Parts(tuple(parts)))
     if at.repeated and at.uses[v] > 1:
         _evaluate_parts(at, v, tuple(parts))
 
@@ -173,7 +152,7 @@ def _evaluate_parts(at: StageCodeBuilder, v: int, parts: tuple[tuple[int, int, i
     value, values = at.value(v), [at.value(x) for x, _, _ in parts]
     whole = all(first == 0 and blocks == tiles.blocks(x.width) for x, (_, first, blocks) in zip(values, parts, strict=True))
     alike = len({x.width for x in values}) == 1 and len({x for x, _, _ in parts}) == len(parts)
-    if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, Expression) for x in values):
+    if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, st.Expression) for x in values):
         return
     ref = at.declare_home(v)
     starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
@@ -184,15 +163,15 @@ def _evaluate_parts(at: StageCodeBuilder, v: int, parts: tuple[tuple[int, int, i
     at.evaluate(values[0].width, actions)
     owner = ir.Ref("v", v)
     at.add(ir.Alive(owner, 0 if image else value.registers))
-    at.settle(v, InImage(ref, value.form, owner) if image else InRegisters(ref, value.form, owner))
+    at.settle(v, st.InImage(ref, value.form, owner) if image else st.InRegisters(ref, value.form, owner))
     for x, _, blocks in parts:
-        at.settle(x, Parts(((v, starts[x], blocks),)))
+        at.settle(x, st.Parts(((v, starts[x], blocks),)))
 
 
 def _rows_of(at: StageCodeBuilder, v: int) -> ir.Rows | None:
     """The rows of the array that ``v`` is, if a thread can read a single element of them."""
     home = at.value(v).home
-    return home.rows if isinstance(home, InArray) and not home.rows.strides and home.rows.access != "kStaged" else None
+    return home.rows if isinstance(home, st.InArray) and not home.rows.strides and home.rows.access != "kStaged" else None
 
 
 def fold_part(at: StageCodeBuilder, instr: Instr, how: str) -> None:
@@ -208,7 +187,7 @@ def fold_part(at: StageCodeBuilder, instr: Instr, how: str) -> None:
     value, source = at.new(instr), at.root(x)
     to_scratch(at, [source])
     starts = np.arange(math.prod(shape[: axes[0]]))[:, None] * count * step + np.arange(step)
-    at.settle(v, InScratch(at.vector(table(starts.reshape(-1))), None, ir.ScratchFold(how, count, step)))
+    at.settle(v, st.InScratch(at.vector(table(starts.reshape(-1))), None, ir.ScratchFold(how, count, step)))
     if value.row:
         raise AssertionError("a fold of a whole row is a row value")
     at.materialize(v)
@@ -217,9 +196,9 @@ def fold_part(at: StageCodeBuilder, instr: Instr, how: str) -> None:
 def waits_for_product(at: StageCodeBuilder, v: int) -> bool:
     """Is ``v`` computed from a pending product?"""
     match at.value(v).home:
-        case Multiply():
+        case st.Multiply():
             return True
-        case Expression(_, operands):
+        case st.Expression(_, operands):
             return any(waits_for_product(at, x) for x in operands)
     return False
 
@@ -289,7 +268,7 @@ def _through_scratch(at: StageCodeBuilder, instr: Instr, v: int, index: np.ndarr
     if value.row:
         at.set_row(v, fill if where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
     else:
-        at.settle(v, InScratch(at.vector(table(where)), fill))
+        at.settle(v, st.InScratch(at.vector(table(where)), fill))
         at.materialize(v)
 
 
@@ -306,7 +285,7 @@ def lower_take(at: StageCodeBuilder, instr: Instr) -> None:
     at.new(instr)
     _check(at, instr)
     (start,) = to_scratch(at, [x])
-    _settle(at, v, InScratch(take_columns(at, instr, start), fill_value(instr, at.value(v).dtype)))
+    _settle(at, v, st.InScratch(take_columns(at, instr, start), fill_value(instr, at.value(v).dtype)))
 
 
 def lower_put(at: StageCodeBuilder, instr: Instr) -> None:
@@ -326,10 +305,10 @@ def lower_put(at: StageCodeBuilder, instr: Instr) -> None:
 
     n = at.value(v).n
     first = part("first", n + 1)
-    _settle(at, v, InScratch(first, None, ir.ScratchList(part("list", max(1, outer * count * inner)))))
+    _settle(at, v, st.InScratch(first, None, ir.ScratchList(part("list", max(1, outer * count * inner)))))
 
 
-def _settle(at: StageCodeBuilder, v: int, home: InScratch) -> None:
+def _settle(at: StageCodeBuilder, v: int, home: st.InScratch) -> None:
     if not at.value(v).row:
         at.settle(v, home)
         at.materialize(v)

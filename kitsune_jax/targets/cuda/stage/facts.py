@@ -5,55 +5,51 @@ Comes in: a stage of a tile program, and the number of CTAs that share it. Goes 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import compared_values, is_other_name
 from kitsune_jax.targets.cuda import pack, tiles
-from kitsune_jax.targets.cuda.pack import WeightSlices
 from kitsune_jax.targets.cuda.stage.simplify import rounded_results
 from kitsune_jax.targets.cuda.stage.split import ColumnSplit
 
-# --- Facts ------------------------------------------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """``names``: alias -> value. ``uses``: instructions that read each value. ``joined``: concatenation that only matmuls, or other
-    such concatenations, read -> its parts, which need not be moved. ``panel_sums``: (weight gradient, its operand, the sum over the
-    rows that is made from the operand's panel). ``stacked``: concatenation with adjacent columns -> its parts; ``only_multiplied``:
-    those that only products for each row, or other such concatenations, read; ``row_pieces``: the values that make up the operands
-    of these products. ``taken``: product for each row -> the ``take`` that alone reads it. ``slices``: weights that change from
-    tile to tile. ``rounded``: float32 value -> its only 16-bit form. ``coarse``: see ``coarse_exponentials``. ``compared``: values
-    with the same bits in every context (``program.passes.compared_values``); ``rounded_results``: 16-bit values that are rounded
-    when they are made, as ``jax.jit`` does (``stage/simplify.py``).
-    """
+    """Facts about stage ``stage``, read-only. Raises ``CannotLower`` where its columns cannot be split over ``ctas`` CTAs."""
 
-    program: TileProgram
-    instrs: tuple[Instr, ...]
-    names: dict[int, int]
-    uses: Counter[int]
-    joined: dict[int, tuple[int, ...]]
-    panel_sums: tuple[tuple[Instr, int, Instr], ...]
-    split: ColumnSplit
-    stacked: dict[int, tuple[int, ...]]
-    only_multiplied: frozenset[int]
-    row_pieces: frozenset[int]
-    taken: dict[int, Instr]
-    slices: WeightSlices
-    rounded: dict[int, int]
-    coarse: frozenset[int]
-    compared: frozenset[int]
-    rounded_results: frozenset[int]
+    def __init__(self, program: TileProgram, stage: int, ctas: int, lanes: int):
+        self.program, self.instrs = program, program.stages[stage].body
+        body = tuple(walk(self.instrs))
+        blocks = (self.instrs, *(i.block.body for i in body if i.block is not None))
+        self.names = names = _aliases(program, body)  # alias -> value
+        self.readers = _readers(body, names)
+        # (weight gradient, its operand, the sum over the rows that is made from the operand's panel)
+        self.panel_sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
+        self.uses = _uses(body, names)  # value -> reads of it; a panel sum reads the panel, not the value
+        self.uses.subtract(names.get(v, v) for _, v, _ in self.panel_sums)
+        # Concatenation with adjacent columns -> its parts; those that only products for each row, or other such concatenations,
+        # read; and those that only matmuls read, whose parts need not be moved.
+        self.stacked = _stacked(program, body)
+        self.only_multiplied = _only_read_by("dot", self.stacked, self.readers)
+        flat = {v: parts for v, parts in self.stacked.items() if len(program.values[v].shape) == 1}
+        self.joined = {v: flat[v] for v in _only_read_by("matmul", flat, _readers(body, {}))}
+        self.split = ColumnSplit.of(self.instrs, program, ctas, lanes, self.joined)
+        # The values that make up the operands of products for each row; product -> the ``take`` that alone reads it.
+        self.row_pieces = frozenset(p for i in body if i.kind == "dot" for x in i.inputs for p in self.pieces_of(x))
+        self.taken = _taken_products(program, body, self.readers)
+        self.slices = pack.find_weight_slices(program)  # weights that change from tile to tile
+        self.rounded = _rounded(program, body, names)  # float32 value -> its only 16-bit form
+        self.compared = compared_values(program)  # values with the same bits in every context
+        self.coarse = coarse_exponentials(program, body) - self.compared
+        # 16-bit values that are rounded when they are made, as ``jax.jit`` does (``stage/simplify.py``)
+        self.rounded_results = rounded_results(program, [i for _, _, i in self.panel_sums])
 
     def only_store(self, v: int) -> Instr | None:
         """The ``store`` that is the only reader of ``v``, or None."""
-        named = {(v,) for v in self.names}
-        found = [i for i in self.instrs if any(self.names.get(x, x) == v for x in i.inputs) and i.outputs[:1] not in named]
+        found = self.readers.get(v, ())
         return found[0] if len(found) == 1 and found[0].kind == "store" else None
 
     def pieces_of(self, v: int) -> list[int]:
@@ -63,60 +59,31 @@ class Facts:
         return [v] if parts is None else [p for part in parts for p in self.pieces_of(part)]
 
 
-def facts_of_stage(program: TileProgram, stage: int, ctas: int, lanes: int) -> Facts:
-    """The facts of stage ``stage``. Raises ``CannotLower`` where its columns cannot be split over ``ctas`` CTAs."""
-    instrs = program.stages[stage].body
+def _aliases(program: TileProgram, instrs: Iterable[Instr]) -> dict[int, int]:
+    """alias -> the tile that it is another name of."""
     names: dict[int, int] = {}
-    uses: Counter[int] = Counter()
-    body = tuple(walk(instrs))
-    for i in body:
-        if _is_name(program, i):
+    for i in instrs:
+        if (i.kind == "reshape" or is_other_name(program.values, i)) and program.values[i.outputs[0]].tile:
             names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
-        else:
-            uses.update(names.get(x, x) for x in i.inputs)
-    for i in body:
-        if i.block is not None:
-            uses.update(names.get(x, x) for x in i.block.results)
-    blocks = (instrs, *(i.block.body for i in body if i.block is not None))
-    sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
-    for _, v, _ in sums:  # a panel sum reads the panel, not the value
-        uses[names.get(v, v)] -= 1
-    readers: dict[int, list[Instr]] = {}
-    for i in body:
-        if i.outputs and i.outputs[0] in names:
-            continue
-        for x in dict.fromkeys(names.get(x, x) for x in i.inputs):
-            readers.setdefault(x, []).append(i)
-    stacked = _stacked(program, body)
-    compared = compared_values(program)
-    joined = _joined(program, body)
-    found = Facts(
-        program,
-        instrs,
-        names,
-        uses,
-        joined,
-        sums,
-        ColumnSplit.of(instrs, program, ctas, lanes, joined),
-        stacked,
-        _only_multiplied(stacked, readers),
-        frozenset(),
-        _taken_products(program, body, readers),
-        pack.find_weight_slices(program),
-        _rounded(program, body, names),
-        coarse_exponentials(program, body) - compared,
-        compared,
-        rounded_results(program, [i for _, _, i in sums]),
-    )
-    operands = [x for i in body if i.kind == "dot" for x in i.inputs]
-    return dataclasses.replace(found, row_pieces=frozenset(p for x in operands for p in found.pieces_of(x)))
+    return names
 
 
-def _is_name(program: TileProgram, instr: Instr) -> bool:
-    """Is the result of ``instr`` an alias of its operand?"""
-    if instr.kind != "reshape" and not is_other_name(program.values, instr):
-        return False
-    return program.values[instr.outputs[0]].tile
+def _read(instr: Instr) -> tuple[int, ...]:
+    """The operands of ``instr``, and the results of its block."""
+    return (*instr.inputs, *(instr.block.results if instr.block else ()))
+
+
+def _uses(instrs: Iterable[Instr], names: dict[int, int]) -> Counter[int]:
+    return Counter(names.get(x, x) for i in instrs if not names.keys() & i.outputs for x in _read(i))
+
+
+def _readers(instrs: Iterable[Instr], names: dict[int, int]) -> dict[int, list[Instr]]:
+    """value -> the instructions that read it or an alias of it, which is no reader itself."""
+    found: dict[int, list[Instr]] = {}
+    for i in instrs:
+        for x in dict.fromkeys(names.get(x, x) for x in _read(i)) if not names.keys() & i.outputs else ():
+            found.setdefault(x, []).append(i)
+    return found
 
 
 def _rounded(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> dict[int, int]:
@@ -136,20 +103,17 @@ def coarse_exponentials(program: TileProgram, body: Sequence[Instr]) -> frozense
     """Exponentials that need only the precision of bfloat16: their readers are bfloat16 forms of them or of their multiples, and
     sums of columns, as for the probabilities of an attention in bfloat16."""
     instrs = tuple(walk(body))
-    names: dict[int, int] = {}
-    for i in instrs:
-        if _is_name(program, i):
-            names[i.outputs[0]] = names.get(i.inputs[0], i.inputs[0])
+    names = _aliases(program, instrs)
     exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
     rounded, others = set[int](), set[int]()
     for i in reversed(instrs):  # readers come after makers
-        read = {names.get(x, x) for x in (*i.inputs, *(i.block.results if i.block else ()))}
+        read = {names.get(x, x) for x in _read(i)}
         multiple = i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others
         if multiple or (is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16"):
             rounded |= read
         elif i.kind == "reduce_sum":
             others |= read - exponentials
-        elif i.outputs[:1] not in {(v,) for v in names}:
+        elif not names.keys() & i.outputs:
             others |= read
     return frozenset(rounded & exponentials - others)
 
@@ -171,11 +135,12 @@ def _stacked(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple
     }
 
 
-def _only_multiplied(stacked: dict[int, tuple[int, ...]], readers: dict[int, list[Instr]]) -> frozenset[int]:
+def _only_read_by(kind: str, stacked: dict[int, tuple[int, ...]], readers: dict[int, list[Instr]]) -> frozenset[int]:
+    """Those of ``stacked`` that only instructions of ``kind``, or other such concatenations, read."""
     found = set[int]()
     for v in reversed(stacked):
         mine = readers.get(v, ())
-        if mine and all(r.kind == "dot" or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
+        if mine and all(r.kind == kind or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
             found.add(v)
     return frozenset(found)
 
@@ -209,21 +174,6 @@ def _panel_sums(program: TileProgram, instrs: tuple[Instr, ...], names: dict[int
 def _is_sum(program: TileProgram, instr: Instr, dtype: str) -> bool:
     sink = program.sinks[instr["sink"]]
     return sink.how == "sum" and sink.dtype in ("float32", dtype)
-
-
-def _joined(program: TileProgram, instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
-    readers: dict[int, list[Instr]] = {}
-    for i in instrs:
-        for x in (*i.inputs, *(i.block.results if i.block else ())):
-            readers.setdefault(x, []).append(i)
-    found: dict[int, tuple[int, ...]] = {}
-    for i in reversed(instrs):
-        if i.kind != "concatenate" or len(program.values[i.outputs[0]].shape) != 1 or i["dimension"] != 1:
-            continue
-        (v,) = i.outputs
-        if all(r.kind == "matmul" or (r.kind == "concatenate" and r.outputs[0] in found) for r in readers.get(v, ())):
-            found[v] = i.inputs
-    return found
 
 
 # --- Scalar rows: programs in which one thread computes whole rows ----------------------------------------------------------------

@@ -17,10 +17,10 @@ from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import chunks, facts, split
+from kitsune_jax.targets.cuda.stage import chunks, instructions
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
-from kitsune_jax.targets.cuda.stage_ir import StageValue
+from kitsune_jax.targets.cuda.stage.facts import Facts
 
 # --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Lowered:
     addresses: int
     product_bytes: int
     must_be_images: frozenset[int]
-    values: dict[int, StageValue]
+    values: dict[int, st.StageValue]
     liveness: Liveness
 
     def image_bytes(self, v: int) -> int:
@@ -281,7 +281,7 @@ def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
 class _Fitter:
     def __init__(self, program: TileProgram, s: int, a: Arrangement):
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
-        self.facts = facts.facts_of_stage(program, s, a.split[s], a.lanes)
+        self.facts = Facts(program, s, a.split[s], a.lanes)
         self.slab_queues = a.slab_queues(program)
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
@@ -293,7 +293,7 @@ class _Fitter:
         """Run all passes over the stage. ``in_turns``: allow ping-pong."""
         at = StageCodeBuilder(self.facts, shape, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
-        split.release_entries(at, {})
+        instructions.release_entries(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.expand_chunks(at.nodes, at.weights, 0 if self.resident else depth, shape.overlap)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):

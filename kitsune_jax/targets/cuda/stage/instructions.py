@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -21,19 +21,8 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import columns, outputs, split
+from kitsune_jax.targets.cuda.stage import columns, outputs
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    InArray,
-    InImage,
-    InRegisters,
-    InVector,
-    Multiply,
-    Splat,
-    StageValue,
-    queue_form,
-)
 
 # --- Gathers ----------------------------------------------------------------------------------------------------------------------
 
@@ -60,7 +49,7 @@ def lower_table(at: StageCodeBuilder, instr: Instr) -> None:
         return
     each = math.prod(t.shape[1:])
     found = [Ref("gather", v, f"_{k}") for k in range(count)]
-    sources = [at.unnamed(StageValue(each, t.dtype, each == 1)) for _ in found]
+    sources = [at.unnamed(st.StageValue(each, t.dtype, each == 1)) for _ in found]
     for ref, source, row in zip(found, sources, _indices(at, index), strict=True):
         _table_rows(at, instr, source, ref, row)
     which = np.arange(count * each)
@@ -88,14 +77,12 @@ def _table_rows(at: StageCodeBuilder, instr: Instr, v: int, ref: Ref, index: Exp
     table = Ref("table", instr.inputs[0])
     at.add(ir.TableRows(ref, table, index, t.shape[0], size, _fill_row(at, instr, n, t.dtype)))
     rows = ir.Rows(ref, t.dtype, n, str(frame.contiguous_access(n, t.dtype, size)), (), tiles.is_half(t.dtype))
-    if n > 1:
-        at.settle(v, InArray(rows, -1))
-        if v in at.facts.row_pieces:
-            at.address_number(ref)  # now, so that no address stays in registers until the product
+    if n == 1:
+        at.load_row(v, rows, ref=Ref("r", ref.of, ref.part))
         return
-    kept = Ref("r", ref.of, ref.part)
-    at.add(st.LoadRow(kept, rows))
-    at.settle(v, InRegisters(kept, "row", kept))
+    at.settle(v, st.InArray(rows))
+    if v in at.facts.row_pieces:
+        at.address_number(ref)  # now, so that no address stays in registers until the product
 
 
 def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address | None:
@@ -107,24 +94,18 @@ def _fill_row(at: StageCodeBuilder, instr: Instr, n: int, dtype: str) -> Address
     return at.vector(VectorRecipe(None, (), (), (len(words),), len(words), table=tuple(map(int, words))))
 
 
-# --- Slices of arrays at the number of a loop: the rows of one time step ----------------------------------------------------------
+# --- Rows of arrays, and slices of them at the number of a loop: the rows of one time step ----------------------------------------
 
 
-def lower_load_slice(at: StageCodeBuilder, instr: Instr) -> None:
-    """Lower a ``load_slice``, which is read from its rows by the loop over columns or the product that needs it."""
-    value = at.new(instr)
-    _read_rows(at, instr, value, _slice_rows(at, instr, "in", instr.inputs))
-
-
-def _read_rows(at: StageCodeBuilder, instr: Instr, value: StageValue, rows: ir.Rows) -> None:
-    """The home of a loaded ``value``: one number of a row is read at once, columns when they are needed."""
-    (v,) = instr.outputs
+def lower_load(at: StageCodeBuilder, instr: Instr) -> None:
+    """Lower a ``load`` or a ``load_slice``: one number of a row is read at once, columns by the loop or the product that needs
+    them."""
+    value, (v,) = at.new(instr), instr.outputs
+    rows = at.rows("in", instr["array"]) if instr.kind == "load" else _slice_rows(at, instr, "in", instr.inputs)
     if value.row:
-        ref = Ref("r", v)
-        at.add(st.LoadRow(ref, rows))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.load_row(v, rows)
     else:
-        at.settle(v, InArray(rows, instr["array"]))
+        at.settle(v, st.InArray(rows))
 
 
 def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
@@ -139,17 +120,16 @@ def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
         at.evaluate(value.width, [Store(x, rows, value.part)])
 
 
-def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: object) -> ir.Rows:
+def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: Sequence[int]) -> ir.Rows:
     """The rows of a slice. An access is as wide as the slice's pitch, its width and every step of the loop allow."""
     k = instr["array"]
     array = at.program.inputs[k] if role == "in" else at.program.outputs[k]
     whole = Ref(role, k, "_whole")
     at.name_axes()
-    at.once_per_tile(_whole_rows(array, role, k, whole))
+    at.once_per_tile(dataclasses.replace(frame.addresses_of(array, role, k, False), ref=whole))
     at.counter += 1
     ref, size = Ref("cut", at.counter), pointwise.ITEM_SIZE[array.dtype]
     strides = dim_strides(array.shape)
-    assert isinstance(numbers, (tuple, list))
     steps = tuple(zip(numbers, instr["dims"], instr["steps"], strict=True))
     terms = tuple((at.row(n), step * strides[d] * size) for n, d, step in steps)
     at.add(ir.SliceRows(ref, whole, terms, role == "in"))
@@ -169,12 +149,6 @@ def _rows_of_slice(array: ArrayType, role: str, ref: Ref, columns: list[tuple[in
         return ir.Rows(ref, array.dtype, n, str(size), tuple(reversed(columns)), False)
     access = frame.contiguous_access(n, array.dtype, *(s * size for s in array.row_strides), *steps)
     return ir.Rows(ref, array.dtype, n, str(access), (), role == "in" and tiles.is_half(array.dtype))
-
-
-def _whole_rows(array: ArrayType, role: str, k: int, ref: Ref) -> ir.RowAddresses:
-    size = pointwise.ITEM_SIZE[array.dtype]
-    strides = tuple((axis, stride * size) for axis, stride in enumerate(array.row_strides) if stride)
-    return ir.RowAddresses(ref, ir.parameter(role, k), strides, False)
 
 
 # --- Products for each row: both operands stream ----------------------------------------------------------------------------------
@@ -222,7 +196,7 @@ def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
         at.once_per_tile(ir.Image(image))
         at.must_be_images.add(v)
         at.add(ir.Alive(Ref("v", v), 0))
-        at.settle(v, InImage(image, value.form, Ref("v", v)))
+        at.settle(v, st.InImage(image, value.form, Ref("v", v)))
 
 
 def row_product_shape(program: TileProgram, instr: Instr) -> tuple[int, _Layout, _Layout]:
@@ -247,13 +221,8 @@ def _operand_layout(dims: Sequence[int], contract: Sequence[int]) -> _Layout:
 
 def _inner_product(at: StageCodeBuilder, instr: Instr, x: int, y: int) -> None:
     """A product with one number for a row: a sum over the columns."""
-    (v,) = instr.outputs
-    ref = Ref("r", v)
-    product = at.unnamed(StageValue(at.value(x).n, "float32", False, Expression("({0} * {1})", (at.root(x), at.root(y)))))
-    at.add(st.StartFold(ref, "Sum", "float32"))
-    at.evaluate(at.value(x).width, [ir.Fold(product, "Sum", ref)])
-    at.add(st.FoldQuad(ref, "Sum"))
-    at.settle(v, InRegisters(ref, "row", ref))
+    product = at.unnamed(st.StageValue(at.value(x).n, "float32", False, st.Expression("({0} * {1})", (at.root(x), at.root(y)))))
+    at.fold_row(instr.outputs[0], product, "Sum", "float32")
 
 
 def _copied(
@@ -279,14 +248,14 @@ def _copied(
 
 def _is_in_rows(at: StageCodeBuilder, v: int, dtype: str) -> bool:
     home = at.value(v).home
-    return isinstance(home, InArray) and not home.rows.strides and home.rows.dtype == dtype
+    return isinstance(home, st.InArray) and not home.rows.strides and home.rows.dtype == dtype
 
 
 def _copy_of_piece(at: StageCodeBuilder, v: int, start: int | None, first: int, run: int) -> st.Copied:
     value = at.value(v)
     if start is not None:
         return st.Copied("scratch", start, 1, first, value.n)
-    assert isinstance(value.home, InArray)
+    assert isinstance(value.home, st.InArray)
     rows, unit = value.home.rows, 16 // pointwise.ITEM_SIZE[value.dtype]
     how = "staged" if rows.access == "kStaged" else "elements"
     if rows.access == "16" and not (first % unit or value.n % unit or run % unit):
@@ -301,6 +270,93 @@ def _joined(a: st.Copied, b: st.Copied) -> list[st.Copied]:
     return [a, b]
 
 
+# --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
+
+
+def all_gather(at: StageCodeBuilder, v: int, depth: int = 1) -> int:
+    """The value of which ``v`` is a slab, gathered from all CTAs through a ring of ``depth`` entries; or ``v`` if it is no slab.
+
+    Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
+    Every lane stores its slab into an entry of a ring in the shared memory of each CTA (``ClusterQueue``, which all write and
+    read), waits for all slabs before it first multiplies with them (``stage/chunks.py``), and multiplies from the entry, which it
+    releases at the end of the step. A carry, sent when a step begins, has a ring of two entries, as a fast CTA may be a step ahead
+    of a slow one; other values need one entry. All CTAs of a cluster run the same steps on the same tiles, so entry n is the same
+    value in all.
+    """
+    v = at.root(v)
+    value = at.value(v)
+    if not value.slab:
+        return v
+    if v not in at.gathered:
+        made = at.unnamed(st.StageValue(value.n * at.split.ctas, value.dtype, False))
+        # Every CTA can read all columns of an array.
+        at.settle(made, value.home if isinstance(value.home, st.InArray) else _exchanged(at, v, value, depth))
+        at.gathered[v] = made
+    return at.gathered[v]
+
+
+def begin_all_gathers(at: StageCodeBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
+    """Send the carries that products of ``body`` contract, before all else in a step."""
+    for i in body:
+        for v in at.split.pieces(i.inputs[0]) if i.kind == "matmul" else ():
+            if at.root(v) in carries:
+                all_gather(at, v, tiles.EXCHANGE_DEPTH)
+
+
+def _exchanged(at: StageCodeBuilder, v: int, value: st.StageValue, depth: int) -> st.InImage:
+    ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
+    vectors = tiles.image_vectors(value.width, value.form)
+    at.setup.append(st.Exchange(ring, vectors * at.split.ctas, depth))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
+    at.evaluate(value.width, [ir.Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
+    return st.InImage(entry, value.form, ring)
+
+
+def reduce_scatter(at: StageCodeBuilder, products: Sequence[tuple[int, st.Multiply]]) -> None:
+    """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
+
+    Each CTA has the sums over its part of K for all columns. It sends every other CTA the slab that it needs, and adds up the slabs
+    that it gets in the order of the CTAs, so that all runs give the same bits.
+    """
+    for v, ring in [(v, _send_partial_sums(at, v, product)) for v, product in products]:
+        value, parts = at.value(v), list[int]()
+        part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
+        at.add(st.QueueCall(ring, "rd_acquire"))
+        for rank in range(at.split.ctas):
+            entry = _name(at, "entry")
+            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
+            parts.append(at.unnamed(dataclasses.replace(part, home=st.InImage(entry, part.form, ring))))
+        at.settle(v, st.Expression(" + ".join(f"{{{k}}}" for k in range(at.split.ctas)), tuple(parts)))
+        at.materialize(v)
+        at.add(st.QueueCall(ring, "rd_release"))
+
+
+def _send_partial_sums(at: StageCodeBuilder, v: int, product: st.Multiply) -> Ref:
+    """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
+    ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split.ctas
+    mine = at.unnamed(st.StageValue(n, "float32", False, product))
+    vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split.ctas
+    at.setup.append(st.Exchange(ring, vectors * at.split.ctas, 1))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
+    at.evaluate(at.value(mine).width, [ir.Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"))
+    return ring
+
+
+def _name(at: StageCodeBuilder, kind: str) -> Ref:
+    at.counter += 1
+    return Ref(kind, at.counter, "_all")
+
+
+def release_entries(at: StageCodeBuilder, known: dict[int, int]) -> None:
+    """Release the entries of values that were gathered since ``known`` and are no longer read."""
+    for v, made in at.gathered.items():
+        home = at.value(made).home
+        if v not in known and isinstance(home, st.InImage):
+            at.add(st.QueueCall(home.owner, "rd_release"))
+
+
 # --- All instructions -------------------------------------------------------------------------------------------------------------
 
 _ORDERED = ("Max", "Min")
@@ -308,8 +364,9 @@ REDUCTIONS = {f"reduce_{how}": name for how, name in outputs.HOW.items()}
 
 
 def lower_instruction(at: StageCodeBuilder, instr: Instr) -> None:
-    """Lower ``instr``. XLA makes results that do not stream, before the call; an alias needs no code."""
-    if instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile):
+    """Lower ``instr``. XLA makes results that do not stream, before the call; an alias needs no code, nor does an effect that has
+    been lowered with an earlier one."""
+    if instr in at.done or (instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile)):
         return
     if instr.kind in columns.REARRANGING:
         columns.rearrange(at, instr)
@@ -317,29 +374,24 @@ def lower_instruction(at: StageCodeBuilder, instr: Instr) -> None:
         _HANDLERS.get(instr.kind, _pointwise)(at, instr)
 
 
-def _load(at: StageCodeBuilder, instr: Instr) -> None:
-    value = at.new(instr)
-    _read_rows(at, instr, value, at.rows("in", instr["array"]))
-
-
 def _pop(at: StageCodeBuilder, instr: Instr) -> None:
     """A queue's entry stays in its slot, and is read from there, until the tile is done."""
     value, q, (v,) = at.new(instr), instr["queue"], instr.outputs
-    form = queue_form(value.dtype, q in at.slab_queues)
+    form = st.queue_form(value.dtype, q in at.slab_queues)
     queue, pop = Ref("queue", q), Ref("pop", q)
     at.add(st.QueueCall(queue, "rd_acquire"), st.Entry(pop, queue, value.slab_vectors(form)))
     if value.row:
         ref = Ref("r", v)
         at.add(st.PopRow(ref, Ref("e", v), pop, value.dtype))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.settle(v, st.InRegisters(ref, "row", ref))
     else:
-        at.settle(v, InImage(pop, form, Ref("v", v)))
+        at.settle(v, st.InImage(pop, form, Ref("v", v)))
 
 
 def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     compared = v in at.facts.compared
-    if not value.row and not compared and (product := _with_bias(at, instr) or _with_start(at, instr)):
+    if not value.row and not compared and (product := _added_to(at, instr)):
         at.settle(v, product)
         _rounded(at, v)
         return
@@ -354,33 +406,22 @@ def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     if value.row:
         at.set_row(v, ir.Apply(template, tuple(at.row(x) for x in instr.inputs)))
     else:
-        at.settle(v, Expression(template, tuple(at.root(x) for x in instr.inputs)))
+        at.settle(v, st.Expression(template, tuple(at.root(x) for x in instr.inputs)))
 
 
-def _with_bias(at: StageCodeBuilder, instr: Instr) -> Multiply | None:
-    """The product whose accumulators start from a stationary vector, for an addition of that to a matmul with no other reader."""
-    if instr.kind != "add":
-        return None
-    for x, bias in (instr.inputs, instr.inputs[::-1]):
-        product, vector = at.value(x).home, at.value(bias)
-        if not isinstance(product, Multiply) or product.bias is not None or at.uses[at.root(x)] != 1:
-            continue
-        if isinstance(vector.home, InVector) and not vector.row and pointwise.COMPUTE[vector.dtype] == "float":
-            return dataclasses.replace(product, product=instr.outputs[0], bias=(vector.home.address, vector.width))
-    return None
-
-
-def _with_start(at: StageCodeBuilder, instr: Instr) -> Multiply | None:
-    """The product whose accumulators start from a tile, for an addition of that to a matmul with no other reader. A result that a
-    loop rescales and adds to then needs no second set of registers."""
-    if instr.kind != "add" or not at.repeated:
-        return None
-    for x, other in (instr.inputs, instr.inputs[::-1]):
+def _added_to(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
+    """The product whose accumulators start from the other operand of addition ``instr``, if that alone reads the product: from a
+    stationary vector; or, in a loop, from a tile, so that a result that the loop rescales and adds to needs no second set of
+    registers."""
+    for x, other in (instr.inputs, instr.inputs[::-1]) if instr.kind == "add" else ():
         product, start = at.value(x).home, at.value(other)
-        if not isinstance(product, Multiply) or product.bias is not None or product.start is not None or at.uses[at.root(x)] != 1:
+        if not isinstance(product, st.Multiply) or product.bias is not None or at.uses[at.root(x)] != 1:
             continue
+        if isinstance(start.home, st.InVector) and not start.row and pointwise.COMPUTE[start.dtype] == "float":
+            return dataclasses.replace(product, product=instr.outputs[0], bias=(start.home.address, start.width))
         wide = start.dtype == at.value(x).dtype == "float32" and not start.row
-        if wide and isinstance(start.home, (Expression, InRegisters)) and not columns.waits_for_product(at, other):
+        pending = not isinstance(start.home, (st.Expression, st.InRegisters)) or columns.waits_for_product(at, other)
+        if at.repeated and product.start is None and wide and not pending:
             return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
     return None
 
@@ -395,8 +436,8 @@ def _row_index(at: StageCodeBuilder, instr: Instr) -> None:
         return
     row, ref = -1 - v, Ref("index", v)
     at.add(st.SetRow(ref, value.dtype, index))
-    at.values[row] = StageValue(1, value.dtype, True, InRegisters(ref, "row", ref))
-    at.settle(v, Splat(row))
+    at.values[row] = st.StageValue(1, value.dtype, True, st.InRegisters(ref, "row", ref))
+    at.settle(v, st.Splat(row))
 
 
 def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
@@ -408,35 +449,30 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
     if math.prod(at.program.values[v].shape) > 1:
         columns.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
-    value, how, ref = at.new(instr), REDUCTIONS[instr.kind], Ref("r", v)
-    at.add(st.StartFold(ref, how, value.dtype))
-    at.evaluate(at.value(x).width, [ir.Fold(x, how, ref)])
-    at.add(st.FoldQuad(ref, how))
-    at.settle(v, InRegisters(ref, "row", ref))
+    how = REDUCTIONS[instr.kind]
+    at.fold_row(v, x, how, at.new(instr).dtype)
     if how not in _ORDERED:
         _rounded(at, v)
 
 
 def _matmul(at: StageCodeBuilder, instr: Instr) -> None:
-    if instr in at.done:
-        return
     (v,), pieces = instr.outputs, at.split.pieces(instr.inputs[0])
     if v in at.split.partial:
         x = at.root(instr.inputs[0])
         group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.split.partial and at.root(i.inputs[0]) == x]
         at.done.update(group)
-        split.reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
+        reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
         for i in group:
             _rounded(at, i.outputs[0])
         return
-    product = _product(at, instr, [split.all_gather(at, x) for x in pieces])
+    product = _product(at, instr, [all_gather(at, x) for x in pieces])
     at.settle(v, product)
     if at.value(v).row:
         at.single_column(v)
     _rounded(at, v)
 
 
-def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> Multiply:
+def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> st.Multiply:
     at.new(instr)
     if at.next_weight is None:
         at.weights.append(weight_recipe(at, instr))
@@ -444,7 +480,7 @@ def _product(at: StageCodeBuilder, instr: Instr, pieces: list[int]) -> Multiply:
     else:
         weight = at.next_weight
         at.next_weight += 1
-    return Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
+    return st.Multiply(instr.outputs[0], weight, at.weights[weight].shape, tuple(pieces))
 
 
 def _rounded(at: StageCodeBuilder, v: int) -> None:
@@ -456,9 +492,9 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
     if value.row:
         ref = Ref("r", v, "_rounded")
         at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
-        at.settle(v, InRegisters(ref, "row", ref))
+        at.settle(v, st.InRegisters(ref, "row", ref))
     else:
-        at.settle(v, Expression(template, (at.unnamed(value),)))
+        at.settle(v, st.Expression(template, (at.unnamed(value),)))
 
 
 def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:
@@ -485,10 +521,10 @@ def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:
 
 
 _HANDLERS: dict[str, Callable[[StageCodeBuilder, Instr], None]] = {
-    "load": _load,
+    "load": lower_load,
     "pop": _pop,
     **dict.fromkeys(("push", "store", "sink", "sink_at"), outputs.lower_output),
-    "load_slice": lower_load_slice,
+    "load_slice": lower_load,
     "store_slice": lower_store_slice,
     "row_index": _row_index,
     "gather": lower_table,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kitsune_jax.errors import CannotLower
@@ -16,30 +16,18 @@ from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
-from kitsune_jax.targets.cuda.stage import columns, instructions, split
-from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
+from kitsune_jax.targets.cuda.stage import columns, instructions
+from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder, read_by
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
-from kitsune_jax.targets.cuda.stage_ir import (
-    Expression,
-    InArray,
-    InImage,
-    InRegisters,
-    InVector,
-    LoopNumber,
-    Multiply,
-    Parts,
-    Splat,
-    StageValue,
-)
 
 # --- Loops with carries: a recurrence over time, or over blocks of keys -----------------------------------------------------------
 
 _MOST_KEPT = 32  # registers of a streamed value that is kept for all iterations; wider ones are read from their arrays again
-Body = Callable[[StageCodeBuilder, Sequence[Instr]], None]
+_Kept = st.InImage | st.InRegisters  # the home of a value that passes from one iteration to the next
 
 
-def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> None:
-    """Lower ``instr``, with ``lower_body`` for its body.
+def _lower_counted_loop(at: StageCodeBuilder, instr: Instr) -> None:
+    """Lower ``instr`` and its body.
 
     A carry has registers for as long as the loop runs, or an image in shared memory if it does not fit. Values that the body reads
     from outside get homes before the loop begins, because pending values would be evaluated, and kept, inside. All next carries are
@@ -54,15 +42,15 @@ def lower_counted_loop(at: StageCodeBuilder, instr: Instr, lower_body: Body) -> 
         _give_home(at, v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
     number = Ref("number", block.index)
-    at.values[block.index] = StageValue(1, "int32", True, LoopNumber(number))
+    at.values[block.index] = st.StageValue(1, "int32", True, st.LoopNumber(number))
     row_tiles, repeated = dict(at.row_tiles), at.repeated
     at.repeated = True
     known = at.gathered
     with at.body_of_loop() as body:
-        split.begin_all_gathers(at, block.body, carries)
+        instructions.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
-        split.release_entries(at, known)
+        instructions.release_entries(at, known)
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
     at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
@@ -96,24 +84,21 @@ def _shift(at: StageCodeBuilder, instr: Instr) -> tuple[Address, int, str, int] 
     array, sign, guard, size = shifted
     loads = (i for i in walk(at.facts.instrs) if i.kind == "load" and i["array"] == array)
     for home in (at.value(v).home for i in loads for v in i.outputs):
-        if isinstance(home, InVector):
+        if isinstance(home, st.InVector):
             return home.address, sign, guard, size
     raise CannotLower("the bounds of a loop are shifted by a number that the stage does not load")
 
 
 def _outer_values(block: Block) -> list[int]:
     """Values that the body reads but does not make."""
-    inside, read = set[int](), dict[int, None]()
-    made = [*block.carries, block.index]
+    made, read = {block.index, *block.carries}, list[int]()
     for i in walk(block.body):
-        read.update(dict.fromkeys(i.inputs))
-        made += i.outputs
+        read += i.inputs
+        made.update(i.outputs)
         if i.block is not None:
-            made += [i.block.index, *i.block.carries]
-            read.update(dict.fromkeys(i.block.results))
-    read.update(dict.fromkeys(block.results))
-    inside.update(made)
-    return [v for v in read if v not in inside]
+            made.update((i.block.index, *i.block.carries))
+            read += i.block.results
+    return [v for v in dict.fromkeys((*read, *block.results)) if v not in made]
 
 
 def _give_home(at: StageCodeBuilder, v: int) -> None:
@@ -126,15 +111,13 @@ def _give_home(at: StageCodeBuilder, v: int) -> None:
         return
     value = at.value(v)
     match value.home:
-        case Expression() | Multiply():
+        case st.Expression() | st.Multiply():
             at.materialize(v)
-        case InArray() if not value.row and value.registers <= _MOST_KEPT:
+        case st.InArray() if not value.row and value.registers <= _MOST_KEPT:
             at.materialize(v)
-        case Splat(of):
-            _give_home(at, of)
-        case Parts(parts):
-            for part, _, _ in parts:
-                _give_home(at, part)
+        case st.Splat() | st.Parts():
+            for x in read_by(value.home):
+                _give_home(at, x)
 
 
 def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
@@ -147,18 +130,36 @@ def _carry(at: StageCodeBuilder, carry: int, initial: int) -> int:
     if value.row:
         at.set_row(carry, at.row(initial))
         return carry
-    ref = Ref("h", carry)
-    if carry in at.shape.images:
-        image, owner = Ref("image", carry), Ref("v", carry)
-        at.once_per_tile(ir.Image(image))
-        at.add(ir.Alive(owner, 0))
-        at.evaluate(value.width, [Keep(initial, image, value.form, to=image, push=True, reads=1)])
-        at.settle(carry, InImage(image, value.form, owner))
-    else:
-        at.evaluate(value.width, [Keep(initial, ref, value.form, push=True, reads=1)])
-        at.add(ir.Alive(ref, value.registers))
-        at.settle(carry, InRegisters(ref, value.form, ref))
+    in_image = carry in at.shape.images
+    home = _image(carry, value.form) if in_image else _registers(Ref("h", carry), value.form)
+    _copy_to_new(at, initial, home)
+    at.settle(carry, home)
     return carry
+
+
+def _image(v: int, form: str) -> st.InImage:
+    return st.InImage(Ref("image", v), form, Ref("v", v))
+
+
+def _registers(ref: Ref, form: str) -> st.InRegisters:
+    return st.InRegisters(ref, form, ref)
+
+
+def _copy_to_new(at: StageCodeBuilder, v: int, home: _Kept, reads: int = 1) -> None:
+    """Copy ``v`` to ``home``, which nothing has used before. ``reads``: instructions that then read the copy."""
+    value, in_image = at.value(v), isinstance(home, st.InImage)
+    if in_image:
+        at.once_per_tile(ir.Image(home.ref))
+        at.add(ir.Alive(home.owner, 0))
+    at.evaluate(value.width, [_written(v, home, reads)])
+    if not in_image:
+        at.add(ir.Alive(home.owner, value.registers))
+
+
+def _written(v: int, home: _Kept, reads: int = 1, over: bool = False) -> Keep:
+    """The action that writes ``v`` to ``home``. ``over``: over the registers of a value that is no longer read."""
+    image = home.ref if isinstance(home, st.InImage) else None
+    return Keep(v, home.ref, home.form, to=image, push=True, reads=reads, over=over and image is None)
 
 
 def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Sequence[int]) -> None:
@@ -166,7 +167,7 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
     moved = [(carry, made) for carry, made in zip(carries, results, strict=True) if carry != made]
     fresh = [(carry, _copied_row(at, made, carries)) for carry, made in moved if at.value(carry).row]
     moved = [(carry, made) for carry, made in moved if not at.value(carry).row]
-    direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, InImage) and _is_elementwise(at, made)]
+    direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, st.InImage) and _is_elementwise(at, made)]
     added = [(carry, made) for carry, made in moved if _is_added_in_place(at, carry, made, moved)]
     direct += added
     for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _is_pending(at, made)]):
@@ -175,13 +176,13 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
     alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # the accumulators of one product at a time are alive
     later = {carry for _, some in alone for carry in some}
     for width, some in (*_by_width(at, [carry for carry, _ in direct if carry not in later]), *alone):
-        at.evaluate(width, [_overwrite(at, carry, made) for carry, made in direct if carry in some])
+        at.evaluate(width, [_written(made, _home(at, carry), over=True) for carry, made in direct if carry in some])
         at.add(*(ir.Alive(_home(at, carry).owner) for carry in some))
     for carry, made in copied:
         _copy(at, carry, made)
     for carry, ref in fresh:
         to = at.value(carry).home
-        assert isinstance(to, InRegisters)
+        assert isinstance(to, st.InRegisters)
         at.add(ir.CopyRegisters(to.ref, ref, 2))
 
 
@@ -193,7 +194,7 @@ def _by_width(at: StageCodeBuilder, values: Sequence[int]) -> list[tuple[int, li
 
 
 def _is_pending(at: StageCodeBuilder, v: int) -> bool:
-    return isinstance(at.value(v).home, (Expression, Multiply))
+    return isinstance(at.value(v).home, (st.Expression, st.Multiply))
 
 
 def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
@@ -202,22 +203,22 @@ def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
 
     def visit(v: int) -> bool:
         match at.value(v).home:
-            case Expression(_, operands):
+            case st.Expression(_, operands):
                 return all(map(visit, operands))
-            case Multiply() | Parts():
+            case st.Multiply() | st.Parts():
                 return False
         return True
 
-    return isinstance(at.value(v).home, Expression) and visit(v)
+    return isinstance(at.value(v).home, st.Expression) and visit(v)
 
 
 def _is_added_in_place(at: StageCodeBuilder, carry: int, made: int, moved: Sequence[tuple[int, int]]) -> bool:
     """Is ``made`` a product added to ``carry``, column by column, which no other next carry reads? Each chunk of columns then
     replaces the registers that its accumulators started from."""
     home = at.value(made).home
-    if not isinstance(at.value(carry).home, InRegisters) or not isinstance(home, Multiply) or home.start is None:
+    if not isinstance(at.value(carry).home, st.InRegisters) or not isinstance(home, st.Multiply) or home.start is None:
         return False
-    started = isinstance(at.value(home.start).home, InRegisters) or _is_elementwise(at, home.start)
+    started = isinstance(at.value(home.start).home, st.InRegisters) or _is_elementwise(at, home.start)
     others = [v for c, v in moved if c != carry] + [*home.pieces]
     return started and at.uses[made] == 1 and not any(_reads(at, v, carry) for v in others)
 
@@ -226,36 +227,21 @@ def _reads(at: StageCodeBuilder, v: int, carry: int) -> bool:
     """Does the pending value ``v`` read ``carry``?"""
     if v == carry:
         return True
-    match at.value(v).home:
-        case Expression(_, operands):
-            return any(_reads(at, x, carry) for x in operands)
-        case Multiply(pieces=pieces, start=start):
-            return any(_reads(at, x, carry) for x in (*pieces, *(() if start is None else (start,))))
-        case Parts(parts):
-            return any(_reads(at, x, carry) for x, _, _ in parts)
-        case Splat(of):
-            return _reads(at, of, carry)
-    return False
+    home = at.value(v).home
+    pieces = home.pieces if isinstance(home, st.Multiply) else ()
+    return any(_reads(at, x, carry) for x in (*pieces, *read_by(home)))
 
 
-def _home(at: StageCodeBuilder, carry: int) -> InImage | InRegisters:
+def _home(at: StageCodeBuilder, carry: int) -> _Kept:
     home = at.value(carry).home
-    assert isinstance(home, (InImage, InRegisters))
+    assert isinstance(home, (st.InImage, st.InRegisters))
     return home
-
-
-def _overwrite(at: StageCodeBuilder, carry: int, made: int) -> Keep:
-    """The action that writes ``made`` to the home of ``carry``."""
-    form, home = at.value(carry).form, _home(at, carry)
-    if isinstance(home, InImage):
-        return Keep(made, home.ref, form, to=home.ref, push=True, reads=1)
-    return Keep(made, home.ref, form, push=True, reads=1, over=True)
 
 
 def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
     """Two registers with the row value ``v`` that updating the carries does not change."""
     home = at.value(v).home
-    if isinstance(home, InRegisters) and v not in carries:
+    if isinstance(home, st.InRegisters) and v not in carries:
         return home.ref
     at.counter += 1
     ref = Ref("r", v, f"_{at.counter}")
@@ -266,7 +252,7 @@ def _copied_row(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> Ref:
 def _copied_tile(at: StageCodeBuilder, v: int, carries: Sequence[int]) -> int:
     """``v``, or a copy if it is a carry, or has no registers or image of its own."""
     home = at.value(v).home
-    own = v not in carries and isinstance(home, (InRegisters, InImage)) and home.ref.kind != "pop"
+    own = v not in carries and isinstance(home, (st.InRegisters, st.InImage)) and home.ref.kind != "pop"
     return v if own else _in_registers(at, v)
 
 
@@ -274,24 +260,23 @@ def _in_registers(at: StageCodeBuilder, v: int) -> int:
     """A copy of ``v`` in registers."""
     value = at.value(v)
     copy = at.unnamed(dataclasses.replace(value, home=None))
-    ref = Ref("c", v, f"_{-copy}")
-    at.evaluate(value.width, [Keep(v, ref, value.form, push=True, reads=1)])
-    at.add(ir.Alive(ref, value.registers))
-    at.settle(copy, InRegisters(ref, value.form, ref))
+    home = _registers(Ref("c", v, f"_{-copy}"), value.form)
+    _copy_to_new(at, v, home)
+    at.settle(copy, home)
     return copy
 
 
 def _copy(at: StageCodeBuilder, carry: int, made: int) -> None:
     """Copy ``made``, which has registers or an image, to the home of ``carry``."""
     to = at.value(carry)
-    if isinstance(to.home, InImage):
-        at.evaluate(to.width, [_overwrite(at, carry, made)])
+    if isinstance(to.home, st.InImage):
+        at.evaluate(to.width, [_written(made, to.home)])
         at.add(ir.Alive(to.home.owner))
         return
-    if isinstance(at.value(made).home, InImage):
+    if isinstance(at.value(made).home, st.InImage):
         made = _in_registers(at, made)
     source = at.value(made).home
-    assert isinstance(to.home, InRegisters) and isinstance(source, InRegisters)
+    assert isinstance(to.home, st.InRegisters) and isinstance(source, st.InRegisters)
     at.add(ir.CopyRegisters(to.home.ref, source.ref, to.registers), ir.Alive(source.owner), ir.Alive(to.home.owner))
 
 
@@ -335,42 +320,23 @@ def _run_at(program: TileProgram, tile: Sequence[Instr], readers: dict[int, list
     for period in range(1, min(_LONGEST, len(tile) - at) + 1):
         if at + period < len(tile) and tile[at + period].kind != "matmul":
             continue
-        segments, exits = [], []
-        entry = tile[at].inputs[0]
-        start, wanted = at, None
-        while start + period <= len(tile):
-            segment = tuple(tile[start : start + period])
+        segments, exits = list[tuple[Instr, ...]](), list[int]()
+        entry, wanted = tile[at].inputs[0], None
+        for start in range(at, len(tile) - period + 1, period):
+            segment, inside = tuple(tile[start : start + period]), range(start, start + period)
             signature = _signature(program, segment, entry)
             (exit_,) = segment[-1].outputs or (-1,)
-            if signature is None or wanted not in (None, signature) or not _is_closed(segment, start, readers, exit_):
+            if signature is None or wanted not in (None, signature) or program.values[exit_] != program.values[entry]:
                 break
-            if program.values[exit_] != program.values[entry]:
+            own = [v for i in segment for v in i.outputs if v != exit_] + exits[-1:]  # what only this layer may read
+            if any(k not in inside for v in own for k in readers.get(v, ())):
                 break
-            wanted = signature
+            wanted, entry = signature, exit_
             segments.append(segment)
             exits.append(exit_)
-            entry, start = exit_, start + period
-        while len(segments) > 1 and not _feeds_next_only(segments, exits, at, period, readers):
-            segments.pop()
-            exits.pop()
         if len(segments) > 1:
             return Run(tuple(segments), tile[at].inputs[0], tuple(exits))
     return None
-
-
-def _is_closed(segment: Sequence[Instr], start: int, readers: dict[int, list[int]], exit_: int) -> bool:
-    """Are all values of the segment, except its last, read only inside of it?"""
-    inside = range(start, start + len(segment))
-    return all(k in inside for i in segment for v in i.outputs if v != exit_ for k in readers.get(v, ()))
-
-
-def _feeds_next_only(segments: Sequence[Any], exits: Sequence[int], at: int, period: int, readers: dict[int, list[int]]) -> bool:
-    """Is the result of each layer, except the last, read only by the next layer?"""
-    for k, v in enumerate(exits[:-1]):
-        first = at + (k + 1) * period
-        if any(r not in range(first, first + period) for r in readers.get(v, ())):
-            return False
-    return True
 
 
 def _signature(program: TileProgram, segment: Sequence[Instr], entry: int) -> tuple[Any, ...] | None:
@@ -403,29 +369,42 @@ _ALL = 1 << 30  # readers: all readers of a layer's result read what the loop pa
 
 def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     """Lower all layers of ``run`` as a ``LayerLoop`` with the body of the first layer. The operands of all layers are packed at
-    equal distances; the value that passes from layer to layer has its own registers, or two images that alternate."""
+    equal distances. The value that passes from layer to layer has its own registers, to which a layer's result is copied, or two
+    images that alternate."""
     entry, out = at.root(run.entry), at.root(run.exits[0])
     value = at.value(entry)
     if value.row:
         raise CannotLower("a loop over layers of one column has no code on the GPU")
-    in_images = bool(at.shape.images & {entry, out})
-    if in_images:
+    reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
+    images = [_image(v, value.form) for v in (entry, out)] if at.shape.images & {entry, out} else []
+    inside: _Kept = _registers(Ref("h", entry), value.form)
+    after = inside
+    if images:
         at.must_be_images |= {entry, out}
-    handover = _LayerImages(at, run, entry, out) if in_images else _LayerRegisters(at, run, entry)
-    handover.enter()
+        for image in images:
+            at.once_per_tile(ir.Image(image.ref))
+        inside, after = dataclasses.replace(images[0], ref=Ref("image", entry, "_in")), images[len(run.segments) % 2]
+    _copy_to_new(at, entry, images[0] if images else inside, reads)
+    at.add(*(ir.Alive(image.owner, 0) for image in images[1:]))
     first_weight, per_layer = len(at.weights), sum(i.kind == "matmul" for i in run.segments[0])
     _vectors(at, run)
     _weights(at, run)
     with at.body_of_loop() as body:
-        at.settle(entry, handover.inside())
+        at.add(*([ir.TurnImages(*(image.ref for image in images))] if images else ()))
+        at.settle(entry, inside)
         for instr in run.segments[0]:
             instructions.lower_instruction(at, instr)
-        handover.pass_on(out)
+        if images:
+            at.evaluate(value.width, [_written(out, dataclasses.replace(inside, ref=Ref("image", entry, "_out")), _ALL)])
+            at.add(*(ir.Alive(image.owner) for image in images))
+        else:
+            at.materialize(out)
+            _copy(at, entry, out)
     at.add(st.LayerLoop(len(run.segments), first_weight, per_layer, tuple(body)))
     at.next_weight = None
     at.layer_vectors = {}
     at.values[entry] = value
-    at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=handover.after())
+    at.values[at.root(run.exits[-1])] = dataclasses.replace(value, home=after)
 
 
 def _vectors(at: StageCodeBuilder, run: Run) -> None:
@@ -446,64 +425,6 @@ def _weights(at: StageCodeBuilder, run: Run) -> None:
     """Add the recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
     at.next_weight = len(at.weights)
     at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
-
-
-class _LayerRegisters:
-    """The value that passes from layer to layer, in registers: a layer's result is copied to where the next layer reads it."""
-
-    def __init__(self, at: StageCodeBuilder, run: Run, entry: int):
-        self.at, self.entry, self.value = at, entry, at.value(entry)
-        self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # of the first layer
-        self.ref = Ref("h", entry)
-
-    def enter(self) -> None:
-        self.at.evaluate(self.value.width, [Keep(self.entry, self.ref, self.value.form, push=True, reads=self.reads)])
-        self.at.add(ir.Alive(self.ref, self.value.registers))
-
-    def inside(self) -> InRegisters | InImage:
-        return InRegisters(self.ref, self.value.form, self.ref)
-
-    def pass_on(self, out: int) -> None:
-        self.at.materialize(out)
-        made = self.at.value(out).home
-        assert isinstance(made, InRegisters)
-        copy = ir.CopyRegisters(self.ref, made.ref, self.value.registers)
-        self.at.add(copy, ir.Alive(made.owner), ir.Alive(self.ref))
-
-    def after(self) -> InRegisters | InImage:
-        return self.inside()
-
-
-class _LayerImages:
-    """The value that passes from layer to layer, in two images in shared memory, which alternate."""
-
-    def __init__(self, at: StageCodeBuilder, run: Run, entry: int, out: int):
-        self.at, self.value = at, at.value(entry)
-        self.reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
-        self.values, self.layers = (entry, out), len(run.segments)
-        self.refs = tuple(Ref("image", v) for v in self.values)
-        self.owners = tuple(Ref("v", v) for v in self.values)
-
-    def enter(self) -> None:
-        for ref in self.refs:
-            self.at.once_per_tile(ir.Image(ref))
-        self.at.add(ir.Alive(self.owners[0], 0))
-        first = self.refs[0]
-        self.at.evaluate(self.value.width, [Keep(self.values[0], first, self.value.form, to=first, push=True, reads=self.reads)])
-        self.at.add(ir.Alive(self.owners[1], 0))
-
-    def inside(self) -> InRegisters | InImage:
-        self.at.add(ir.TurnImages(*self.refs))
-        return InImage(Ref("image", self.values[0], "_in"), self.value.form, self.owners[0])
-
-    def pass_on(self, out: int) -> None:
-        to = Ref("image", self.values[0], "_out")
-        self.at.evaluate(self.value.width, [Keep(out, to, self.value.form, to=to, push=True, reads=_ALL)])
-        self.at.add(*map(ir.Alive, self.owners))
-
-    def after(self) -> InRegisters | InImage:
-        last = self.layers % 2
-        return InImage(self.refs[last], self.value.form, self.owners[last])
 
 
 # --- All instructions -------------------------------------------------------------------------------------------------------------
@@ -534,10 +455,10 @@ def lower_body(at: StageCodeBuilder, instrs: Sequence[Instr]) -> None:
     for i in instrs:
         if i in runs:
             lower_layers(at, runs[i])
-        elif i in in_loops or i in at.done:
+        elif i in in_loops:
             continue
         elif i.kind == "loop":
-            lower_counted_loop(at, i, lower_body)
+            _lower_counted_loop(at, i)
         else:
             instructions.lower_instruction(at, i)
     at.instrs = around

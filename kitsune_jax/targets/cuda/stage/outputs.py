@@ -18,7 +18,6 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.stage import columns, facts
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
-from kitsune_jax.targets.cuda.stage_ir import InScratch, queue_form
 
 # --- Weight gradients -------------------------------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     if value.row:
         at.set_row(v, ir.FromScratch(value.dtype, column=0))
     else:
-        at.settle(v, InScratch(at.vector(columns.table(np.arange(value.n))), None))
+        at.settle(v, st.InScratch(at.vector(columns.table(np.arange(value.n))), None))
         at.materialize(v)
 
 
@@ -209,7 +208,7 @@ def _push(at: StageCodeBuilder, instr: Instr) -> _Effect:
     acquire, release = st.QueueCall(queue, "wr_acquire"), st.QueueCall(queue, "wr_release")
     if value.row:
         return _Effect((acquire, st.PushRow(queue, at.row(v), at.split.once(v)), release))
-    form = queue_form(value.dtype, q in at.slab_queues)
+    form = st.queue_form(value.dtype, q in at.slab_queues)
     entry = st.Entry(push, queue, value.slab_vectors(form), write=True, once=at.split.once(v))
     return _Effect((acquire, entry), ir.Keep(v, ir.Ref("q", q), form, to=push, push=True, reads=1), (release,))
 

@@ -1,7 +1,7 @@
 """Columns split over CTAs: where several CTAs share a stage, which values are slabs, and how a product gets columns of others.
 
 Comes in: the instructions of a stage, and the CTAs that share it. Goes out: ``ColumnSplit``, which all other modules ask; slabs in
-the order in which kernels read them; and nodes that exchange columns, or partial sums, between the CTAs of a cluster.
+the order in which kernels read them; and the waits for columns that CTAs exchange (``stage/instructions.py``).
 
 A CTA computes a slab of the columns of every product, so it has a slab of each weight and of each vector. A value of several groups
 of columns, such as the four gates of an LSTM, has a slab of each group.
@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.ir import Keep, Ref
-from kitsune_jax.targets.cuda.stage_ir import Expression, InArray, InImage, Multiply, StageValue
+from kitsune_jax.targets.cuda.ir import Ref
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, SUM_BYTES, gradient_shapes, is_half
 
 Joined = Mapping[int, Sequence[int]]  # concatenations that only matmuls read -> their parts
@@ -287,108 +285,7 @@ def _equal_parts(instr: Instr, program: TileProgram, joined: Collection[int]) ->
     return []
 
 
-# --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
-
-
-class ExchangingStage(Protocol):
-    """The builder of a stage (``stage/builder.py``), as far as exchanges use it."""
-
-    split: ColumnSplit
-    setup: list[ir.Node]
-    gathered: dict[int, int]
-    counter: int
-
-    def root(self, v: int) -> int: ...
-    def value(self, v: int) -> StageValue: ...
-    def unnamed(self, value: StageValue) -> int: ...
-    def settle(self, v: int, home: st.Home) -> None: ...
-    def materialize(self, v: int) -> None: ...
-    def add(self, *nodes: ir.Node) -> None: ...
-    def evaluate(self, width: int, wanted: Iterable[ir.Action]) -> None: ...
-
-
-def all_gather(at: ExchangingStage, v: int, depth: int = 1) -> int:
-    """The value of which ``v`` is a slab, gathered from all CTAs through a ring of ``depth`` entries; or ``v`` if it is no slab.
-
-    Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
-    Every lane stores its slab into an entry of a ring in the shared memory of each CTA (``ClusterQueue``, which all write and
-    read), waits for all slabs before it first multiplies with them (``stage/chunks.py``), and multiplies from the entry, which it
-    releases at the end of the step. A carry, sent when a step begins, has a ring of two entries, as a fast CTA may be a step ahead
-    of a slow one; other values need one entry. All CTAs of a cluster run the same steps on the same tiles, so entry n is the same
-    value in all.
-    """
-    v = at.root(v)
-    value = at.value(v)
-    if not value.slab:
-        return v
-    if v not in at.gathered:
-        made = at.unnamed(StageValue(value.n * at.split.ctas, value.dtype, False))
-        # Every CTA can read all columns of an array.
-        at.settle(made, value.home if isinstance(value.home, InArray) else _exchanged(at, v, value, depth))
-        at.gathered[v] = made
-    return at.gathered[v]
-
-
-def begin_all_gathers(at: ExchangingStage, body: Sequence[Instr], carries: Collection[int]) -> None:
-    """Send the carries that products of ``body`` contract, before all else in a step."""
-    for i in body:
-        for v in at.split.pieces(i.inputs[0]) if i.kind == "matmul" else ():
-            if at.root(v) in carries:
-                all_gather(at, v, tiles.EXCHANGE_DEPTH)
-
-
-def _exchanged(at: ExchangingStage, v: int, value: StageValue, depth: int) -> InImage:
-    ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
-    vectors = tiles.image_vectors(value.width, value.form)
-    at.setup.append(st.Exchange(ring, vectors * at.split.ctas, depth))
-    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
-    at.evaluate(value.width, [Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
-    at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
-    return InImage(entry, value.form, ring)
-
-
-def reduce_scatter(at: ExchangingStage, products: Sequence[tuple[int, Multiply]]) -> None:
-    """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
-
-    Each CTA has the sums over its part of K for all columns. It sends every other CTA the slab that it needs, and adds up the slabs
-    that it gets in the order of the CTAs, so that all runs give the same bits.
-    """
-    for v, ring in [(v, _send_partial_sums(at, v, product)) for v, product in products]:
-        value, parts = at.value(v), list[int]()
-        part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
-        at.add(st.QueueCall(ring, "rd_acquire"))
-        for rank in range(at.split.ctas):
-            entry = _name(at, "entry")
-            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
-            parts.append(at.unnamed(dataclasses.replace(part, home=InImage(entry, part.form, ring))))
-        at.settle(v, Expression(" + ".join(f"{{{k}}}" for k in range(at.split.ctas)), tuple(parts)))
-        at.materialize(v)
-        at.add(st.QueueCall(ring, "rd_release"))
-
-
-def _send_partial_sums(at: ExchangingStage, v: int, product: Multiply) -> Ref:
-    """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
-    ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split.ctas
-    mine = at.unnamed(StageValue(n, "float32", False, product))
-    vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split.ctas
-    at.setup.append(st.Exchange(ring, vectors * at.split.ctas, 1))
-    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
-    at.evaluate(at.value(mine).width, [Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
-    at.add(st.QueueCall(ring, "wr_release"))
-    return ring
-
-
-def _name(at: ExchangingStage, kind: str) -> Ref:
-    at.counter += 1
-    return Ref(kind, at.counter, "_all")
-
-
-def release_entries(at: ExchangingStage, known: dict[int, int]) -> None:
-    """Release the entries of values that were gathered since ``known`` and are no longer read."""
-    for v, made in at.gathered.items():
-        home = at.value(made).home
-        if v not in known and isinstance(home, InImage):
-            at.add(st.QueueCall(home.owner, "rd_release"))
+# --- Exchanges of columns between CTAs --------------------------------------------------------------------------------------------
 
 
 class ExchangeWaits:
