@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.ir import Array, ArrayType, TileProgram, TileType
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Constant, Identity, Node, Ref, Spelling, flag, indented
@@ -624,7 +624,7 @@ def columns_of(array: ArrayType) -> Columns:
     return Columns(tuple(array.shape[d] for d in array.dims), tuple(strides[d] for d in array.dims))
 
 
-def array_bytes(array: ArrayType) -> int:
+def array_bytes(array: ArrayType | Array | TileType) -> int:
     return math.prod(array.shape) * pointwise.ITEM_SIZE[array.dtype]
 
 

@@ -111,8 +111,7 @@ def constants(at: Layout) -> str:
 def params(at: Layout) -> list[str]:
     """The fields of a part's operands, in their order."""
     fields = [f"const void* in{k};" for k in at.operands.inputs]
-    fields += [f"const u8* weights{k};" for k in range(len(at.operands.groups))]
-    fields += ["const float* vectors;"] if at.operands.vectors else []
+    fields += [f"{type_} {name};" for type_, name, _ in at.packed]
     return fields + [f"const void* table{k};" for k in range(len(at.operands.tables))]
 
 
