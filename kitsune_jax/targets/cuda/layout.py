@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from kitsune_jax.errors import CannotLower
+from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
+from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -70,7 +71,7 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``fetch``: what the kernel prefetches."""
+    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``ahead``: what the kernel prefetches."""
 
     program: TileProgram
     a: Arrangement
@@ -81,7 +82,7 @@ class Layout:
     queue_at: dict[int, int]
     operands: Operands
     workspace: Workspace
-    fetch: Fetch | None = None
+    ahead: Ahead | None = None
 
     @property
     def working(self) -> int:
@@ -91,7 +92,7 @@ class Layout:
     @property
     def grid(self) -> int:
         """CTAs of the kernel: those that have tiles, and others that only prefetch weights."""
-        return self.working if self.fetch is None else self.fetch.grid(self.working, self.a.ctas)
+        return grid_with_prefetch(self.working, self.a.ctas, self.ahead)
 
     @property
     def uniform(self) -> bool:
@@ -171,7 +172,7 @@ class Layout:
         operands += [size for _, _, size in self.packed]
         operands += [frame.array_bytes(p.values[v]) for v in o.tables]
         operands += [frame.array_bytes(p.outputs[k]) for k, _ in self.filled]
-        hints = [] if self.fetch is None else [self.fetch.array_bytes]
+        hints = [] if self.ahead is None else [self.ahead.array_bytes]
         results = [*(frame.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
         counts = len(operands) + len(hints), len(results), self.workspace.zero_bytes, len(hints)
@@ -296,8 +297,8 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
     l2 = [q for q in range(len(program.queues)) if a.places[q] == "l2"]
     counters: list[tuple[str, int, int]] = []
     for s, stage in enumerate(stages):
-        segments = in_setup(stage, frame.SegmentStart)
-        counters += [("sinks", s, _COUNTER_BYTES)] if segments or in_setup(stage, frame.SinkStart) else []
+        sinks, segments = in_setup(stage, frame.SinkStart), in_setup(stage, frame.SegmentStart)
+        counters += [("sinks", s, _COUNTER_BYTES)] if sinks or segments else []
         groups = -(-workers // tiles.FAN_IN)
         counters += [("groups", start.ref.of, groups * _COUNTER_BYTES) for start in segments if start.rows]
     with_gradients = [s for s, stage in enumerate(stages) if in_setup(stage, frame.GradientStart)]
