@@ -60,8 +60,8 @@ def why_not() -> str:
 
 
 def register(platform: Literal["CUDA", "cpu"]) -> bool:
-    """Register the FFI target ``kitsune_cuda``, once per platform; safe from any thread. Returns ``available()``. Calls on "cpu" run in
-    the emulator (``use_emulator``).
+    """Register the FFI target ``kitsune_cuda``, once per platform; safe from any thread. Returns ``available()``. Calls on "cpu"
+    run in the emulator (``use_emulator``).
 
     >>> from kitsune_jax.targets.cuda import runtime
     >>> runtime.register("CUDA") == runtime.available()
