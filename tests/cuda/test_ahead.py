@@ -21,7 +21,7 @@ from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, runtime, sources
-from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES, Fetch
+from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
 from kitsune_jax.targets.cuda.lower import generate_call_kernel
 from reference import standalone
 from tests.cuda.test_decoding import token
@@ -43,7 +43,8 @@ pytestmark = [
 @pytest.fixture(autouse=True, scope="module")
 def emulator(kernel_cache: pathlib.Path) -> None:
     """In use before something counts what it does."""
-    runtime.register("cpu", compilers.emulator_library())
+    runtime.use_emulator(compilers.emulator_library())
+    runtime.register("cpu")
 
 
 Array = Any
@@ -138,8 +139,8 @@ def test_a_call_of_several_phases_asks_when_its_last_ends(sm: int) -> None:
     case = message_passing()
     operands, weight = case.operands(np.random.default_rng(3)), np.zeros(50_000, np.uint8)
     call = tiled(case.program)
-    fetch = Fetch(weight.nbytes, 0, weight.nbytes, 6, 9)
-    made = generate_call_kernel(call, tuple(by_hand(part.program, sm, 2, 3) for part in call.parts), "program", fetch)
+    ahead = Ahead(0, weight.nbytes, 0, weight.nbytes, 6 * PIECE_BYTES, 0, 9, 0.0)
+    made = generate_call_kernel(call, tuple(by_hand(part.program, sm, 2, 3) for part in call.parts), "program", ahead)
     assert made.launch[2] >= 9
     code = lower.KernelCode(made, compilers.emulated(made.source, sm), "emulated", "program")
     plain = called(case.program, *operands, code=code_of(case.program, sm=sm, lanes=2, replicas=3))
@@ -187,7 +188,7 @@ def launched(array_bytes: int, first: int, size: int, pieces: int, offset: int, 
     """Bytes that the kernel of ``small`` asks for of an array that starts ``offset`` bytes behind a multiple of 16."""
     region = small(sm)
     ahead = Ahead(0, array_bytes, first, size, pieces * PIECE_BYTES, 0, 4, 0.0)
-    made = lower._cached_kernel(region.program, (region.plan,), "region", Fetch.of(ahead))
+    made = lower._cached_kernel(region.program, (region.plan,), "region", ahead)
     image = compilers.emulated(f"// planted: {change}\n{made.source}" if change else made.source, sm)
     kernel = _cuda.Kernel(image, np.asarray(made.launch, np.int64), "region", emulated=True)
     kernel.load()
@@ -256,11 +257,11 @@ def test_the_machine_code_asks_and_spills_nothing(device: str, arch: str, opcode
     assert region.ahead is not None
     plans = tuple(phase.plan for phase in region.phases)
     registers = []
-    for fetch in (None, Fetch.of(region.ahead)):
-        made = lower._cached_kernel(region.program, plans, "region", fetch)
+    for ahead in (None, region.ahead):
+        made = lower._cached_kernel(region.program, plans, "region", ahead)
         result = compilers.cubin(made.source, arch, folder_of(compiler))
         resources, code = nvrtc.resources(result.log, result.cubin), sass.disassemble(result.cubin, "kitsune_region")
-        assert (code.count(opcode) > 0) == (fetch is not None)
+        assert (code.count(opcode) > 0) == (ahead is not None)
         assert resources.spill_bytes == resources.stack_bytes == 0
         registers.append(resources.registers)
     assert abs(registers[1] - registers[0]) <= 8

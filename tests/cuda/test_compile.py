@@ -287,7 +287,7 @@ def test_a_compiled_kernel_can_be_stored() -> None:
 @pytest.fixture
 def no_library_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     """NVRTC not yet loaded, and the places to look for it in the test's hand."""
-    monkeypatch.setattr(nvrtc, "_libraries", {})
+    nvrtc._open.cache_clear()
     return lambda places: monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(places))
 
 
@@ -397,7 +397,7 @@ def test_a_kernel_that_the_host_compiler_refuses_is_shown(standin: Path, own_cac
 def test_a_precompiled_header_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the fourth kernel on, and not for a source that defines a macro in front of its include."""
     monkeypatch.setattr(hostcc, "_seen", collections.Counter())
-    monkeypatch.setattr(hostcc, "_precompiled", {})
+    hostcc._precompile.cache_clear()
     source = '#include "kitsune/kitsune.h"\nextern "C" unsigned answer() { return kitsune::kGroupThreads + 10; }\n'
     images = [hostcc.compile(source, 900) for _ in range(4)]
     assert len(set(images)) == 1

@@ -493,7 +493,6 @@ out = {}
 assert runtime.register("cpu") and runtime.register("CUDA")
 out["no emulator"] = error(lambda: jax.block_until_ready(jax.jit(region)(a, b)))
 out["missing emulator"] = error(lambda: runtime.use_emulator("/nowhere/libemulator.so"))
-assert runtime.register("cpu", os.path.join(FOLDER, "libemulator.so"))
 runtime.use_emulator(os.path.join(FOLDER, "libemulator.so"))
 out["second emulator"] = error(lambda: runtime.use_emulator("/elsewhere.so"))
 
@@ -602,7 +601,8 @@ def test_what_goes_wrong_becomes_an_error_of_jax(outcome: dict[str, Any], scenar
 
 CACHED = """
 import logging
-runtime.register("cpu", os.path.join(FOLDER, "libemulator.so"))
+runtime.use_emulator(os.path.join(FOLDER, "libemulator.so"))
+runtime.register("cpu")
 hits = []
 
 class Hits(logging.Handler):

@@ -1,4 +1,4 @@
-"""A plan's choices as code generation reads them: ``Arrangement``, with the geometry of the launch, and ``Fetch``, a prefetch."""
+"""A plan's choices as code generation reads them: ``Arrangement``, with the geometry of the launch, and its prefetch."""
 
 from __future__ import annotations
 
@@ -83,33 +83,13 @@ class Arrangement:
 PIECE_BYTES = 4096  # about a row of a weight, so that a product finds equally much of each stretch in whatever order it reads
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fetch:
-    """A prefetch into the L2 for the next kernel: ``pieces`` of ``PIECE_BYTES``, spread over the ``size`` bytes from byte ``first``
-    of an operand of ``array_bytes``. ``workers``: CTAs of the machine, which all take part (``cuda/include/kitsune/ahead.h``)."""
+def grid_with_prefetch(working: int, ctas: int, ahead: Ahead | None) -> int:
+    """CTAs of a kernel, in instances of ``ctas``, of which ``working`` have tiles: all CTAs of the machine prefetch ``ahead``."""
+    return working if ahead is None else max(working, ahead.workers // ctas * ctas)
 
-    array_bytes: int
-    first: int
-    size: int
-    pieces: int
-    workers: int
 
-    @staticmethod
-    def of(ahead: Ahead) -> Fetch:
-        pieces = max(1, ahead.fetched_bytes // PIECE_BYTES)
-        return Fetch(ahead.array_bytes, ahead.first, ahead.weight_bytes, pieces, ahead.workers)
-
-    def grid(self, working: int, ctas: int) -> int:
-        """CTAs of the kernel, in instances of ``ctas``, of which ``working`` have tiles."""
-        return max(working, self.workers // ctas * ctas)
-
-    @property
-    def declared(self) -> str:
-        """The operand as a field of the kernel's parameters."""
-        return "const void* ahead"
-
-    @property
-    def call(self) -> str:
-        """The call that every consumer warpgroup makes after its last tile."""
-        share = "block_id() * kLanes + group - 1, grid_size() * kLanes"
-        return f"fetch_ahead<{self.first}, {self.size}, {self.pieces}, {PIECE_BYTES}>(p.ahead, {share});"
+def prefetch(ahead: Ahead) -> str:
+    """The C++ with which every consumer warpgroup prefetches after its last tile (``cuda/include/kitsune/ahead.h``)."""
+    pieces = max(1, ahead.fetched_bytes // PIECE_BYTES)
+    template = f"{ahead.first}, {ahead.weight_bytes}, {pieces}, {PIECE_BYTES}"
+    return f"fetch_ahead<{template}>(p.ahead, block_id() * kLanes + group - 1, grid_size() * kLanes);"

@@ -16,10 +16,12 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.ops.spec import ROWS
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Array, ArrayType, Instr, Part, Program, StageProgram, TileProgram, TileType, walk
-from kitsune_jax.targets.cuda import layout, pointwise, tiles
-from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
+from kitsune_jax.targets.cuda import frame_ir as frame
+from kitsune_jax.targets.cuda import layout, tiles
+from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
 from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
 from kitsune_jax.targets.cuda.stage import simplify
@@ -34,18 +36,13 @@ def programs_of_call(call: Program) -> tuple[TileProgram, ...]:
     return tuple(_with_wide_rows(_with_row_scalars(call, part)) for part in call.parts)
 
 
-def made_before(call: Program, part: Part) -> frozenset[int]:
-    """The inputs of ``part`` that earlier parts make."""
-    return frozenset(k for k, n in enumerate(part.reads) if n >= call.operands)
-
-
 def _with_row_scalars(call: Program, part: Part) -> TileProgram:
     """``part``, whose rows each load the scalars that earlier parts make.
 
     Arrays that an earlier part makes do not exist yet when XLA packs the stationary operands. So scalars are loaded by every row,
     and rows of tables are gathered; any other use of a whole array has no code.
     """
-    program, made = part.program, made_before(call, part)
+    program, made = part.program, {k for k, n in enumerate(part.reads) if n >= call.operands}
     loads = {i.outputs[0]: i["array"] for s in program.stages for i in walk(s.body) if i.kind == "load"}
     whole = {v: k for v, k in loads.items() if k in made and not program.values[v].tile}
     gathered = {i.inputs[0] for s in program.stages for i in walk(s.body) if i.kind == "gather"}
@@ -96,15 +93,25 @@ def _with_wide_rows(program: TileProgram) -> TileProgram:
         return program
     if not all(_is_elementwise(program, i) for i in program.stages[0].body):
         return program
-    rows = program.rows // width
-    widened = _WideRows(program, width)
+    rows, body = program.rows // width, list[Instr]()
+    values = [TileType(True, (width,), t.dtype) if t.tile else t for t in program.values]
+    for i in program.stages[0].body:
+        if i.kind == "load" and program.values[i.outputs[0]].tile and not program.inputs[i["array"]].shape:
+            # A number that every row reads is broadcast over the elements of the row.
+            body.append(dataclasses.replace(i, outputs=(len(values),)))
+            body.append(Instr("broadcast_in_dim", (len(values),), i.outputs, make_params(dims=(0,), shape=(ROWS, width))))
+            values.append(TileType(True, (), program.values[i.outputs[0]].dtype))
+        elif i.kind == "sink":
+            body.append(dataclasses.replace(i, params=make_params(**{**dict(i.params), "axes": (0, 1)})))
+        else:
+            body.append(i)
     return dataclasses.replace(
         program,
         axes=(rows,),
         inputs=tuple(_rows_of(a, rows, width) for a in program.inputs),
         outputs=tuple(_rows_of(a, rows, width) for a in program.outputs),
-        stages=(StageProgram(program.stages[0].name, tuple(widened.body())),),
-        values=tuple(widened.values),
+        stages=(StageProgram(program.stages[0].name, tuple(body)),),
+        values=tuple(values),
     )
 
 
@@ -128,33 +135,6 @@ def _rows_of(array: ArrayType, rows: int, width: int) -> ArrayType:
     if array.shape:
         return ArrayType((rows, width), array.dtype, True, (width,), (1,))
     return dataclasses.replace(array, row_strides=(0,)) if array.streamed else array
-
-
-class _WideRows:
-    """The body of an elementwise program on rows of ``width`` elements."""
-
-    def __init__(self, program: TileProgram, width: int):
-        self.program, self.width = program, width
-        self.values = [TileType(True, (width,), t.dtype) if t.tile else t for t in program.values]
-
-    def body(self) -> list[Instr]:
-        found: list[Instr] = []
-        for i in self.program.stages[0].body:
-            if i.kind == "load" and self.program.values[i.outputs[0]].tile and not self.program.inputs[i["array"]].shape:
-                found += self._number(i)
-            elif i.kind == "sink":
-                found.append(dataclasses.replace(i, params=make_params(**{**dict(i.params), "axes": (0, 1)})))
-            else:
-                found.append(i)
-        return found
-
-    def _number(self, load: Instr) -> list[Instr]:
-        """Load a number that every row reads, and broadcast it over the elements of the row."""
-        (v,) = load.outputs
-        self.values.append(TileType(True, (), self.program.values[v].dtype))
-        one = len(self.values) - 1
-        spread = Instr("broadcast_in_dim", (one,), (v,), make_params(dims=(0,), shape=(ROWS, self.width)))
-        return [dataclasses.replace(load, outputs=(one,)), spread]
 
 
 # --- The layout of the call -------------------------------------------------------------------------------------------------------
@@ -189,7 +169,7 @@ class CallLayout:
     """``direct``: operands of the call that the kernel reads in their own layout. ``buffers``: the C++ declaration of a pointer to
     each buffer of the kernel; ``sizes``: its bytes; the first ``operands`` of them are operands. ``filled``: (result, fold) for
     results that hold the fold's identity before the kernel starts. ``kept``: arrays between phases that are results of the custom
-    call, because XLA fills them. ``fetch``: the prefetch, whose array is the last of the operands."""
+    call, because XLA fills them. ``ahead``: what is prefetched, from the last of the operands."""
 
     name: str
     parts: tuple[PartLayout, ...]
@@ -201,8 +181,7 @@ class CallLayout:
     filled: tuple[tuple[int, str], ...]
     kept: tuple[Array, ...]
     zero_bytes: int
-    workspace_bytes: int
-    fetch: Fetch | None = None
+    ahead: Ahead | None = None
 
     @property
     def launch(self) -> tuple[int, ...]:
@@ -212,10 +191,10 @@ class CallLayout:
         most = max(p.layout.a.ctas for p in self.parts)
         results = len(self.buffers) - self.operands
         geometry = a.sm, self.grid, a.threads, 1, shared, 1, most
-        return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.fetch is None else 1, *self.sizes
+        return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.ahead is None else 1, *self.sizes
 
 
-def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> CallLayout:
+def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None) -> CallLayout:
     """The layout of ``call``. Raises ``CannotLower`` where it does not fit, or where the parts cannot be parts of one kernel."""
     first = arrangements[0]
     if any(a.cluster > 1 or "cluster" in a.places for a in arrangements):
@@ -228,43 +207,67 @@ def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str
     if len({at.header_bytes for at in found}) > 1:  # one of them fits only without staging
         most = max(at.header_bytes for at in found)
         found = [layout.lay_out(p, a, name, most - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
-    return _assemble(call, found, name, fetch)
+    return _assemble(call, found, name, ahead)
 
 
-def _assemble(call: Program, found: list[Layout], name: str, fetch: Fetch | None) -> CallLayout:
+def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None) -> CallLayout:
     filled = {part.writes[k]: how for part, at in zip(call.parts, found, strict=True) for k, how in at.filled}
     results = range(call.operands, call.operands + call.results)
     kept = [n for n in filled if n not in results]
-    buffers = _Buffers(call, found, [*results, *kept], filled, fetch)
+    buffers = _Buffers()
+    direct = sorted(
+        {part.reads[i] for part, at in zip(call.parts, found, strict=True) for i in _direct(at)} & {*range(call.operands)}
+    )
+    where = {n: buffers.add(f"const void* operand{n}", frame.array_bytes(call.arrays[n])) for n in direct}
+    packed, tables = list[list[Source]](), list[dict[int, Source]]()  # of each part
+    for k, at in enumerate(found):
+        packed.append([buffers.add(f"{type_} part{k}_{operand}", size) for type_, operand, size in at.packed])
+        made = {v: at.program.values[v] for v in at.operands.tables if table_input(at, v) is None}
+        tables.append({v: buffers.add(f"const void* part{k}_table{v}", frame.array_bytes(t)) for v, t in made.items()})
+    for n in filled:
+        buffers.add(f"const void* filled{n}", frame.array_bytes(call.arrays[n]))
+    if ahead is not None:
+        buffers.add("const void* ahead", ahead.array_bytes)
+    operands = len(buffers.sizes)
+    where |= {n: buffers.add(f"void* result{n}", frame.array_bytes(call.arrays[n])) for n in (*results, *kept)}
     workspace = _PhasesWorkspace(call, found, [n for n in range(results.stop, len(call.arrays)) if n not in kept])
+    memory = buffers.add("u8* workspace", workspace.bytes).buffer
+    where |= {n: Source(memory, byte) for n, byte in workspace.arrays.items()}
     grid, shares = _shares(call, found)
-    grid = grid if fetch is None else fetch.grid(grid, max(at.a.ctas for at in found))
-    where = {n: Source(b) for n, b in buffers.of_array.items()}
-    where |= {n: Source(buffers.workspace, byte) for n, byte in workspace.arrays.items()}
     parts = []
     for k, (part, at) in enumerate(zip(call.parts, found, strict=True)):
-        made = {n: dataclasses.replace(source, made=n >= call.operands) for n, source in where.items()}
-        sources = [made[part.reads[i]] for i in at.operands.inputs]
-        sources += [Source(b) for b in buffers.packed[k]]
-        sources += [_table(call, part, at, v, made, buffers.tables[k]) for v in at.operands.tables]
+        read = {i: dataclasses.replace(where[n], made=n >= call.operands) for i, n in enumerate(part.reads) if n in where}
+        sources = [*(read[i] for i in at.operands.inputs), *packed[k]]
+        sources += [tables[k][v] if v in tables[k] else read[table_input(at, v) or 0] for v in at.operands.tables]
         sources += [where[n] for n in part.writes]
-        sources += [Source(buffers.workspace, workspace.rest[k]), Source(buffers.workspace, workspace.heads[k])]
+        sources += [Source(memory, workspace.rest[k]), Source(memory, workspace.heads[k])]
         parts.append(PartLayout(part.phase, at, *shares[k], tuple(sources)))
-    sizes = (*buffers.sizes, workspace.bytes)
     return CallLayout(
-        name,
-        tuple(parts),
-        grid,
-        tuple(buffers.direct),
-        (*buffers.declared, "u8* workspace"),
-        sizes,
-        buffers.operands,
-        tuple((buffers.of_array[n] - buffers.operands, how) for n, how in filled.items()),
-        tuple(call.arrays[n] for n in kept),
-        workspace.zero_bytes,
-        workspace.bytes,
-        fetch,
+        name=name,
+        parts=tuple(parts),
+        grid=grid_with_prefetch(grid, max(at.a.ctas for at in found), ahead),
+        direct=tuple(direct),
+        buffers=tuple(buffers.declared),
+        sizes=tuple(buffers.sizes),
+        operands=operands,
+        filled=tuple((where[n].buffer - operands, how) for n, how in filled.items()),
+        kept=tuple(call.arrays[n] for n in kept),
+        zero_bytes=workspace.zero_bytes,
+        ahead=ahead,
     )
+
+
+class _Buffers:
+    """The buffers of the custom call, as ``CallLayout`` has them."""
+
+    def __init__(self) -> None:
+        self.declared: list[str] = []
+        self.sizes: list[int] = []
+
+    def add(self, declared: str, size: int) -> Source:
+        self.declared.append(declared)
+        self.sizes.append(size)
+        return Source(len(self.sizes) - 1)
 
 
 def table_input(at: Layout, v: int) -> int | None:
@@ -276,58 +279,10 @@ def table_input(at: Layout, v: int) -> int | None:
     return None
 
 
-def _table(call: Program, part: Part, at: Layout, v: int, where: dict[int, Source], packed: dict[int, int]) -> Source:
-    return Source(packed[v]) if v in packed else where[part.reads[table_input(at, v) or 0]]
-
-
-class _Buffers:
-    """The buffers of the custom call. ``of_array``: array of the call -> buffer; ``packed``, ``tables``: buffers that XLA makes for
-    each part."""
-
-    def __init__(self, call: Program, found: list[Layout], results: list[int], filled: dict[int, str], fetch: Fetch | None):
-        self.declared: list[str] = []
-        self.sizes: list[int] = []
-        self.of_array: dict[int, int] = {}
-        self.packed: list[list[int]] = []
-        self.tables: list[dict[int, int]] = []
-        read = {part.reads[i] for part, at in zip(call.parts, found, strict=True) for i in _direct(at)}
-        self.direct = sorted(n for n in read if n < call.operands)
-        for n in self.direct:
-            self.of_array[n] = self._add(f"const void* operand{n}", _bytes(call.arrays[n]))
-        for k, at in enumerate(found):
-            o = at.operands
-            groups = zip(o.groups, o.order, strict=True)
-            weights = [sum(o.of_group(d)[w].shape.part_bytes(chunk) for w, chunk in order) for d, order in groups]
-            own = [self._add(f"const u8* part{k}_weights{g}", size) for g, size in enumerate(weights)]
-            if o.vectors:
-                own.append(self._add(f"const float* part{k}_vectors", 4 * sum(r.words for r in o.vectors)))
-            self.packed.append(own)
-            types = {v: at.program.values[v] for v in o.tables if table_input(at, v) is None}
-            sizes = {v: math.prod(t.shape) * pointwise.ITEM_SIZE[t.dtype] for v, t in types.items()}
-            self.tables.append({v: self._add(f"const void* part{k}_table{v}", size) for v, size in sizes.items()})
-        for n in filled:
-            self._add(f"const void* filled{n}", _bytes(call.arrays[n]))
-        if fetch is not None:
-            self._add(fetch.declared, fetch.array_bytes)
-        self.operands = len(self.sizes)
-        for n in results:
-            self.of_array[n] = self._add(f"void* result{n}", _bytes(call.arrays[n]))
-        self.workspace = len(self.sizes)
-
-    def _add(self, declared: str, size: int) -> int:
-        self.declared.append(declared)
-        self.sizes.append(size)
-        return len(self.sizes) - 1
-
-
 def _direct(at: Layout) -> list[int]:
     """The inputs that a part reads in their own layout."""
     tables = [table_input(at, v) for v in at.operands.tables]
     return [*at.operands.inputs, *(k for k in tables if k is not None)]
-
-
-def _bytes(array: Array) -> int:
-    return math.prod(array.shape) * pointwise.ITEM_SIZE[array.dtype]
 
 
 class _PhasesWorkspace:
@@ -349,7 +304,7 @@ class _PhasesWorkspace:
         self.arrays: dict[int, int] = {}
         for n in inner:
             self.arrays[n] = at
-            at += tiles.aligned(_bytes(call.arrays[n]), _ARRAY_BYTES)
+            at += tiles.aligned(frame.array_bytes(call.arrays[n]), _ARRAY_BYTES)
         self.bytes = at
 
 

@@ -20,14 +20,8 @@ def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
     ``folder`` has the NVRTC to use (see ``nvrtc``). Raises ``CompileError``, ``OSError`` where there is no NVRTC
     (``nvrtc.why_not()``), ``ValueError`` for an unknown ``arch``.
     """
-    key = cache.key(
-        kind="cubin",
-        package=config.__version__,
-        source=source,
-        headers=sources.fingerprint("include"),
-        compiler="nvrtc {}.{}".format(*nvrtc.version(folder)),
-        options="\n".join(nvrtc.options_for(arch)),
-    )
+    compiler = "nvrtc {}.{}".format(*nvrtc.version(folder))
+    key = _key("cubin", source, "include", compiler, nvrtc.options_for(arch))
     _show(key, ".cu", source, arch)
     return Compiled.unpack(cache.default().get(key, ".cubin", lambda: nvrtc.compile(source, arch, folder=folder).pack()))
 
@@ -35,8 +29,7 @@ def cubin(source: str, arch: str, folder: Path | None = None) -> Compiled:
 def emulated(source: str, sm: int) -> bytes:
     """``source`` as a shared library for the emulator, which exports the kernel; ``sm`` is 900 or 800. Raises ``CompileError``,
     ``OSError`` where there is no C++ compiler (``hostcc.why_not()``)."""
-    options = hostcc.kernel_options(sm)
-    key = _host_key("emulated", options, source)
+    key = _key("emulated", source, "emulator", hostcc.find().version, hostcc.kernel_options(sm))
     _show(key, ".cc", source, f"the emulator, sm_{sm // 10}")
     return cache.default().get(key, ".so", lambda: hostcc.compile(source, sm))
 
@@ -46,7 +39,7 @@ def emulator_library() -> Path:
 
     Raises ``OSError`` where there is no C++ compiler or no folder to write to, ``RuntimeError`` if it does not compile.
     """
-    key = _host_key("emulator", hostcc.EMULATOR_OPTIONS, "")
+    key = _key("emulator", "", "emulator", hostcc.find().version, hostcc.EMULATOR_OPTIONS)
     return cache.default().get_file(key, ".so", hostcc.build_emulator)
 
 
@@ -56,12 +49,12 @@ def _show(key: str, suffix: str, source: str, what_for: str) -> None:
         config.logger.debug("kernel for %s: %s", what_for, cache.default().keep(key + suffix, source))
 
 
-def _host_key(kind: str, options: tuple[str, ...], source: str) -> str:
+def _key(kind: str, source: str, headers: sources.Part, compiler: str, options: tuple[str, ...]) -> str:
     return cache.key(
         kind=kind,
         package=config.__version__,
         source=source,
-        headers=sources.fingerprint("emulator"),
-        compiler=hostcc.find().version,
+        headers=sources.fingerprint(headers),
+        compiler=compiler,
         options="\n".join(options),
     )

@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.ir import Array, ArrayType, TileProgram, TileType
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Constant, Identity, Node, Ref, Spelling, flag, indented
@@ -32,15 +32,13 @@ class Panel(Node):
     def type(self) -> str:
         return f"Panel<{pointwise.OPERAND[self.dtype]}, {self.width}>"
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"const {self.type} {at.name(self.ref)}{{panels.mine() + {self.at}}};"]
+    code = ("const {type} {ref}{{panels.mine() + {at}}};",)
 
 
 class ClearPanel(Node):
     panel: Panel
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"{self.panel.type}{{panels.mine() + {self.panel.at}}}.clear(lane, 1 + group);"]
+    code = ("{panel.type}{{panels.mine() + {panel.at}}}.clear(lane, 1 + group);",)
 
 
 class GradientStart(Node):
@@ -75,12 +73,10 @@ class PanelSumStart(Node):
     slabs: bool
     gradient: Ref
 
-    def lines(self, at: Spelling) -> list[str]:
-        type_ = f"PanelSums<{pointwise.OPERAND[self.panel.dtype]}, {self.panel.width}, kLanes>"
-        return [
-            f"const {type_} {at.name(self.sums)}{{panels.base + {self.panel.at}, panels.stride, group}};",
-            f"float sink{self.sums.of}[2 * {at.name(self.sums)}.kRounds] = {{}};",
-        ]
+    code = (
+        "const PanelSums<{panel.dtype:operand}, {panel.width}, kLanes> {sums}{{panels.base + {panel.at}, panels.stride, group}};",
+        "float sink{sums.of}[2 * {sums}.kRounds] = {{}};",
+    )
 
     @property
     def held(self) -> int:
@@ -95,9 +91,7 @@ class LoadScalar(Node):
     address: Address
     once: bool
 
-    def lines(self, at: Spelling) -> list[str]:
-        type_, where = pointwise.COMPUTE[self.dtype], f"{'p.' if self.once else ''}{at.address(self.address)}"
-        return [f"const {type_} {at.name(self.ref)} = from_word<{type_}>(bits(ld_global({where})));"]
+    code = ("const {dtype:type} {ref} = from_word<{dtype:type}>(bits(ld_global({once:p.|}{address})));",)
 
 
 class SinkStart(Node):
@@ -141,12 +135,10 @@ class TopsStart(Node):
     def bytes(self) -> int:
         return tiles.tops_bytes(self.columns)
 
-    def lines(self, at: Spelling) -> list[str]:
-        type_ = f"RunTops<{self.columns}>"
-        return [
-            f"{type_} {at.name(self.ref)}{{reinterpret_cast<u32*>(scratch + {self.at})}};",
-            f"static_assert({type_}::kBytes == {self.bytes});",
-        ]
+    code = (
+        "RunTops<{columns}> {ref}{{reinterpret_cast<u32*>(scratch + {at})}};",
+        "static_assert(RunTops<{columns}>::kBytes == {bytes});",
+    )
 
 
 class SegmentStart(Node):
@@ -199,7 +191,7 @@ class ScratchRows(Node):
     at: int
     words: int
 
-    code = "const Scratch rows = Scratch::at(scratch + {at}, {words});"
+    code = ("const Scratch rows = Scratch::at(scratch + {at}, {words});",)
 
 
 class PanelMemory(Node):
@@ -281,11 +273,10 @@ class L2Ring(Node):
     writers: Constant
     readers: Constant
 
-    def lines(self, at: Spelling) -> list[str]:
-        where = f"p.zeroed() + {at.constant(self.counters)}, p.workspace + {at.constant(self.slots)}"
-        ends = ", ".join(map(at.constant, (self.depth, self.writers, self.readers)))
-        made = f"l2_queue<{self.vectors}>({where}, {ends}, instance * kLanes + group, 1 + group)"
-        return [f"const auto {at.name(self.ref)} = {made};"]
+    code = (
+        "const auto {ref} = l2_queue<{vectors}>(p.zeroed() + {counters}, p.workspace + {slots}, "
+        "{depth}, {writers}, {readers}, instance * kLanes + group, 1 + group);",
+    )
 
 
 class StagedArray(Node):
@@ -313,8 +304,7 @@ class WeightRing(Node):
 
     header_bytes: int
 
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {self.header_bytes}}}}};"]
+    code = ("StreamedWeights<Weights> weights{{Weights{{&header.weights, shared + {header_bytes}}}}};",)
 
     def of_loader(self) -> list[str]:
         return [f"const Weights weights{{&header.weights, shared + {self.header_bytes}}};", "Weights::At next;"]
@@ -323,7 +313,7 @@ class WeightRing(Node):
 class AwaitWeights(Node):
     """Wait for the resident weights."""
 
-    code = "mbar_wait(header.resident, 0);"
+    code = ("mbar_wait(header.resident, 0);",)
 
 
 class ExchangeRing(Node):
@@ -634,7 +624,7 @@ def columns_of(array: ArrayType) -> Columns:
     return Columns(tuple(array.shape[d] for d in array.dims), tuple(strides[d] for d in array.dims))
 
 
-def array_bytes(array: ArrayType) -> int:
+def array_bytes(array: ArrayType | Array | TileType) -> int:
     return math.prod(array.shape) * pointwise.ITEM_SIZE[array.dtype]
 
 

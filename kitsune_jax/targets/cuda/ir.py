@@ -10,7 +10,8 @@ the op table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import string
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 from kitsune_jax.targets.cuda import pointwise, tiles
@@ -22,10 +23,10 @@ Events = Iterator[tuple["Ref", int | None]]  # (owner, registers that it gets) o
 class Node:
     """A node of the device IR. Every subclass is a frozen dataclass of the fields that it declares.
 
-    A node that is a statement has ``lines``, or its C++ as ``code``, with the name of a field in braces for the field's text.
+    A node that is a statement has ``code``, its lines of C++ with fields in braces (``Spelling``), or its own method ``lines``.
     """
 
-    code = ""
+    code: ClassVar[Sequence[str]] = ()
     stepped: ClassVar[tuple[str, ...]] = ()  # fields that may grow from one iteration of a ``ChunkLoop`` to the next
 
     def __init_subclass__(cls) -> None:
@@ -40,7 +41,7 @@ class Node:
         """The C++ of a node that is a statement."""
         if not self.code:
             raise AssertionError(f"{type(self).__name__} is no statement")
-        return [self.code.format(**{field: at.spell(getattr(self, field)) for field in self.fields()})]
+        return [at.vformat(line, (self,), {}) for line in self.code]
 
     @property
     def held(self) -> int:
@@ -52,6 +53,17 @@ class Node:
         yield from ()
 
 
+class Declaration(Node):
+    """A statement that declares ``ref``, for which a thread has ``registers`` while it is alive."""
+
+    ref: Ref
+
+    registers: ClassVar[int]
+
+    def events(self) -> Events:
+        yield self.ref, self.registers
+
+
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     """``x`` with ``change`` applied to every node in it, innermost first."""
     if isinstance(x, tuple):
@@ -61,6 +73,11 @@ def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     old = [getattr(x, name) for name in x.fields()]
     new = [rebuild(y, change) for y in old]
     return change(x if all(a is b for a, b in zip(old, new, strict=True)) else type(x)(*new))
+
+
+def each_row(statement: str) -> list[str]:
+    """The statement for each row h of the thread's two rows."""
+    return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {statement}"]
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------------------
@@ -152,11 +169,17 @@ class Address(Node):
 
 # Kinds of names that a stage's code has most of, as words.
 _WORDS = dict(v="tile", r="row", d="acc", c="copy", h="carry", k="column", s="scalar", x="block", m="mask", number="step")
+_TYPES = {"type": pointwise.COMPUTE, "element": pointwise.ELEMENT, "operand": pointwise.OPERAND}
 
 
-class Spelling:
+class Spelling(string.Formatter):
     """How nodes spell names and constants. ``fields``: constants, by name and key, that are read from a table; others are literals.
-    ``operators``: of values, which are named after the operator that makes them."""
+    ``operators``: of values, which are named after the operator that makes them.
+
+    In a node's ``code``, ``{x}`` is its attribute x. ``{dtype:type}`` is the C++ type in which a dtype is computed,
+    ``{dtype:element}`` that of an element in memory, ``{dtype:operand}`` that of a product's operand; ``{x:0}`` and ``{x:rows}``
+    are a row value for row 0 and for both rows; ``{x:yes|no}`` is "yes" if x is true, else "no".
+    """
 
     def __init__(self, fields: frozenset[tuple[str, object]] = frozenset(), operators: Mapping[int, str] | None = None):
         self.fields, self.operators = fields, operators or {}
@@ -167,12 +190,9 @@ class Spelling:
         word = self.operators.get(ref.of, _WORDS[ref.kind]) if ref.kind in "vr" else _WORDS[ref.kind]
         return f"{word}_{ref.of}{ref.part}"
 
-    def getter(self, image: Ref) -> str:
-        """The C++ function that returns vector i of an image or of a queue's entry."""
-        return f"{image.name}.get" if image.kind == "image" else image.name
-
-    def putter(self, image: Ref) -> str:
-        return f"{image.name}.put" if image.kind == "image" else image.name
+    def vectors(self, image: Ref, access: str) -> str:
+        """The C++ function that accesses ("get", "put") vector i of an image or of a queue's entry."""
+        return f"{image.name}.{access}" if image.kind == "image" else image.name
 
     def constant(self, c: Constant) -> str:
         text = f"at.{c.name}{c.key}" if (c.name, c.key) in self.fields else c.value
@@ -187,17 +207,31 @@ class Spelling:
         layer = f" + layer * {a.layer}" if a.layer else ""
         return f"vectors + {self.constant(a.at)}{slab}{layer}"
 
-    def spell(self, x: Any) -> Any:
-        """The text of a field of a node."""
-        return self.name(x) if isinstance(x, Ref) else x.text(self) if isinstance(x, Expr) else x
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec in _TYPES:
+            return _TYPES[format_spec][value]
+        match value:
+            case Ref():
+                return self.name(value)
+            case Constant():
+                return self.constant(value)
+            case Address():
+                return self.address(value)
+            case Rows():
+                return value.name(self)
+            case Expr() if format_spec:
+                return ", ".join(value.of_row(self, h) for h in (range(2) if format_spec == "rows" else [int(format_spec)]))
+            case Expr():
+                return value.text(self)
+            case bool() if format_spec:
+                return format_spec.split("|")[not value]
+        return str(value)
 
     def lines(self, nodes: Iterable[Node]) -> list[str]:
         return [line for node in nodes for line in node.lines(self)]
-
-
-def each_row(statement: str) -> list[str]:
-    """The statement for each row h of the thread's two rows."""
-    return ["KITSUNE_UNROLL", f"for (int h = 0; h < 2; ++h) {statement}"]
 
 
 def indented(lines: Iterable[str]) -> list[str]:
@@ -227,9 +261,6 @@ class Expr(Node):
     def of_row(self, at: Spelling, h: int) -> str:
         """The expression of a row value for row ``h`` of the thread's two rows."""
         return self.text(at).replace("[h]", f"[{h}]")
-
-    def of_rows(self, at: Spelling) -> str:
-        return ", ".join(self.of_row(at, h) for h in range(2))
 
 
 class Literal(Expr):
@@ -453,16 +484,17 @@ class RowAddresses(Node):
         return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
 
 
-class TableRows(Node):
+class TableRows(Declaration):
     """The addresses of the rows ``index`` of ``table``, which has ``rows`` rows of ``bytes`` bytes. An index out of range means the
     nearest row, or the one at ``otherwise``."""
 
-    ref: Ref
     table: Ref | Constant  # the layout replaces a stationary value by a Constant
     index: Expr
     rows: int
     bytes: int
     otherwise: Address | None
+
+    registers = 4  # two addresses
 
     def lines(self, at: Spelling) -> list[str]:
         assert isinstance(self.table, Constant)
@@ -470,9 +502,6 @@ class TableRows(Node):
         otherwise = "" if self.otherwise is None else f", {at.address(self.otherwise)}"
         rows = [f"table_row({table}, {self.index.of_row(at, h)}, {sizes}{otherwise})" for h in range(2)]
         return [f"const void* const {at.name(self.ref)}_row[2] = {{{', '.join(rows)}}};"]
-
-    def events(self) -> Events:
-        yield self.ref, 4  # two addresses
 
 
 class SliceRows(Node):
@@ -516,7 +545,7 @@ class PutMask(Node):
     width: int
 
     def lines(self, at: Spelling) -> list[str]:
-        put = f"{at.putter(self.to)}(i, image_vector(w_{at.name(self.ref)}, i));"
+        put = f"{at.vectors(self.to, 'put')}(i, image_vector(w_{at.name(self.ref)}, i));"
         return ["KITSUNE_UNROLL", f"for (int i = 0; i < {tiles.image_vectors(self.width, 'bit')}; ++i) {put}"]
 
 
@@ -526,7 +555,7 @@ class Image(Node):
     ref: Ref
     at: int = -1
 
-    code = "const Image {ref} = Image::at(scratch + {at});"
+    code = ("const Image {ref} = Image::at(scratch + {at});",)
 
 
 class TurnImages(Node):
@@ -535,9 +564,7 @@ class TurnImages(Node):
     first: Ref
     second: Ref
 
-    def lines(self, at: Spelling) -> list[str]:
-        a, b = at.name(self.first), at.name(self.second)
-        return [f"const Image {a}_in = layer & 1 ? {b} : {a}, {a}_out = layer & 1 ? {a} : {b};"]
+    code = ("const Image {first}_in = layer & 1 ? {second} : {first}, {first}_out = layer & 1 ? {first} : {second};",)
 
 
 class CopyRegisters(Node):
@@ -545,8 +572,7 @@ class CopyRegisters(Node):
     source: Ref
     count: int
 
-    def lines(self, at: Spelling) -> list[str]:
-        return ["KITSUNE_UNROLL", f"for (int i = 0; i < {self.count}; ++i) {at.name(self.to)}[i] = {at.name(self.source)}[i];"]
+    code = ("KITSUNE_UNROLL", "for (int i = 0; i < {count}; ++i) {to}[i] = {source}[i];")
 
 
 class Alive(Node):
@@ -609,7 +635,7 @@ class Keep(Action):
             words = pairs if self.form == "pair" else 2 * pairs
             vectors = -(-words // 4)
             loop.before.append(f"u32 w_{own}[{words}];")
-            put_vector = f"{loop.at.putter(to)}({block} * {vectors} + i, image_vector(w_{own}, i));"
+            put_vector = f"{loop.at.vectors(to, 'put')}({block} * {vectors} + i, image_vector(w_{own}, i));"
             loop.after += ["KITSUNE_UNROLL", f"for (int i = 0; i < {vectors}; ++i) {put_vector}"]
 
 
@@ -768,8 +794,9 @@ class MaskWords(BlockStep):
 
     def add_to(self, loop: LoopText) -> None:
         ref, vectors = loop.at.name(self.ref), tiles.image_vectors(self.width, "bit")
+        load = f"from_image_vector({ref}, i, {loop.at.vectors(self.image, 'get')}(i));"
         loop.preamble += [f"u32 {ref}[{tiles.registers(self.width, 'bit')}];", "KITSUNE_UNROLL"]
-        loop.preamble.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({ref}, i, {loop.at.getter(self.image)}(i));")
+        loop.preamble.append(f"for (int i = 0; i < {vectors}; ++i) {load}")
 
 
 class ArrayBlock(BlockStep):
@@ -813,7 +840,7 @@ class ImageBlock(BlockStep):
         words = loop.pairs if self.form == "pair" else 2 * loop.pairs
         vectors = -(-words // 4)
         loop.before += [f"u32 {loop.at.name(self.ref)}[{words}];", "KITSUNE_UNROLL"]
-        vector = f"{loop.at.getter(self.image)}({_block(self.shift)} * {vectors} + i)"
+        vector = f"{loop.at.vectors(self.image, 'get')}({_block(self.shift)} * {vectors} + i)"
         loop.before.append(f"for (int i = 0; i < {vectors}; ++i) from_image_vector({loop.at.name(self.ref)}, i, {vector});")
 
 

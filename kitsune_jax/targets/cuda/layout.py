@@ -11,15 +11,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kitsune_jax.errors import CannotLower
+from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import frame_ir as frame
-from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda import ir, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
+from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -31,6 +32,7 @@ from kitsune_jax.targets.cuda.stage_ir import queue_form
 
 # --- Layout -----------------------------------------------------------------------------------------------------------------------
 
+_Kind = TypeVar("_Kind", bound=Node)
 _COUNTER_BYTES = 128
 _NEAR_BYTES = 16 << 20  # of weights that change with the batch: a third of an H100's L2, a part of which is farther from an SM
 
@@ -58,22 +60,18 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """Byte offsets in the workspace: counters (by stage, by sink for groups of lanes, by queue for rings), which must be zero;
-    partial sums by sink; the slots of queues in the L2."""
+    """``at``: byte offsets in the workspace. Its first ``zero_bytes`` are counters, which must be zero: of lanes that are done with
+    the ("sinks", stage), ("gradients", stage), and, by groups of lanes, ("groups", sink); of a ("ring", queue). Behind these are
+    the partial sums of a ("partial", sink), and the ("slots", queue) of queues in the L2."""
 
-    sinks_arrived: dict[int, int]
-    groups_arrived: dict[int, int]
-    gradients_arrived: dict[int, int]
-    rings: dict[int, int]
+    at: dict[tuple[str, int], int]
     zero_bytes: int
-    partials: dict[int, int]
-    slots: dict[int, int]
     bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``fetch``: what the kernel prefetches."""
+    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``ahead``: what the kernel prefetches."""
 
     program: TileProgram
     a: Arrangement
@@ -84,7 +82,7 @@ class Layout:
     queue_at: dict[int, int]
     operands: Operands
     workspace: Workspace
-    fetch: Fetch | None = None
+    ahead: Ahead | None = None
 
     @property
     def working(self) -> int:
@@ -94,13 +92,13 @@ class Layout:
     @property
     def grid(self) -> int:
         """CTAs of the kernel: those that have tiles, and others that only prefetch weights."""
-        return self.working if self.fetch is None else self.fetch.grid(self.working, self.a.ctas)
+        return grid_with_prefetch(self.working, self.a.ctas, self.ahead)
 
     @property
     def uniform(self) -> bool:
         """Does every lane take part in every round, even without a tile? So it must for the ring of streamed weights, which waits
         for all lanes, and for weight gradients, which the lanes of a CTA multiply together."""
-        return not self.batch_tiles and (self.a.streamed or any(gradients_of(stage) for stage in self.stages))
+        return not self.batch_tiles and (self.a.streamed or any(in_setup(stage, frame.GradientStart) for stage in self.stages))
 
     @property
     def batch_tiles(self) -> int:
@@ -127,15 +125,23 @@ class Layout:
         return found
 
     @property
+    def packed(self) -> list[tuple[str, str, int]]:
+        """The operands that hold weights and vectors: type and name of the pointer in C++, bytes."""
+        found = [("const u8*", f"weights{k}", size) for k, size in enumerate(self.weight_bytes)]
+        vectors = self.operands.vectors
+        return found + ([("const float*", "vectors", 4 * sum(r.words for r in vectors))] if vectors else [])
+
+    @property
     def consecutive(self) -> bool:
         """Are a lane's tiles consecutive in the stream? Sinks by sorted indices then share few segments with other lanes."""
-        return any(not start.rows for stage in self.stages for start in segments_of(stage))
+        return any(not start.rows for stage in self.stages for start in in_setup(stage, frame.SegmentStart))
 
     @property
     def filled(self) -> tuple[tuple[int, str], ...]:
         """(output, fold) for outputs that hold the fold's identity before the kernel starts: those of sinks by sorted indices, and
         of atomic additions."""
-        sinks = [start.ref.of for stage in self.stages for start in segments_of(stage) if not start.rows]
+        starts = [start for stage in self.stages for start in in_setup(stage, frame.SegmentStart)]
+        sinks = [start.ref.of for start in starts if not start.rows]
         sinks += [instr["sink"] for stage in self.program.stages for instr in stage.body if is_added(instr)]
         return tuple((self.program.sinks[k].array, self.program.sinks[k].how) for k in sinks)
 
@@ -162,18 +168,15 @@ class Layout:
     def launch(self) -> tuple[int, ...]:
         """The words with which ``cuda/src`` launches the kernel."""
         a, o, p = self.a, self.operands, self.program
-        operands = len(o.inputs) + len(o.groups) + bool(o.vectors) + len(o.tables) + len(self.filled)
-        hints = 0 if self.fetch is None else 1
-        counts = operands + hints, len(p.outputs) + 1, self.workspace.zero_bytes, hints
-        sizes = [frame.array_bytes(p.inputs[k]) for k in o.inputs]
-        sizes += self.weight_bytes
-        sizes += [4 * sum(r.words for r in o.vectors)] if o.vectors else []
-        sizes += [math.prod(p.values[v].shape) * pointwise.ITEM_SIZE[p.values[v].dtype] for v in o.tables]
-        sizes += [frame.array_bytes(p.outputs[k]) for k, _ in self.filled]
-        sizes += [] if self.fetch is None else [self.fetch.array_bytes]
-        sizes += [*(frame.array_bytes(x) for x in p.outputs), self.workspace.bytes]
+        operands = [frame.array_bytes(p.inputs[k]) for k in o.inputs]
+        operands += [size for _, _, size in self.packed]
+        operands += [frame.array_bytes(p.values[v]) for v in o.tables]
+        operands += [frame.array_bytes(p.outputs[k]) for k, _ in self.filled]
+        hints = [] if self.ahead is None else [self.ahead.array_bytes]
+        results = [*(frame.array_bytes(x) for x in p.outputs), self.workspace.bytes]
         geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
-        return LAUNCH_VERSION, *geometry, *counts, *sizes
+        counts = len(operands) + len(hints), len(results), self.workspace.zero_bytes, len(hints)
+        return LAUNCH_VERSION, *geometry, *counts, *operands, *hints, *results
 
 
 def is_added(instr: Instr) -> bool:
@@ -181,20 +184,13 @@ def is_added(instr: Instr) -> bool:
     return instr.kind == "sink_at" and bool(instr.get("unordered"))
 
 
-def gradients_of(stage: Fitted) -> list[frame.GradientStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, frame.GradientStart)]
-
-
-def sinks_of(stage: Fitted) -> list[frame.SinkStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, frame.SinkStart)]
-
-
-def segments_of(stage: Fitted) -> list[frame.SegmentStart]:
-    return [node for node in stage.lowered.setup if isinstance(node, frame.SegmentStart)]
+def in_setup(stage: Fitted, kind: type[_Kind]) -> list[_Kind]:
+    """The nodes of this class in the setup of a stage."""
+    return [node for node in stage.lowered.setup if isinstance(node, kind)]
 
 
 def sums_of(stage: Fitted, gradient: frame.GradientStart) -> list[frame.PanelSumStart]:
-    return [n for n in stage.lowered.setup if isinstance(n, frame.PanelSumStart) and n.gradient == gradient.gradient]
+    return [total for total in in_setup(stage, frame.PanelSumStart) if total.gradient == gradient.gradient]
 
 
 def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
@@ -297,45 +293,35 @@ def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tupl
 
 
 def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...]) -> Workspace:
-    at, sinks, groups, gradients, rings, partials, slots = 0, *(dict[int, int]() for _ in range(6))
     pipelines, workers = a.instances(program) * a.lanes, a.instances(program) * a.tiles_at_once
-    for s, stage in enumerate(stages):
-        if sinks_of(stage) or segments_of(stage):
-            sinks[s] = at
-            at += _COUNTER_BYTES
-        for start in segments_of(stage):
-            if start.rows:
-                groups[start.ref.of] = at
-                at += -(-workers // tiles.FAN_IN) * _COUNTER_BYTES
-    for s, stage in enumerate(stages):
-        if gradients_of(stage):
-            gradients[s] = at
-            at += a.split[s] * a.lanes * _COUNTER_BYTES
     l2 = [q for q in range(len(program.queues)) if a.places[q] == "l2"]
-    for q in l2:
-        rings[q] = at
-        at += pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES
-    zero_bytes = at
-    for stage in stages:
-        for sink in sinks_of(stage):
-            partials[sink.ref.of] = at
-            at += tiles.aligned(workers * 4 * (sink.width or 1) * 4, 128)
-        for start in segments_of(stage):
-            partials[start.ref.of] = at
-            at += tiles.aligned(workers * start.partial_words * 4, 128)
+    counters: list[tuple[str, int, int]] = []
     for s, stage in enumerate(stages):
+        sinks, segments = in_setup(stage, frame.SinkStart), in_setup(stage, frame.SegmentStart)
+        counters += [("sinks", s, _COUNTER_BYTES)] if sinks or segments else []
+        groups = -(-workers // tiles.FAN_IN)
+        counters += [("groups", start.ref.of, groups * _COUNTER_BYTES) for start in segments if start.rows]
+    with_gradients = [s for s, stage in enumerate(stages) if in_setup(stage, frame.GradientStart)]
+    counters += [("gradients", s, a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
+    counters += [("ring", q, pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
+    rest: list[tuple[str, int, int]] = []
+    for stage in stages:
+        words = [(sink.ref.of, 4 * (sink.width or 1)) for sink in in_setup(stage, frame.SinkStart)]
+        words += [(start.ref.of, start.partial_words) for start in in_setup(stage, frame.SegmentStart)]
+        rest += [("partial", sink, tiles.aligned(workers * n * 4, 128)) for sink, n in words]
+    for s in with_gradients:
         parts = a.split[s] * a.gradient_parts(program)
-        for gradient in gradients_of(stage):
-            partials[gradient.gradient.of] = at
-            at += parts * gradient.shape.words * 4
-            for total in sums_of(stage, gradient):
-                partials[total.sums.of] = at
-                at += tiles.aligned(parts * total.panel.width * 4, 128)
+        for gradient in in_setup(stages[s], frame.GradientStart):
+            rest.append(("partial", gradient.gradient.of, parts * gradient.shape.words * 4))
+            sums = sums_of(stages[s], gradient)
+            rest += [("partial", total.sums.of, tiles.aligned(parts * total.panel.width * 4, 128)) for total in sums]
     for q in l2:
-        slots[q] = at
-        at += pipelines * program.queues[q].depth * entry_vectors(program, a, q) * tiles.GROUP_THREADS * 16
-    size = max(at, _COUNTER_BYTES)  # never empty: see ``lower.call``
-    return Workspace(sinks, groups, gradients, rings, zero_bytes, partials, slots, size)
+        slots = pipelines * program.queues[q].depth * entry_vectors(program, a, q)
+        rest.append(("slots", q, slots * tiles.GROUP_THREADS * 16))
+    ends = list(itertools.accumulate((size for _, _, size in (*counters, *rest)), initial=0))
+    at = {(what, number): start for (what, number, _), start in zip((*counters, *rest), ends[:-1], strict=True)}
+    size = max(ends[-1], _COUNTER_BYTES)  # never empty: see ``lower.call``
+    return Workspace(at, ends[len(counters)], size)
 
 
 # --- Stages with all addresses ----------------------------------------------------------------------------------------------------
@@ -368,7 +354,11 @@ def place_stage(at: Layout, s: int) -> StageCode:
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     sliced = any(r.slices is not None for r in stage.lowered.weights)
-    loader = _resident(at, s) if stage.resident else _blocks(at, s, ring) if sliced else _streamed(at, s, ring, ctas)
+    loader: frame.LoadResident | frame.LoadBlocks | frame.LoadStreamed
+    if stage.resident:
+        loader = _resident(at, s)
+    else:
+        loader = _blocks(at, s, ring) if sliced else frame.LoadStreamed(ring, ctas, _runs(at, s, stage.fetches))
     return StageCode(consumer, loader, at.a.split[s])
 
 
@@ -413,7 +403,7 @@ def _memory(at: Layout, s: int) -> list[Node]:
     if stage.lowered.product_bytes:
         products, addresses = stage.memory.products, stage.lowered.addresses
         found.append(st.RowMemory(addresses, products, products + st.address_bytes(addresses), stage.lowered.product_bytes))
-    if gradients_of(stage):
+    if in_setup(stage, frame.GradientStart):
         found.append(frame.PanelMemory(_lanes(at, s), stage.memory.panels))
     return found
 
@@ -451,7 +441,8 @@ def _queues(at: Layout, s: int) -> list[Node]:
             readers = number("readers", q, at.mask(queue.consumers))
             found.append(frame.ClusterRing(ref, ir.ring(q, depth), vectors, depth, slots, writers, readers))
         else:
-            counters, slots = number("counters", q, at.workspace.rings[q]), number("slots", q, at.workspace.slots[q], "i64")
+            counters = number("counters", q, at.workspace.at["ring", q])
+            slots = number("slots", q, at.workspace.at["slots", q], "i64")
             writers = number("writers", q, at.a.split[queue.producer])
             readers = number("readers", q, sum(at.a.split[c] for c in queue.consumers))
             found.append(frame.L2Ring(ref, vectors, counters, slots, number("depth", q, depth), writers, readers))
@@ -463,19 +454,17 @@ def _finish(at: Layout, s: int) -> list[Node]:
     stage, found = at.stages[s], list[Node]()
     if st.Turn("first") in stage.lowered.setup:
         found.append(st.Turn("last"))
-    if s in at.workspace.sinks_arrived:
-        arrived = number("arrived", "sinks", at.workspace.sinks_arrived[s])
-        shapes = [at.program.sinks[sink.ref.of].shape for sink in sinks_of(stage)]
-        sinks = [(sink, _result(at, sink.ref.of), math.prod(n)) for sink, n in zip(sinks_of(stage), shapes, strict=True)]
-        starts = segments_of(stage)
+    if ("sinks", s) in at.workspace.at:
+        arrived = number("arrived", "sinks", at.workspace.at["sinks", s])
+        sinks = [(x, _result(at, x.ref.of), math.prod(at.program.sinks[x.ref.of].shape)) for x in in_setup(stage, frame.SinkStart)]
+        starts = in_setup(stage, frame.SegmentStart)
         segments = tuple(start.ref for start in starts if not start.rows)
-        groups = [(start.ref, at.workspace.groups_arrived.get(start.ref.of, 0)) for start in starts if start.rows]
-        tables = tuple((ref, number("groups", ref.of, byte)) for ref, byte in groups)
-        found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tables))
-    if gradients_of(stage):
-        arrived = number("arrived", "gradients", at.workspace.gradients_arrived[s])
+        tables = [(x.ref, number("groups", x.ref.of, at.workspace.at["groups", x.ref.of])) for x in starts if x.rows]
+        found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tuple(tables)))
+    if ("gradients", s) in at.workspace.at:
+        arrived = number("arrived", "gradients", at.workspace.at["gradients", s])
         parts, gradients = at.a.gradient_parts(at.program), []
-        for g in gradients_of(stage):
+        for g in in_setup(stage, frame.GradientStart):
             sums = tuple((total, _result(at, total.sums.of)) for total in sums_of(stage, g))
             gradients.append((g, _result(at, g.gradient.of), sums))
         found.append(frame.FinishGradients(arrived, parts, at.a.spatial, at.a.split[s], tuple(gradients)))
@@ -484,7 +473,7 @@ def _finish(at: Layout, s: int) -> list[Node]:
 
 def _result(at: Layout, sink: int) -> frame.Result:
     array = at.program.sinks[sink].array
-    partial = number("partial", sink, at.workspace.partials[sink], "i64")
+    partial = number("partial", sink, at.workspace.at["partial", sink], "i64")
     return frame.Result(partial, parameter("out", array), at.program.outputs[array].dtype)
 
 
@@ -509,15 +498,9 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
     axes = tuple((inner[a], n) for a, n in slices[0].axes)
     parts, sizes, known = list[frame.WeightBlocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
     for loop, fetches in stage.loops:
-        chunks = []
-        for i in fetches:
-            shape = recipes[i.weight].shape
-            chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
-        runs, each = [], dict[int, int]()
-        for (group, size), run in itertools.groupby(chunks, key=lambda c: c[:2]):
-            number = sum(k for _, _, k in run)
-            each[group] = each.get(group, 0) + number * size
-            runs.append((group, number, size))
+        runs, each = _runs(at, s, fetches), dict[int, int]()
+        for group, chunks, size in runs:
+            each[group] = each.get(group, 0) + chunks * size
         count = 1 if loop is None else loop.count
         blocks = stage.blocks_of(fetches) if loop is not None else (len(parts),)
         if blocks not in known:
@@ -525,20 +508,19 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
             sizes |= {group: sizes.get(group, 0) + count * size for group, size in each.items()}
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
-        parts.append(frame.WeightBlocks(count, places, tuple(runs), *seen))
+        parts.append(frame.WeightBlocks(count, places, runs, *seen))
     found = tuple(node for node in _with_places(at, s, stage.lowered.prologue) if isinstance(node, st.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 
 
-def _streamed(at: Layout, s: int, ring: frame.WeightRing, ctas: int) -> frame.LoadStreamed:
-    runs: list[tuple[int, int, int]] = []
+def _runs(at: Layout, s: int, fetches: Sequence[st.Issue]) -> tuple[tuple[int, int, int], ...]:
+    """(operand, chunks, bytes of a chunk) of ``fetches``, where consecutive ones of equal chunks are one run."""
     chunks = []
-    for i in at.stages[s].fetches:
+    for i in fetches:
         shape = at.stages[s].lowered.weights[i.weight].shape
         chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
-    for (group, size), run in itertools.groupby(chunks, key=lambda c: c[:2]):
-        runs.append((group, sum(count for _, _, count in run), size))
-    return frame.LoadStreamed(ring, ctas, tuple(runs))
+    runs = itertools.groupby(chunks, key=lambda c: c[:2])
+    return tuple((group, sum(count for _, _, count in run), size) for (group, size), run in runs)
 
 
 # --- Kinds of stages --------------------------------------------------------------------------------------------------------------

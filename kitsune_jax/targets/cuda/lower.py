@@ -25,9 +25,8 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, GpuPlan
 from kitsune_jax.program.ir import SINKS, Array, Instr, Program, TileProgram, walk
 from kitsune_jax.targets.cuda import call_layout, compile, layout, nvrtc, pack, print_kernel, runtime, tiles
-from kitsune_jax.targets.cuda.arrangement import Arrangement, Fetch
-from kitsune_jax.targets.cuda.layout import Layout
-from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
+from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.layout import Layout, Operands
 from kitsune_jax.targets.cuda.planning.machines import gpu
 
 # --- The kernel of a call ---------------------------------------------------------------------------------------------------------
@@ -35,14 +34,11 @@ from kitsune_jax.targets.cuda.planning.machines import gpu
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """Operands that XLA makes for a part of a call. ``weights``: recipes of each image, whose parts ``order`` lists as
-    ``pack.weights`` expects it; ``vectors``; ``tables``: stationary values in their own layout. ``program``: the part as it was
-    laid out, whose values these are."""
+    """Operands that XLA makes for a part of a call: the weights and vectors of ``operands``, and ``tables``, stationary values in
+    their own layout. ``program``: the part as it was laid out, whose values these are."""
 
     program: TileProgram
-    weights: tuple[tuple[WeightRecipe, ...], ...]
-    order: tuple[tuple[tuple[int, int], ...], ...]
-    vectors: tuple[VectorRecipe, ...]
+    operands: Operands
     tables: tuple[int, ...]
 
 
@@ -61,8 +57,6 @@ class Kernel:
     packed: tuple[Packed, ...]
     filled: tuple[tuple[int, str], ...]
     kept: tuple[Array, ...]
-    workspace_bytes: int
-    registers: int  # estimate of the most that values need
     widened: tuple[int, ...] = ()
 
     @property
@@ -74,40 +68,42 @@ class Kernel:
         """The number of last operands that the kernel only prefetches into the L2."""
         return self.launch[11]
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self.launch[-1]
+
 
 def generate_kernel(
-    program: TileProgram, arrangement: Arrangement, name: str, share: bool = True, fetch: Fetch | None = None
+    program: TileProgram, arrangement: Arrangement, name: str, share: bool = True, ahead: Ahead | None = None
 ) -> Kernel:
-    """The kernel of ``program`` under ``arrangement``. ``share``: equal stages run the same code. Raises ``CannotLower``.
+    """The kernel of ``program`` under ``arrangement``, with a prefetch of ``ahead``. ``share``: equal stages run the
+    same code. Raises ``CannotLower``.
 
     Each stage is lowered to nodes of the device IR and fitted into registers and shared memory (``stage``); then all stages are
     laid out (``layout``) and printed (``print_kernel``).
     """
     _check(program)
     program, widened = _with_float32_sums(program)
-    found = dataclasses.replace(layout.lay_out(program, arrangement, name), fetch=fetch)
-    source = print_kernel.source(found, _kinds(found, share))
-    packed = (_packed_operands(found, found.operands.tables),)
-    operands, size, most = found.operands.inputs, found.workspace.bytes, _registers(found)
-    return Kernel(source, found.launch, operands, packed, found.filled, (), size, most, widened)
+    found = dataclasses.replace(layout.lay_out(program, arrangement, name), ahead=ahead)
+    source, operands = print_kernel.source(found, _kinds(found, share)), found.operands
+    packed = Packed(found.program, operands, operands.tables)
+    return Kernel(source, found.launch, operands.inputs, (packed,), found.filled, (), widened)
 
 
-def generate_call_kernel(call: Program, arrangements: tuple[Arrangement, ...], name: str, fetch: Fetch | None = None) -> Kernel:
+def generate_call_kernel(call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None) -> Kernel:
     """The kernel of a call of several parts, each laid out under its arrangement. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
         if len(call.parts) > 1 and pack.lanes_share_batch(part.program):
             raise CannotLower("weights that change with the batch or a loop have no code in a call of several phases on the GPU")
-    found = call_layout.lay_out_call(call, arrangements, name, fetch)
+    found = call_layout.lay_out_call(call, arrangements, name, ahead)
     layouts = [part.layout for part in found.parts]
     if any(at.exchanges for at in layouts):
         raise CannotLower("a loop whose weights are split over a cluster has no code in a call of several phases on the GPU")
     source = print_kernel.source_of_phases(found, [_kinds(at, True) for at in layouts])
-    packed = tuple(
-        _packed_operands(at, tuple(v for v in at.operands.tables if call_layout.table_input(at, v) is None)) for at in layouts
-    )
-    most = max(_registers(at) for at in layouts)
-    return Kernel(source, found.launch, found.direct, packed, found.filled, found.kept, found.workspace_bytes, most)
+    tables = [tuple(v for v in at.operands.tables if call_layout.table_input(at, v) is None) for at in layouts]
+    packed = tuple(Packed(at.program, at.operands, made) for at, made in zip(layouts, tables, strict=True))
+    return Kernel(source, found.launch, found.direct, packed, found.filled, found.kept)
 
 
 def _check(program: TileProgram) -> None:
@@ -132,15 +128,6 @@ def _with_float32_sums(program: TileProgram) -> tuple[TileProgram, tuple[int, ..
 
 def _kinds(at: Layout, share: bool) -> list[layout.Kind]:
     return layout.kinds([layout.place_stage(at, s) for s in range(len(at.stages))], share)
-
-
-def _packed_operands(at: Layout, tables: tuple[int, ...]) -> Packed:
-    operands = at.operands
-    return Packed(at.program, tuple(operands.of_group(d) for d in operands.groups), operands.order, operands.vectors, tables)
-
-
-def _registers(at: Layout) -> int:
-    return max(stage.lowered.liveness.peak for stage in at.stages)
 
 
 # --- From a plan to a compiled kernel ---------------------------------------------------------------------------------------------
@@ -229,8 +216,7 @@ def fit_in_one_kernel(program: Program, plans: Sequence[GpuPlan]) -> tuple[GpuPl
 def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str, ahead: Ahead | None = None) -> KernelCode:
     """The compiled kernel of ``program``, which prefetches ``ahead``. Raises ``CannotLower``, ``InvalidProgram``, and
     ``CompileError`` with the compiler's log."""
-    fetch = None if ahead is None else Fetch.of(ahead)
-    made = _cached_kernel(program, tuple(plans), _NAME, fetch)
+    made = _cached_kernel(program, tuple(plans), _NAME, ahead)
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":
@@ -252,11 +238,11 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, fetch: Fetch | None = None) -> Kernel:
+def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, ahead: Ahead | None = None) -> Kernel:
     if program.only is not None:
-        return generate_kernel(program.only, arrangement(plans[0], program.only), name, fetch=fetch)
+        return generate_kernel(program.only, arrangement(plans[0], program.only), name, ahead=ahead)
     asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
-    return generate_call_kernel(program, tuple(asked), name, fetch)
+    return generate_call_kernel(program, tuple(asked), name, ahead)
 
 
 # --- The custom call --------------------------------------------------------------------------------------------------------------
@@ -275,9 +261,8 @@ def call(
     ``evaluate(op, operands)`` gives the result of an op of the graph whose operands do not stream.
     """
     if target == "emulator":
-        runtime.register("cpu", compile.emulator_library())
-    else:
-        runtime.register("CUDA")
+        runtime.use_emulator(compile.emulator_library())
+    runtime.register("cpu" if target == "emulator" else "CUDA")
     kernel = code.kernel
     operands = [args[k] for k in kernel.inputs]
     for part, packed in zip(program.parts, kernel.packed, strict=True):
@@ -306,12 +291,12 @@ def call(
 
 def _packed_args(packed: Packed, stationary: _StationaryValues) -> list[Any]:
     """The packed operands of a part."""
-    found: list[Any] = []
-    for group, order in zip(packed.weights, packed.order, strict=True):
+    found, operands = list[Any](), packed.operands
+    for dtype, order in zip(operands.groups, operands.order, strict=True):
+        group = operands.of_group(dtype)
         found.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
-    if packed.vectors:
-        values = [None if r.value is None else stationary.value(r.value) for r in packed.vectors]
-        found.append(pack.vectors(packed.vectors, values))
+    if vectors := operands.vectors:
+        found.append(pack.vectors(vectors, [None if r.value is None else stationary.value(r.value) for r in vectors]))
     return found + [stationary.value(v) for v in packed.tables]
 
 

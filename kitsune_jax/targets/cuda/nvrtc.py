@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import re
 import shutil
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,16 +70,6 @@ class Resources:
     barriers: int
 
 
-@dataclass(frozen=True)
-class _Library:
-    handle: ctypes.CDLL
-    version: tuple[int, int]
-
-
-_lock = threading.Lock()
-_libraries: dict[Path | None, _Library] = {}  # by folder; None: the best on this machine
-
-
 def available(folder: Path | None = None) -> bool:
     """Can kernels be compiled here?"""
     return why_not(folder) is None
@@ -96,7 +86,7 @@ def why_not(folder: Path | None = None) -> str | None:
 
 def version(folder: Path | None = None) -> tuple[int, int]:
     """NVRTC's version, such as (13, 0). Raises ``OSError`` with the message of ``why_not`` if there is none."""
-    return _load(folder).version
+    return _version_of(_load(folder))
 
 
 def sm_of(arch: str) -> int:
@@ -118,7 +108,7 @@ def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | 
     """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache. Thread-safe; other Python threads
     run meanwhile. Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown
     architecture."""
-    library = _load(folder).handle
+    library = _load(folder)
     # By default NVRTC also searches the current folder, which the cache key does not cover.
     search = ["--no-source-include", *(f"--include-path={folder}" for folder in sources.include_dirs("include"))]
     arguments = [option.encode() for option in (*options_for(arch), *search, *options)]
@@ -159,16 +149,14 @@ def _number(pattern: str, text: str) -> int:
 
 
 # --- The library ------------------------------------------------------------------------------------------------------------------
-def _load(folder: Path | None = None) -> _Library:
-    folder = folder or config.nvrtc_dir()
-    if folder not in _libraries:
-        with _lock:
-            if folder not in _libraries:
-                _libraries[folder] = _open(folder)
-    return _libraries[folder]
 
 
-def _open(folder: Path | None) -> _Library:
+def _load(folder: Path | None = None) -> ctypes.CDLL:
+    return _open(folder or config.nvrtc_dir())
+
+
+@functools.cache
+def _open(folder: Path | None) -> ctypes.CDLL:
     """The first NVRTC that loads and is new enough. Raises ``OSError`` with advice."""
     refused = []
     for path in _candidates() if folder is None else _inside(_lib_folders(folder)):
@@ -181,7 +169,7 @@ def _open(folder: Path | None) -> _Library:
             continue
         found = _version_of(handle)
         if found >= _OLDEST:
-            return _Library(_declare(handle), found)
+            return _declare(handle)
         refused.append(f"{path} is version {found[0]}.{found[1]}, older than {_OLDEST[0]}.{_OLDEST[1]}")
     nowhere = f"it is not in {folder}" if folder else "it is in no nvidia wheel, no CUDA toolkit and not on the loader's path"
     raise OSError(f"NVRTC (libnvrtc) was not found ({'; '.join(refused) or nowhere}); {_ADVICE}")

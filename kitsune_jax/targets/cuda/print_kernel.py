@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.targets.cuda.arrangement import prefetch
 from kitsune_jax.targets.cuda.call_layout import CallLayout, PartLayout, Source
 from kitsune_jax.targets.cuda.ir import Spelling, indented
 from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
@@ -83,7 +85,7 @@ def source(at: Layout, kinds: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
     head = f"// {at.name}: {summary(at)}\n{INCLUDES}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
     fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # their memory becomes that of the results
-    fields += [] if at.fetch is None else [f"{at.fetch.declared};"]
+    fields += [] if at.ahead is None else ["const void* ahead;"]
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
     fields += ["u8* workspace;", "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
     return "\n".join([head, struct("Params", fields), *roles(at, kinds), "}  // namespace\n", _entry(at)])
@@ -111,8 +113,7 @@ def constants(at: Layout) -> str:
 def params(at: Layout) -> list[str]:
     """The fields of a part's operands, in their order."""
     fields = [f"const void* in{k};" for k in at.operands.inputs]
-    fields += [f"const u8* weights{k};" for k in range(len(at.operands.groups))]
-    fields += ["const float* vectors;"] if at.operands.vectors else []
+    fields += [f"{type_} {name};" for type_, name, _ in at.packed]
     return fields + [f"const void* table{k};" for k in range(len(at.operands.tables))]
 
 
@@ -123,13 +124,18 @@ def struct(name: str, fields: list[str]) -> str:
 def roles(at: Layout, kinds: list[Kind]) -> list[str]:
     """The code of a part after its ``Params``: its barriers (``Header``, ``init``) and its roles (``load``, ``consume``)."""
     consumers, loaders = zip(*(functions(at.program, kind) for kind in kinds), strict=True)
-    parts = [_header(at), *(_places(kind) for kind in kinds if kind.fields), *consumers, *loaders]
+    barriers = _barriers(at)
+    parts = [struct("Header", [f"{member};" for member, _ in barriers])]
+    if at.a.streamed:
+        parts[0] += f"using Weights = WeightQueue<{at.depth}, {at.slot_bytes}, kLanes, {at.a.cluster}>;\n"
+    parts += [*(_places(kind) for kind in kinds if kind.fields), *consumers, *loaders]
     if len(kinds) < len(at.stages):
         parts.append(_role_table(at, kinds))
     given, ranks = "const Params& p, Header& header, u8* base, Share share", _ranks(at, kinds)
     load = [*ranks, *_calls(at, kinds, "load{s}(p, header, base, share, {slab}{at});")]
     consume = [*ranks, *_calls(at, kinds, "consume{s}(p, header, base, share, group, instance, {slab}{at});")]
-    return [*parts, _init(at), _function(f"load({given})", load), _function(f"consume({given}, u32 group)", consume)]
+    init = _function("init(Header& header)", [line for _, lines in barriers for line in lines])
+    return [*parts, init, _function(f"load({given})", load), _function(f"consume({given}, u32 group)", consume)]
 
 
 def _function(title: str, lines: list[str]) -> str:
@@ -145,24 +151,26 @@ def _ranks(at: Layout, kinds: list[Kind]) -> list[str]:
     return [place, "(void)instance, (void)rank;", *(["const Role role = kRoles[rank];"] if len(kinds) < len(at.stages) else [])]
 
 
-def _header(at: Layout) -> str:
-    lines = ["struct Header {", "  Mbar resident;", "  u32 flags[4];"]
-    if most := _most_staged(at):
-        lines.append(f"  Mbar staged[{most}][kLanes][2];")
-    if at.a.streamed:
-        lines.append(f"  Ring<{at.depth}> weights;")
-    for q in at.queue_at:
-        lines.append(f"  Ring<{at.program.queues[q].depth}> queue{q}[kLanes];")
-    lines += [f"  Ring<{x.depth}> {x.ring.name}[kLanes];" for x in at.exchanges]
-    lines.append("};")
-    if at.a.streamed:
-        lines.append(f"using Weights = WeightQueue<{at.depth}, {at.slot_bytes}, kLanes, {at.a.cluster}>;")
-    return "\n".join(lines) + "\n"
+def _barriers(at: Layout) -> list[tuple[str, list[str]]]:
+    """The members of ``Header``, each with the lines in which one thread initialises it."""
 
+    def of_lanes(member: str, init: str, name: str) -> list[str]:
+        return [f"for (int l = 0; l < kLanes; ++l) {init};", f'name({member}, "{name}");']
 
-def _most_staged(at: Layout) -> int:
-    """The largest number of staged arrays of a stage."""
-    return max(len(stage.shape.staged) for stage in at.stages)
+    found = [("Mbar resident", ["init_resident(header.resident);", 'name(&header.resident, "resident");']), ("u32 flags[4]", [])]
+    if most := max(len(stage.shape.staged) for stage in at.stages):
+        staged = [f"header.staged[{k}]" for k in range(most)]
+        inits = [of_lanes(member, f"StagedRows<u8, 1>::init({member}[l])", "staged") for member in staged]
+        found.append((f"Mbar staged[{most}][kLanes][2]", [line for lines in inits for line in lines]))
+    if at.a.streamed:
+        found.append((f"Ring<{at.depth}> weights", ["Weights::init(header.weights);", 'name(&header.weights, "weights");']))
+    queues = [(q, at.program.queues[q]) for q in at.queue_at]
+    rings = [(f"queue{q}", entry_vectors(at.program, at.a, q), queue.depth, f"{at.mask(queue.consumers)}") for q, queue in queues]
+    rings += [(x.ring.name, x.vectors, x.depth, f"{(1 << at.a.ctas) - 1}u") for x in at.exchanges]
+    for name, vectors, depth, readers in rings:
+        init = f"ClusterQueue<{vectors}, {depth}>::init(header.{name}[l], {readers})"
+        found.append((f"Ring<{depth}> {name}[kLanes]", of_lanes(f"header.{name}", init, name)))
+    return found
 
 
 def _places(kind: Kind) -> str:
@@ -193,56 +201,39 @@ def _role_table(at: Layout, kinds: list[Kind]) -> str:
     return "\n".join([*lines, "};\n"])
 
 
-def _init(at: Layout) -> str:
-    """The function in which one thread initialises the barriers."""
-    lines = ["init_resident(header.resident);", 'name(&header.resident, "resident");']
-    for k in range(_most_staged(at)):
-        init = f"StagedRows<u8, 1>::init(header.staged[{k}][l])"
-        lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name(header.staged[{k}], "staged");']
-    if at.a.streamed:
-        lines += ["Weights::init(header.weights);", 'name(&header.weights, "weights");']
-    for q in at.queue_at:
-        queue = at.program.queues[q]
-        type_ = f"ClusterQueue<{entry_vectors(at.program, at.a, q)}, {queue.depth}>"
-        init = f"{type_}::init(header.queue{q}[l], {at.mask(queue.consumers)})"
-        lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name(header.queue{q}, "queue{q}");']
-    for x in at.exchanges:
-        type_, ring = f"ClusterQueue<{x.vectors}, {x.depth}>", f"header.{x.ring.name}"
-        init = f"{type_}::init({ring}[l], {(1 << at.a.ctas) - 1}u)"
-        lines += [f"for (int l = 0; l < kLanes; ++l) {init};", f'name({ring}, "{x.ring.name}");']
-    return _function("init(Header& header)", lines)
-
-
 def _entry(at: Layout) -> str:
-    sync = "cluster_sync();" if at.a.cluster > 1 else "block_sync();"
     # CTAs beyond those that have tiles only prefetch weights.
     share, mine = ("Share::all()", "") if at.grid == at.working else (f"Share::of(0, {at.working}, {at.a.ctas})", "share.is_mine()")
-    lines = [
-        f"static_assert(sizeof(Header) <= {at.header_bytes});\n",
-        f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{",
-        "  Header& header = shared<Header>();",
-        "  u8* const base = reinterpret_cast<u8*>(&header);",
-        "  const u32 group = thread_id() / kGroupThreads;",
-        f"  const Share share = {share};",
-        "  if (thread_id() == 0) {",
-        "    init(header);",
-        "    fence_mbar_init();",
-        "  }",
-        f"  {sync}",
-        f"  section(share.block % {at.a.ctas}, group);",
-        "  if (group == 0) {",
-        "    become_loader<kLanes>();",
-        f"    if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);",
-        "  } else {",
-        "    become_consumer<kLanes>();",
-        f"    {mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);",
-        *([] if at.fetch is None else [f"    {at.fetch.call}"]),
-        "  }",
-    ]
-    if at.a.cluster > 1:
-        lines.append("  cluster_sync();  // no CTA leaves while another still writes to its shared memory")
-    lines.append("}\n")
-    return "\n".join(lines)
+    declared, section = [_GROUP, f"const Share share = {share};"], f"section(share.block % {at.a.ctas}, group);"
+    load = f"if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);"
+    consume = f"{mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);"
+    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [consume], at.ahead)
+
+
+_GROUP = "const u32 group = thread_id() / kGroupThreads;"
+
+
+def _kernel(
+    at: Layout,
+    headers: str,
+    declared: list[str],
+    init: list[str],
+    start: list[str],
+    load: list[str],
+    consume: list[str],
+    ahead: Ahead | None,
+) -> str:
+    """The kernel: after ``start`` its first warpgroup runs ``load``, and the others run ``consume`` and prefetch ``ahead``.
+    ``headers``: the struct of all barriers, which one thread initialises by ``init``."""
+    clusters, name = at.a.cluster > 1, headers.lower()
+    lines = [f"{headers}& {name} = shared<{headers}>();", f"u8* const base = reinterpret_cast<u8*>(&{name});", *declared]
+    lines += ["if (thread_id() == 0) {", *indented((*init, "fence_mbar_init();")), "}"]
+    lines += ["cluster_sync();" if clusters else "block_sync();", *start]
+    lines += ["if (group == 0) {", *indented(("become_loader<kLanes>();", *load))]
+    lines += ["} else {", *indented(("become_consumer<kLanes>();", *consume, *([prefetch(ahead)] if ahead else []))), "}"]
+    lines += ["cluster_sync();  // no CTA leaves while another still writes to its shared memory"] if clusters else []
+    fits = f"static_assert(sizeof({headers}) <= {at.header_bytes});\n"
+    return "\n".join([fits, f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{", *indented(lines), "}\n"])
 
 
 def _calls(at: Layout, kinds: list[Kind], call: str) -> list[str]:
@@ -356,55 +347,30 @@ def _table(group: _Group) -> str:
 
 
 def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
-    a = call.parts[0].layout.a
-    load, consume = (
-        "if (fetches()) {part}::load({params}, header, base, share);",
-        "{part}::consume({params}, header, base, share, group - 1);",
+    init = []
+    for g in groups:
+        several = len(g.members) > 1
+        each = f"for (u32 m = 0; m < {len(g.members)}; ++m) " if several else ""
+        init.append(f"{each}{g.name}::init(headers.{g.name}[{'m' if several else 0}]);")
+    declared = ["u32* const arrived = reinterpret_cast<u32*>(p.workspace);", _GROUP]
+    load = _role(call, groups, "if (fetches()) {part}::load({params}, header, base, share);", "")
+    consume = _role(
+        call, groups, "{part}::consume({params}, header, base, share, group - 1);", "end_of_phase<kLanes>(arrived, {phase});"
     )
-    init = [
-        f"    for (u32 m = 0; m < {len(g.members)}; ++m) {g.name}::init(headers.{g.name}[m]);"
-        if len(g.members) > 1
-        else f"    {g.name}::init(headers.{g.name}[0]);"
-        for g in groups
-    ]
-    lines = [
-        f"static_assert(sizeof(Headers) <= {call.parts[0].layout.header_bytes});\n",
-        f"KITSUNE_KERNEL(kitsune_region, Params, p, {a.threads}) {{",
-        "  Headers& headers = shared<Headers>();",
-        "  u8* const base = reinterpret_cast<u8*>(&headers);",
-        "  u32* const arrived = reinterpret_cast<u32*>(p.workspace);",
-        "  const u32 group = thread_id() / kGroupThreads;",
-        "  if (thread_id() == 0) {",
-        *init,
-        "    fence_mbar_init();",
-        "  }",
-        "  block_sync();",
-        "  if (group == 0) {",
-        "    become_loader<kLanes>();",
-        *_role(call, groups, load, lambda n: []),
-        "  } else {",
-        "    become_consumer<kLanes>();",
-        *_role(call, groups, consume, lambda n: [f"end_of_phase<kLanes>(arrived, {n});"]),
-        *([] if call.fetch is None else [f"    {call.fetch.call}"]),
-        "  }",
-        "}\n",
-    ]
-    return "\n".join(lines)
+    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, consume, call.ahead)
 
 
-def _role(call: CallLayout, groups: list[_Group], run: str, end_of_phase: Callable[[int], list[str]]) -> list[str]:
-    """The parts in their order; ``end_of_phase(n)`` is the code between phases n and n + 1."""
+def _role(call: CallLayout, groups: list[_Group], run: str, barrier: str) -> list[str]:
+    """The parts in their order; ``barrier``: the code between one ``phase`` and the next."""
     phases = sorted({part.phase for part in call.parts})
     lines: list[str] = []
     for n, phase in enumerate(phases):
+        lines += [barrier.format(phase=n - 1)] if n and barrier else []
         lines.append(f"// phase {phase}")
-        mine = [(g, [k for k, m in enumerate(g.members) if m.phase == phase]) for g in groups]
-        for group, members in mine:
-            if members:
+        for group in groups:
+            if members := [k for k, m in enumerate(group.members) if m.phase == phase]:
                 lines += _run(call, group, members, run)
-        if n + 1 < len(phases):
-            lines += end_of_phase(n)
-    return [f"    {line}" for line in lines]
+    return lines
 
 
 def _run(call: CallLayout, group: _Group, members: list[int], run: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import importlib
 import os
 import re
@@ -26,28 +27,17 @@ from kitsune_jax.targets.cuda.planning.machines import Sizes, fitted_gpu
 # --- The extension ----------------------------------------------------------------------------------------------------------------
 
 TARGET_NAME = "kitsune_cuda"
-ENTRY_POINT = "kitsune_region"
 LAUNCH_VERSION = 4
 
 _lock = threading.Lock()
-_state: tuple[Any, str] | None = None  # (extension or None, why not)
 _registered: set[str] = set()
 _emulator: ctypes.CDLL | None = None
 
 
+@functools.cache
 def _load() -> tuple[Any, str]:
-    """(the extension, "") or (None, the reason); looked for once. There is no warning, unlike the CPU's: most machines without this
-    target never ask for it, and ``why_not()`` is in the report."""
-    global _state
-    if _state is not None:
-        return _state
-    with _lock:
-        if _state is None:
-            _state = _find()
-        return _state
-
-
-def _find() -> tuple[Any, str]:
+    """(the extension, "") or (None, the reason). There is no warning, unlike the CPU's: most machines without this target never ask
+    for it, and ``why_not()`` is in the report."""
     try:
         extension = importlib.import_module("kitsune_jax._cuda")
         version = extension.launch_version()
@@ -69,11 +59,9 @@ def why_not() -> str:
     return _load()[1]
 
 
-def register(platform: Literal["CUDA", "cpu"], emulator: str | os.PathLike[str] | None = None) -> bool:
-    """Register the FFI target ``kitsune_cuda``, once per platform; safe from any thread. Returns ``available()``.
-
-    On "cpu" the calls run in the emulator, whose shared library is ``emulator``: the first one given is opened for the process.
-    ``use_emulator`` can open it later. Raises ``RuntimeError`` if it cannot be used.
+def register(platform: Literal["CUDA", "cpu"]) -> bool:
+    """Register the FFI target ``kitsune_cuda``, once per platform; safe from any thread. Returns ``available()``. Calls on "cpu"
+    run in the emulator (``use_emulator``).
 
     >>> from kitsune_jax.targets.cuda import runtime
     >>> runtime.register("CUDA") == runtime.available()
@@ -82,8 +70,6 @@ def register(platform: Literal["CUDA", "cpu"], emulator: str | os.PathLike[str] 
     extension = _load()[0]
     if extension is None:
         return False
-    if emulator is not None:
-        use_emulator(emulator)
     with _lock:
         if platform not in _registered:
             jax.ffi.register_ffi_target(TARGET_NAME, extension.handlers()[platform.lower()], platform=platform)
@@ -92,7 +78,8 @@ def register(platform: Literal["CUDA", "cpu"], emulator: str | os.PathLike[str] 
 
 
 def use_emulator(path: str | os.PathLike[str]) -> None:
-    """Open the emulator's shared library for calls on platform "cpu". Raises ``RuntimeError`` if it cannot be used."""
+    """Open the emulator's shared library for calls on platform "cpu"; the first one is that of the process. Raises ``RuntimeError``
+    if it cannot be used."""
     extension, why = _load()
     if extension is None:
         raise RuntimeError(why)

@@ -12,9 +12,9 @@ from kitsune_jax.targets.cuda.ir import (
     Action,
     Address,
     Constant,
+    Declaration,
     Events,
     Expr,
-    Identity,
     Index,
     Node,
     Ref,
@@ -30,36 +30,29 @@ from kitsune_jax.targets.cuda.ir import (
     segment_word,
 )
 
-
-def _once(once: bool) -> str:
-    return "if (slab == 0) " if once else ""
-
-
 # --- Values with one number per row, in two registers -----------------------------------------------------------------------------
 
 
-class SetRow(Node):
+class RowStatement(Node):
+    """A statement that sets the row value ``ref``."""
+
     ref: Ref
+
+    def events(self) -> Events:
+        if self.ref.kind == "r":
+            yield self.ref, 2
+
+
+class SetRow(RowStatement):
     dtype: str
     expr: Expr
 
-    def lines(self, at: Spelling) -> list[str]:
-        row = at.name(self.ref)
-        return [f"{pointwise.COMPUTE[self.dtype]} {row}[2];", *each_row(f"{row}[h] = {self.expr.text(at)};")]
-
-    def events(self) -> Events:
-        yield from _row_events(self.ref)
+    code = ("{dtype:type} {ref}[2];", *each_row("{ref}[h] = {expr};"))
 
 
-def _row_events(ref: Ref) -> Events:
-    if ref.kind == "r":
-        yield ref, 2
-
-
-class LoadRow(Node):
+class LoadRow(RowStatement):
     """Load the number in ``column`` of each row."""
 
-    ref: Ref
     rows: Rows
     column: int = 0
 
@@ -71,9 +64,6 @@ class LoadRow(Node):
         loads = [f"load_one<{pointwise.ELEMENT[dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
         return [f"const {pointwise.COMPUTE[dtype]} {at.name(self.ref)}[2] = {{{', '.join(loads)}}};"]
 
-    def events(self) -> Events:
-        yield from _row_events(self.ref)
-
 
 class PopRow(Node):
     ref: Ref
@@ -81,10 +71,10 @@ class PopRow(Node):
     pop: Ref
     dtype: str
 
-    def lines(self, at: Spelling) -> list[str]:
-        type_, entry = pointwise.COMPUTE[self.dtype], at.name(self.entry)
-        words = f"from_word<{type_}>({entry}.x), from_word<{type_}>({entry}.y)"
-        return [f"const U4 {entry} = {at.name(self.pop)}(0);", f"const {type_} {at.name(self.ref)}[2] = {{{words}}};"]
+    code = (
+        "const U4 {entry} = {pop}(0);",
+        "const {dtype:type} {ref}[2] = {{from_word<{dtype:type}>({entry}.x), from_word<{dtype:type}>({entry}.y)}};",
+    )
 
 
 class StartFold(Node):
@@ -92,19 +82,13 @@ class StartFold(Node):
     how: str
     dtype: str
 
-    def lines(self, at: Spelling) -> list[str]:
-        identity = Identity(self.how, self.dtype).text(at)
-        return [f"{pointwise.COMPUTE[self.dtype]} {at.name(self.ref)}[2] = {{{identity}, {identity}}};"]
+    code = ("{dtype:type} {ref}[2] = {{{how}::identity<{dtype:type}>(), {how}::identity<{dtype:type}>()}};",)
 
 
-class FoldQuad(Node):
-    ref: Ref
+class FoldQuad(RowStatement):
     how: str
 
-    code = "fold_quad<{how}>({ref});"
-
-    def events(self) -> Events:
-        yield from _row_events(self.ref)
+    code = ("fold_quad<{how}>({ref});",)
 
 
 class FoldRow(Node):
@@ -113,9 +97,7 @@ class FoldRow(Node):
     dtype: str
     row: Expr
 
-    def lines(self, at: Spelling) -> list[str]:
-        sink, x = at.name(self.sink), f"{pointwise.COMPUTE[self.dtype]}({self.row.text(at)})"
-        return each_row(f"if (valid[h]) {sink} = {self.how}::fold({sink}, {x});")
+    code = each_row("if (valid[h]) {sink} = {how}::fold({sink}, {dtype:type}({row}));")
 
 
 class StoreRow(Node):
@@ -123,17 +105,14 @@ class StoreRow(Node):
     row: Expr
     once: bool
 
-    def lines(self, at: Spelling) -> list[str]:
-        where = f"{self.rows.name(at)}[h], valid[h] && lane.q == 0, {self.row.text(at)}"
-        return each_row(f"{_once(self.once)}store_one<{pointwise.ELEMENT[self.rows.dtype]}>({where});")
+    code = each_row("{once:if (slab == 0) |}store_one<{rows.dtype:element}>({rows}[h], valid[h] && lane.q == 0, {row});")
 
 
 class RowToScratch(Node):
     column: int
     row: Expr
 
-    def lines(self, at: Spelling) -> list[str]:
-        return each_row(f"if (lane.q == 0) rows.put(lane, h, {self.column}, to_word({self.row.text(at)}));")
+    code = each_row("if (lane.q == 0) rows.put(lane, h, {column}, to_word({row}));")
 
 
 class RowTile(Node):
@@ -155,7 +134,7 @@ class RowTile(Node):
 class SyncWarp(Node):
     """Order the accesses of a warp to its scratch rows: earlier reads before later writes, and earlier writes before reads."""
 
-    code = "syncwarp();"
+    code = ("syncwarp();",)
 
 
 # --- Products for each row, whose operands pass through shared memory row by row --------------------------------------------------
@@ -314,13 +293,11 @@ class SegmentRuns(Node):
     rows: int
     sorted: bool = True
 
-    def lines(self, at: Spelling) -> list[str]:
-        of, kind = self.ref.of, "Runs" if self.sorted else "Members"
-        return [
-            f"const i64 ids{of}[2] = {{{self.index.of_rows(at)}}};",
-            f"const {kind} runs{of} = {kind}::of(ids{of}, valid, {self.rows}ll);",
-            f"{at.name(self.ref)}.begin(runs{of});",
-        ]
+    code = (
+        "const i64 ids{ref.of}[2] = {{{index:rows}}};",
+        "const {sorted:Runs|Members} runs{ref.of} = {sorted:Runs|Members}::of(ids{ref.of}, valid, {rows}ll);",
+        "{ref}.begin(runs{ref.of});",
+    )
 
     def events(self) -> Events:
         yield Ref("runs", self.ref.of), _RUNS
@@ -349,29 +326,27 @@ class JoinSegments(Node):
     ref: Ref
     runs: Ref | None = None
 
-    code = "{ref}.join();"
+    code = ("{ref}.join();",)
 
     def events(self) -> Events:
         yield self.runs or Ref("runs", self.ref.of), None
 
 
-class SummedRows(Node):
+class SummedRows(Declaration):
     """The addresses that the thread's two rows are added to: rows ``index`` of ``out``, which has ``rows`` rows of ``columns``
     floats; null for an index out of range."""
 
-    ref: Ref
     out: Constant
     index: Expr
     rows: int
     columns: int
 
+    registers = 4  # two addresses
+
     def lines(self, at: Spelling) -> list[str]:
         out, sizes = at.constant(self.out), f"{self.rows}ll, {self.columns}ll"
         found = [f"summed_row({out}, {self.index.of_row(at, h)}, valid[{h}], {sizes})" for h in range(2)]
         return [f"float* const {at.name(self.ref)}[2] = {{{', '.join(found)}}};"]
-
-    def events(self) -> Events:
-        yield self.ref, 4  # two addresses
 
 
 class AddRow(Node):
@@ -380,16 +355,13 @@ class AddRow(Node):
     ref: Ref
     row: Expr
 
-    def lines(self, at: Spelling) -> list[str]:
-        to = f"{at.name(self.ref)}[h]"
-        return each_row(f"if ({to} != nullptr && lane.q == 0) red_add({to}, {self.row.text(at)});")
+    code = each_row("if ({ref}[h] != nullptr && lane.q == 0) red_add({ref}[h], {row});")
 
 
-class FoldedRows(Node):
+class FoldedRows(Declaration):
     """The rows of ``out`` that ``index`` names, into which a tile of ``width`` columns is folded by ``how``. ``rows``, ``columns``,
     ``dtype``: of ``out``."""
 
-    ref: Ref
     how: str
     dtype: str
     width: int
@@ -398,13 +370,12 @@ class FoldedRows(Node):
     rows: int
     columns: int
 
-    def lines(self, at: Spelling) -> list[str]:
-        ids, type_ = f"ids_{at.name(self.ref)}", f"FoldedRows<{self.how}, {pointwise.COMPUTE[self.dtype]}, {self.width}>"
-        made = f"{type_}::of({at.constant(self.out)}, {self.columns}, {ids}, valid, {self.rows}ll)"
-        return [f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};", f"const {type_} {at.name(self.ref)} = {made};"]
-
-    def events(self) -> Events:
-        yield self.ref, 3  # three indices
+    registers = 3  # three indices
+    code = (
+        "const i64 ids_{ref}[2] = {{{index:rows}}};",
+        "const FoldedRows<{how}, {dtype:type}, {width}> {ref} = "
+        "FoldedRows<{how}, {dtype:type}, {width}>::of({out}, {columns}, ids_{ref}, valid, {rows}ll);",
+    )
 
 
 class FoldRowAt(Node):
@@ -413,26 +384,17 @@ class FoldRowAt(Node):
     ref: Ref
     row: Expr
 
-    def lines(self, at: Spelling) -> list[str]:
-        return each_row(f"{at.name(self.ref)}.row(lane, h, {self.row.text(at)});")
+    code = each_row("{ref}.row(lane, h, {row});")
 
 
-class RowRuns(Node):
+class RowRuns(Declaration):
     """The runs of equal ``index`` among the rows of a warp, for all sums of a softmax. ``rows``: of the results."""
 
-    ref: Ref
     index: Expr
     rows: int
 
-    def lines(self, at: Spelling) -> list[str]:
-        runs, ids = at.name(self.ref), f"ids_{at.name(self.ref)}"
-        return [
-            f"const i64 {ids}[2] = {{{self.index.of_rows(at)}}};",
-            f"const Runs {runs} = Runs::of({ids}, valid, {self.rows}ll);",
-        ]
-
-    def events(self) -> Events:
-        yield self.ref, _RUNS
+    registers = _RUNS
+    code = ("const i64 ids_{ref}[2] = {{{index:rows}}};", "const Runs {ref} = Runs::of(ids_{ref}, valid, {rows}ll);")
 
 
 class FindTops(Node):
@@ -441,7 +403,7 @@ class FindTops(Node):
     ref: Ref
     runs: Ref
 
-    code = "{ref}.find(rows, {runs});"
+    code = ("{ref}.find(rows, {runs});",)
 
 
 class BeginSegments(Node):
@@ -450,7 +412,7 @@ class BeginSegments(Node):
     ref: Ref
     runs: Ref
 
-    code = "{ref}.begin({runs});"
+    code = ("{ref}.begin({runs});",)
 
 
 # --- Queues -----------------------------------------------------------------------------------------------------------------------
@@ -502,7 +464,8 @@ class Entry(Node):
         first = f"{self.of * slab} + " if self.of is not None else f"slab * {slab} + " if slab else ""
         body = f"return {queue}.pop({n}, {first}i);"
         if self.write:
-            given, body = "int i, U4 v", f"{_once(self.once)}{queue}.push({n}, {first}i, v);"
+            only = "if (slab == 0) " if self.once else ""
+            given, body = "int i, U4 v", f"{only}{queue}.push({n}, {first}i, v);"
         if self.each:
             body = f"{queue}.push_to({n}, slab * {slab} + i % {slab}, v, i / {slab});"
         return [f"const auto {at.name(self.ref)} = [&]({given}) {{ {body} }};"]
@@ -513,9 +476,7 @@ class PushRow(Node):
     row: Expr
     once: bool
 
-    def lines(self, at: Spelling) -> list[str]:
-        words = ", ".join(f"to_word({self.row.of_row(at, h)})" for h in range(2))
-        return [f"{_once(self.once)}{at.name(self.queue)}.push(n, 0, U4{{{words}, 0, 0}});"]
+    code = ("{once:if (slab == 0) |}{queue}.push(n, 0, U4{{to_word({row:0}), to_word({row:1}), 0, 0}});",)
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------------------
@@ -542,7 +503,7 @@ class Operand(Node):
         """The C++ object from which the product reads the operand."""
         type_ = pointwise.OPERAND[self.dtype]
         if self.kind == "image":
-            return f"image_source<{type_}, {self.width}>([&](int i) {{ return {at.getter(self.ref)}(i); }})"
+            return f"image_source<{type_}, {self.width}>([&](int i) {{ return {at.vectors(self.ref, 'get')}(i); }})"
         if self.rows is None:
             return f"RegisterSource<{type_}, {self.width}>{{{at.name(self.ref)}}}"
         row, element = self.rows.name(at), pointwise.ELEMENT[self.rows.dtype]
@@ -755,7 +716,7 @@ class RowToPanel(Node):
     panel: Ref
     tile: Ref
 
-    code = "{panel}.put(lane, 0, {tile}, valid);"
+    code = ("{panel}.put(lane, 0, {tile}, valid);",)
 
 
 class AddGradient(Node):
