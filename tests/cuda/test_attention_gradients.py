@@ -214,7 +214,7 @@ def test_equal_bits_under_every_schedule() -> None:
 def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = ATTENTION_GRADIENTS["attention-by-keys"]
     of = subject(family.function, *family.arguments(131, "bfloat16"), batches=True)
-    plan = next(p for name, p in arrangements(of).items() if name == "sm90-vertical-streamed-cluster1-lanes2-blocks64")
+    plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes2-blocks64"]
     want, emulated = wanted(family, of.args), compilers.emulated
     assert max(errors(Kernel(of, plan)(), want)) < TOLERANCE["bfloat16"]
 

@@ -16,7 +16,7 @@ import pytest
 
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import hostcc, sources
-from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
+from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, kernel_cache, subject
 from tests.support.cuda_training_cases import integers, relu_step, relu_step_of_integers
 
 __all__ = ["kernel_cache"]  # a fixture

@@ -36,7 +36,7 @@ from tests.cuda.test_training import CHAIN, ROUNDING, check_close, check_schedul
 from tests.support import checks
 from tests.support.cuda_compilers import COMPILERS
 from tests.support.cuda_recurrent_cases import RECURRENT, heun, loss, lstm, pendulum, simple
-from tests.support.cuda_run import Kernel, Subject, arrangements, by_hand, kernel_cache, run_program, subject
+from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, by_hand, kernel_cache, run_program, subject
 from tests.support.programs import lstm_backward
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -49,7 +49,7 @@ SMALL = [name for name, family in RECURRENT.items() if family.small]
 
 
 @functools.lru_cache(maxsize=4)
-def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Plan], list[np.ndarray]]:
+def case(name: str, dtype: str, rows: int) -> tuple[Subject, Arrangements, list[np.ndarray]]:
     """The subject, its arrangements, and its results in float64."""
     family = RECURRENT[name]
     of = subject(family.function, *family.arguments(rows, dtype))

@@ -24,7 +24,7 @@ from kitsune_jax.targets.cuda.stage import fitting
 from tests.support import cuda_recurrent_cases
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache
+from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, kernel_cache
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
