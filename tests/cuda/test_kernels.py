@@ -171,6 +171,7 @@ def test_every_large_family(name: str, dtype: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SMALL)
 def test_families_admit_what_their_kind_should(name: str, dtype: str) -> None:

@@ -14,7 +14,6 @@ from kernel_checks import sass
 from kernel_checks.register_pool import RegisterPool, register_pool
 from kernel_checks.sass import Instruction, Sass
 from kitsune_jax.errors import InvalidProgram
-from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime

@@ -155,6 +155,10 @@ class Arrangements(Mapping[str, GpuPlan]):
             raise KeyError(name)
         return plan
 
+    def names(self) -> list[str]:
+        """Of all kinds, those included that turn out to have no kernel."""
+        return list(dict.fromkeys(name for made in self._candidates.values() for name, _ in made()))
+
     def __iter__(self) -> Iterator[str]:
         for made in self._candidates.values():
             yield from (name for name, plan in made() if self.get(name) is plan)
