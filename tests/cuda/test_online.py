@@ -100,7 +100,7 @@ def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int, replicas: i
     check(made(kind, rows, 4, 8, n), n, lanes=lanes, replicas=replicas)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("heads, width", [(1, 2), (1, 40), (3, 2), (8, 8), (33, 5), (5, 31)])
 @pytest.mark.parametrize("sm", [900, 800])

@@ -73,7 +73,7 @@ def depth_with(program: TileProgram, lanes: int, shared_bytes: int) -> int:
 
 def sizes(program: TileProgram, lanes: int) -> dict[int, int]:
     """Of shared memory, for each depth of a ring that has a kernel."""
-    found = {depth_with(program, lanes, size): size for size in range(230_000, 16_000, -1024)}
+    found = {depth_with(program, lanes, size): size for size in range(230_000, 16_000, -2048)}
     return {depth: size for depth, size in found.items() if depth}
 
 
