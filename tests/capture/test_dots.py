@@ -119,6 +119,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("left,right,result", DTYPES)
 @pytest.mark.parametrize("shapes", [((N,), (5,)), ((), (N, 5)), ((N, 5), ())], ids=["outer", "number_left", "number_right"])
 def test_an_outer_product_is_rounded_once_to_the_dtype_that_was_asked_for(

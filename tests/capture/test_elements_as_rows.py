@@ -120,7 +120,7 @@ def test_what_is_no_number_stays_where_jax_has_it(operand: int, bad: float) -> N
     np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("f", [plain, heads_last, of_jax, grouped, no_query_axis])
 def test_all_sums_are_online(f: Callable[..., Array], dtype: Any) -> None:

@@ -15,6 +15,7 @@ from jax import lax
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.ops.spec import is_float, np_dtype
 from reference.graph import evaluate_numpy
+from tests.support.checks import in_parts
 
 MODES = ("fill", "clip", "promise_in_bounds")
 FOLDS = {
@@ -92,9 +93,10 @@ def test_a_gather_of_rows_at_any_dimension_numbers(case, seed):
     assert kinds.count("take") <= 1
 
 
+@in_parts
 @hypothesis.given(numbers(), st.sampled_from(list(FOLDS)), st.booleans(), st.integers(0, 99))
-@hypothesis.settings(max_examples=60, deadline=None)
-def test_a_scatter_of_rows_at_any_dimension_numbers(case, fold, fresh, seed):
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_a_scatter_of_rows_at_any_dimension_numbers(part, case, fold, fresh, seed):
     shape, index, (offset, dropped, index_map, batching, index_batching), sizes, mode = case
     numbers = lax.ScatterDimensionNumbers(offset, dropped, index_map, batching, index_batching)
     rng = np.random.default_rng(seed)

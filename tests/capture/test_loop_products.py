@@ -23,6 +23,7 @@ def products(graph: Graph) -> list[int]:
     return [sum(inner.kind == "dot_general" for inner in op.body.ops) for op in graph.ops if op.body is not None]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("loss, before, after", [(lstm, [2, 2], [2, 1]), (rnn, [3, 3], [3, 2])])
 def test_they_are_the_same_behind(loss: Loss, before: list[int], after: list[int], steps: int) -> None:

@@ -99,6 +99,7 @@ def test_scores_that_are_no_numbers(normalised: Any, bad: Any) -> None:
     np.testing.assert_allclose(jax.jit(kj.pipeline(f, force=True))(*args), jax.jit(f)(*args), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("normalised", [softmax, finite_softmax])
 @pytest.mark.parametrize("pick", ["empty", "outside", "one", "negative"])
 def test_segments_of_any_kind(normalised: Any, pick: str) -> None:

@@ -23,6 +23,7 @@ from kitsune_jax.capture.rewrites import Rewrite, apply_rewrites
 from kitsune_jax.capture.rewrites import few_rows as module
 from reference.graph import evaluate_numpy
 from reference.standalone import run
+from tests.support.checks import in_parts
 
 Array = Any
 
@@ -95,7 +96,8 @@ def arguments(seed: int, rows: int, keys: int, heads: int, size: int, dtype: Any
     return q, k, v, jnp.ones((rows, heads, keys), bool)
 
 
-@settings(max_examples=60, deadline=None)
+@in_parts
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([plain, heads_last, keys_first, of_jax, pooled]),
     st.integers(1, 8),
@@ -106,15 +108,15 @@ def arguments(seed: int, rows: int, keys: int, heads: int, size: int, dtype: Any
     st.integers(0, 2**31),
 )
 def test_any_parts_give_the_same(
-    f: Callable[..., Array], rows: int, part: int, heads: int, workers: int, hidden: int, seed: int
+    part: int, f: Callable[..., Array], rows: int, tokens: int, heads: int, workers: int, hidden: int, seed: int
 ) -> None:
     heads = 1 if f in (plain, pooled) else min(heads, workers - 1)
     least = workers // np.gcd(heads, workers)
-    keys = part * least
+    keys = tokens * least
     q, k, v, seen = arguments(seed, rows, keys, heads, 5)
     rng = np.random.default_rng(seed)
     if hidden == 1:  # all of the first part and more
-        seen = seen.at[..., : min(keys - 1, part + 1)].set(False)
+        seen = seen.at[..., : min(keys - 1, tokens + 1)].set(False)
     elif hidden == 2:
         seen = jnp.asarray(rng.random(seen.shape) < 0.3).at[..., keys // 2].set(True)
     elif hidden == 3:  # a causal mask, of a cache that is not full

@@ -84,6 +84,7 @@ def test_xla_rounds_every_result(name: str) -> None:
     assert found == xla.KNOWN_ROUNDING == xla.rounding_at_hand()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 13), (331, 3), (64, 129)])
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", DTYPES)

@@ -59,6 +59,7 @@ def check(f: Callable[..., Any], args: tuple[Any, ...], dtype: str) -> None:
         np.testing.assert_allclose(np.asarray(g, np.float64), w, atol=TOLERANCE[dtype] * max(1.0, np.abs(w).max(initial=0)), rtol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", FORMS)
 def test_product(form: str, size: str) -> None:
@@ -66,6 +67,7 @@ def test_product(form: str, size: str) -> None:
         check(product(form, mode), arguments(form, size, dtype), dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", ["one token", "primes", "vectors"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form: str, size: str) -> None:

@@ -92,14 +92,17 @@ def launched(kernel: Any, operands: list[np.ndarray], results: list[np.ndarray],
 
 @pytest.mark.skipif(not hostcc.available(), reason=hostcc.why_not() or "")
 @pytest.mark.usefixtures("kernel_cache")
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_each_operand_and_each_result_may_lie_at_any_element(case: tuple[str, str, str]) -> None:
+def test_each_operand_and_each_result_may_lie_at_any_element(case: tuple[str, str, str], every: bool) -> None:
+    """All at each offset, and each alone at one of them, or at ``every`` one."""
     code, operands, results = recorded(*case)
     runtime.set_emulator_seed(1)
     kernel = _cuda.Kernel(code.image, np.asarray(code.kernel.launch, np.int64), "region", emulated=True)
     kernel.load()
     count = len(operands) + len(results)
-    single = [[offset * (k == i) for k in range(count)] for i, offset in itertools.product(range(count), OFFSETS)]
+    alone = [(i, offset) for i, offset in itertools.product(range(count), OFFSETS) if every or offset == OFFSETS[i % len(OFFSETS)]]
+    single = [[offset * (k == i) for k in range(count)] for i, offset in alone]
     for offsets in [[0] * count, *single, *([offset] * count for offset in OFFSETS)]:
         got = launched(kernel, operands, results, offsets)
         for k, (g, want) in enumerate(zip(got, results)):

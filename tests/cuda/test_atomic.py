@@ -65,7 +65,7 @@ def test_any_indices(kind: str, sm: int, seed: int) -> None:
     np.testing.assert_allclose(got, interpret(summed(rows, width, n), arrays)[0], atol=1e-4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "width", "n"), [(1, 1, 1), (1, 33, 5), (64, 8, 977), (67, 1, 31), (129, 6, 70_000), (100, 7, 3), (200, 130, 3)]
 )

@@ -7,6 +7,7 @@ scores again, so neither adds to sums that another tile adds to.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -25,13 +26,14 @@ from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend.route import Routed, RouteOptions, route
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
+from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.program.build import build
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.support.checks import in_float64
 from tests.support.cuda_attention_cases import ATTENTION_GRADIENTS
 from tests.support.cuda_cases import Family
-from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
+from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -203,6 +205,16 @@ def test_equal_bits_under_every_schedule() -> None:
     assert len(results) == 1
 
 
+@functools.cache
+def by_keys() -> tuple[Subject, GpuPlan, list[np.ndarray]]:
+    """The subject of the planted bugs, its plan, and its results in float64, which the kernel without a bug has."""
+    family = ATTENTION_GRADIENTS["attention-by-keys"]
+    of = subject(family.function, *family.arguments(131, "bfloat16"), batches=True)
+    plan, want = arrangements(of)["sm90-vertical-streamed-cluster1-lanes2-blocks64"], wanted(family, of.args)
+    assert max(errors(Kernel(of, plan)(), want)) < TOLERANCE["bfloat16"]
+    return of, plan, want
+
+
 @pytest.mark.parametrize(
     "what, found, instead",
     [
@@ -212,11 +224,7 @@ def test_equal_bits_under_every_schedule() -> None:
     ],
 )
 def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = ATTENTION_GRADIENTS["attention-by-keys"]
-    of = subject(family.function, *family.arguments(131, "bfloat16"), batches=True)
-    plan = next(p for name, p in arrangements(of).items() if name == "sm90-vertical-streamed-cluster1-lanes2-blocks64")
-    want, emulated = wanted(family, of.args), compilers.emulated
-    assert max(errors(Kernel(of, plan)(), want)) < TOLERANCE["bfloat16"]
+    (of, plan, want), emulated = by_keys(), compilers.emulated
 
     def change(source: str, sm: int) -> bytes:
         changed = re.sub(found, instead, source)

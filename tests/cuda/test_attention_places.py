@@ -124,7 +124,14 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+OFTEN = (
+    "by queries: the loader knows no place",
+    "by queries: a place in front of all keys is taken for 0",
+    "by keys: the place is added",
+)
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug in OFTEN else pytest.mark.slow) for bug in PLANTED])
 def test_a_bug_in_the_place_of_a_gradient_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     guard, found, instead, place = PLANTED[bug]
     args, emulated, planted = drawn("bfloat16"), compilers.emulated, list[str]()

@@ -267,7 +267,7 @@ def test_a_piece_in_front_of_all_keys_sees_them_as_jax_has_it() -> None:
 def test_a_bug_in_the_place_of_a_piece_is_found(bug: str, found: str, instead: str) -> None:
     q, k, v = tokens(70, 2, 16), tokens(300, 2, 16, seed=1), tokens(300, 2, 16, seed=2)
     of = subject(placed, q, k, v, jnp.int32(200), batches=True)
-    plan = next(p for name, p in arrangements(of).items() if name == "sm90-vertical-streamed-cluster1-lanes1-blocks64")
+    plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes1-blocks64"]
     program, given = of.program(plan), dict(zip(of.graph.inputs, of.args, strict=True))
     arrays = [given[v] for v in of.region.inputs]
 
@@ -330,7 +330,7 @@ def test_a_planned_kernel_gives_equal_bits_under_every_schedule() -> None:
 def test_a_planted_bug_is_found(what: str, found: str, instead: str) -> None:
     family = ATTENTION["attention-causal"]
     of = subject(family.function, *family.arguments(131, "bfloat16"), batches=True)
-    plan = next(p for name, p in arrangements(of).items() if name == "sm90-vertical-streamed-cluster1-lanes2-blocks64")
+    plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes2-blocks64"]
 
     def change(source: str) -> str:
         changed = re.sub(found, instead, source)

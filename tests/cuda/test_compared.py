@@ -118,6 +118,7 @@ def machine_code(t: Tiles, sm: int) -> list[str]:
 
 
 @pytest.mark.skipif(not sass.available() or not nvrtc.available(), reason="no NVRTC, or no disassembler")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("kind", ["mul", "square", "exp"])
 def test_no_multiplication_and_addition_in_one(kind: str, sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +244,7 @@ def nearest_neighbours(q: Any, k: Any) -> Any:
     return jnp.sum((q @ k.T * 0.3).max(-1) ** 2)
 
 
+@pytest.mark.sampled(2, dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("f", [hard_attention, nearest_neighbours], ids=lambda f: f.__name__)
 def test_the_backward_pass_does_not_make_again_what_the_forward_pass_compared(f: Any, dtype: str, monkeypatch: Any) -> None:

@@ -64,9 +64,9 @@ def kernels(case: tuple[str, str, str]) -> list[Kernel]:
         name, dtype, kind = case
         family = {**FAMILIES, **TRAINING}[name]
         of = subject(family.function, *family.arguments(64 * TILES, dtype))
-        plans = {
-            at: plan for at, plan in arrangements(of).items() if at.startswith(kind) and "split" not in at and "unordered" not in at
-        }
+        found = arrangements(of)
+        names = [at for at in found.names() if at.startswith(kind) and "split" not in at and "unordered" not in at]
+        plans = {at: found[at] for at in names if at in found}
         most = max(plans, key=lambda at: plans[at].lanes, default=None)
         _counted[case] = [] if most is None else [kernel_counts.run(name, dtype, most, of, plans[most])]
     return _counted[case]

@@ -190,6 +190,7 @@ def test_descriptors_of_weights_find_every_element_where_it_was_packed(pieces: t
     assert wrong_weights(pieces, n, dtype) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("plant", ["STRIDE", "STEP", "NO_SWIZZLE"])
 def test_a_wrong_descriptor_of_weights_is_found(plant: str, dtype: str) -> None:

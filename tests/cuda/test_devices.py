@@ -135,6 +135,15 @@ MACHINES = {
     "B200 and H200": ([B200, H200], "compute_90", "a100-132-227-60-1965-4917"),
     "none": ([], "sm_90a", "h200"),
 }
+ALIKE = (
+    "eight H200",
+    "H100",
+    "H100 PCIe",
+    "H20",
+    "A100 with 80 GB",
+    "A100 and H200",
+    "GB200",
+)  # as another one, with other numbers
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -246,7 +255,10 @@ def holds(gpu: Gpu, cluster: int) -> int:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [name for name, (found, _, _) in MACHINES.items() if found])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name, (found, _, _) in MACHINES.items() if found],
+)
 def test_kernels_launch_on_every_device(monkeypatch: pytest.MonkeyPatch, fake_driver: pathlib.Path, name: str) -> None:
     """The driver that pretends refuses what does not fit; where it says that fewer clusters fit than were planned, fewer start."""
     found = MACHINES[name][0]
@@ -345,20 +357,26 @@ def multiprocessors(count: int) -> Iterator[None]:
 
 # A family, its arrangement, SMs of devices that are smaller than what it was planned for.
 SMALLER = [
-    ("mlp", "sm90-vertical-resident-lanes2", (7, 1)),
     ("mlp", "sm90-vertical-streamed-cluster2-lanes1", (11, 2)),
     ("mlp", "sm90-spatial-cluster-lanes1", (11, 4)),
     ("mlp", "sm80-spatial-l2-lanes2", (11, 4)),
-    ("mlp", "sm80-vertical-streamed-cluster1-lanes1", (5,)),
     ("loss", "sm90-vertical-resident-lanes1", (7, 1)),
     ("tanh-step", "sm90-spatial-l2-lanes1", (25, 10)),
+]
+MORE = [
+    ("mlp", "sm90-vertical-resident-lanes2", (7, 1)),
+    ("mlp", "sm80-vertical-streamed-cluster1-lanes1", (5,)),
     ("tanh-step", "sm90-vertical-resident-lanes2", (5, 1)),
 ]
 
 
 @pytest.mark.skipif(not hostcc.available(), reason=hostcc.why_not() or "")
 @pytest.mark.usefixtures("kernel_cache")
-@pytest.mark.parametrize(("name", "arrangement", "sizes"), SMALLER, ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    ("name", "arrangement", "sizes"),
+    [*SMALLER, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ids=lambda v: str(v),
+)
 def test_a_kernel_that_was_planned_for_a_larger_device_computes_the_same(
     name: str, arrangement: str, sizes: tuple[int, ...]
 ) -> None:

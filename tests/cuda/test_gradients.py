@@ -87,7 +87,10 @@ def test_without_a_bug_every_schedule_is_right(of: Subject, want: list[np.ndarra
     assert all(is_right(correct(seed=seed), want) for seed in SEEDS)
 
 
-@pytest.mark.parametrize("name", BUGS)
+OFTEN = "no barrier in front of the products", "no fence between stores and products", "rows beyond the stream count"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in BUGS])
 def test_a_planted_bug_is_found(
     name: str, of: Subject, want: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from kitsune_jax.targets.cuda import lower
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from tests.support import checks
 from tests.support.cuda_cases import DTYPES, FAMILIES, Arg, Family, dense_relu
-from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, run, subject
+from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, kernel_cache, run, subject
 from trust import reference
 from trust.primitives import PRIMITIVES
 
@@ -40,7 +40,7 @@ SEEDS = (1, 2, 3, 4)
 
 
 @functools.lru_cache(maxsize=8)
-def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Any], list[np.ndarray]]:
+def case(name: str, dtype: str, rows: int) -> tuple[Subject, Arrangements, list[np.ndarray]]:
     """The subject, its arrangements, and its results in float64: of float32 arguments with the operands of products as tf32."""
     family = FAMILIES[name]
     of = subject(family.function, *family.arguments(rows, dtype))
@@ -171,6 +171,7 @@ def test_every_large_family(name: str, dtype: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SMALL)
 def test_families_admit_what_their_kind_should(name: str, dtype: str) -> None:

@@ -33,6 +33,7 @@ pytestmark = [
 TOLERANCE = {"float32": 4e-3, "float16": 6e-3, "bfloat16": 4e-2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize(
     ("dtype", "rows", "steps", "reverse"),
@@ -55,7 +56,9 @@ def test_every_schedule_gives_the_same_bits() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("bug", ["no barrier between phases", "a CTA goes on when the first other one arrives"])
+@pytest.mark.parametrize(
+    "bug", [pytest.param("no barrier between phases", marks=pytest.mark.slow), "a CTA goes on when the first other one arrives"]
+)
 def test_a_loop_that_reads_too_early_is_seen(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, _ = PLANTED[bug]
     found = planted(recurrence(257), right, wrong, tmp_path, monkeypatch)

@@ -23,6 +23,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, sources
 from kitsune_jax.targets.cuda.planning.machines import H200
 from tests.cuda.test_segments import ids
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import arrangements, by_hand, called, code_of, kernel_cache, plans, run, run_program, subject
 
@@ -99,7 +100,7 @@ def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int, replicas: i
     check(made(kind, rows, 4, 8, n), n, lanes=lanes, replicas=replicas)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("heads, width", [(1, 2), (1, 40), (3, 2), (8, 8), (33, 5), (5, 31)])
 @pytest.mark.parametrize("sm", [900, 800])
@@ -156,16 +157,14 @@ def test_a_layer_of_gat_is_one_pass_over_its_edges(dtype: str) -> None:
     edges_of = report.regions[0]
     assert edges_of.rows == edges and edges_of.ops >= 18 and "online scatter-add" in edges_of.order, report
     got = np.asarray(jax.jit(layer)(s, r, h, senders, receivers), np.float64)
-    with jax.enable_x64(True):
-        want = np.asarray(attention(*(jnp.asarray(np.asarray(x, np.float64)) for x in (s, r, h)), senders, receivers))
+    want = in_float64(attention, s, r, h, senders, receivers)
     assert np.abs(got - want).max() < {"float32": 1e-6, "bfloat16": 3e-2}[dtype] * np.abs(want).max()
 
     def loss(*args: jax.Array) -> jax.Array:
         return jnp.sum(attention(*args, senders, receivers).astype(jnp.float32) ** 2)
 
     grads = jax.jit(kj.pipeline(jax.grad(loss, (0, 1, 2)), target="emulator", force=True))(s, r, h)
-    with jax.enable_x64(True):
-        wants = jax.grad(loss, (0, 1, 2))(*(jnp.asarray(np.asarray(x, np.float64)) for x in (s, r, h)))
+    wants = in_float64(jax.grad(loss, (0, 1, 2)), s, r, h)
     for grad, expected in zip(grads, wants, strict=True):
         error = np.abs(np.asarray(grad, np.float64) - np.asarray(expected)).max()
         assert error < {"float32": 1e-5, "bfloat16": 6e-2}[dtype] * np.abs(np.asarray(expected)).max()
@@ -255,6 +254,7 @@ def test_a_wrong_scale_is_a_wrong_result(bug: str, tmp_path: pathlib.Path, monke
         check((values, scores, index), 5, lanes=2, replicas=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])

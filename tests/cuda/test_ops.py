@@ -210,6 +210,7 @@ def test_strided_rows(dtype: str) -> None:
     check_program(t, *arrays)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_products_of_odd_shapes(dtype: str, sm: int) -> None:

@@ -88,9 +88,9 @@ def change(old: Any, new: Any) -> np.ndarray:
     [
         ("sgd", "float32", 257),
         ("momentum", "bfloat16", 67),
-        ("adam", "float32", 67),
+        pytest.param("adam", "float32", 67, marks=pytest.mark.slow),
         ("adam", "float16", 1),
-        ("clipped", "float32", 257),
+        pytest.param("clipped", "float32", 257, marks=pytest.mark.slow),
         ("clipped", "bfloat16", 67),
     ],
 )

@@ -44,6 +44,7 @@ def kernel_of(name: str, sm: int, lanes: int) -> Kernel:
 FAST = {("a graph network's step", 2), ("clipping by a norm", 3)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(
     ("name", "lanes"),

@@ -14,13 +14,12 @@ from kernel_checks import sass
 from kernel_checks.register_pool import RegisterPool, register_pool
 from kernel_checks.sass import Instruction, Sass
 from kitsune_jax.errors import InvalidProgram
-from kitsune_jax.planning.plan import Plan
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
+from tests.support.cuda_run import Arrangements, Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
 from tests.support.cuda_training_cases import COMPILED, TRAINING
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -38,7 +37,7 @@ def of_family(name: str, dtype: str) -> Subject:
 
 
 @functools.cache
-def found(name: str, dtype: str) -> dict[str, Plan]:
+def found(name: str, dtype: str) -> Arrangements:
     return arrangements(of_family(name, dtype))
 
 

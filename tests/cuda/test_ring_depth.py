@@ -73,7 +73,7 @@ def depth_with(program: TileProgram, lanes: int, shared_bytes: int) -> int:
 
 def sizes(program: TileProgram, lanes: int) -> dict[int, int]:
     """Of shared memory, for each depth of a ring that has a kernel."""
-    found = {depth_with(program, lanes, size): size for size in range(230_000, 16_000, -1024)}
+    found = {depth_with(program, lanes, size): size for size in range(230_000, 16_000, -2048)}
     return {depth: size for depth, size in found.items() if depth}
 
 
@@ -114,7 +114,8 @@ def test_two_products_of_more_chunks_than_a_ring_has(dtype: str, width: int) -> 
     args = [jnp.asarray(rng.standard_normal(s) * s[0] ** -0.5, dtype) for s in shapes]
     of = subject(gated, *args)
     want = in_float64(gated, *args)
-    found = {name: plan for name, plan in arrangements(of).items() if "streamed" in name}
+    admitted = arrangements(of)
+    found = {name: admitted[name] for name in admitted.names() if "streamed" in name and name in admitted}
     assert {"sm90-vertical-streamed-cluster2-lanes2", "sm80-vertical-streamed-cluster1-lanes1"} <= set(found)
     for plan in found.values():
         (got,) = Kernel(of, plan)()

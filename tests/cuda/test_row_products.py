@@ -87,6 +87,7 @@ def interaction(rows: int, count: int, width: int, dtype: str, n: int = 19) -> t
     return t.program(), arrays
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows, count, width, sm, lanes", [(1, 3, 8, 900, 1), (131, 5, 16, 800, 2), (70, 9, 40, 900, 1), (131, 5, 8, 900, 2)]
@@ -99,6 +100,7 @@ def test_the_interaction_of_gathered_vectors(rows: int, count: int, width: int, 
         np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=unit, atol=unit * scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, count, width, sm, lanes", [(70, 27, 128, 900, 1), (131, 5, 24, 800, 2)])
 def test_the_gradient_of_an_interaction(rows: int, count: int, width: int, dtype: str, sm: int, lanes: int) -> None:

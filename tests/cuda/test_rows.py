@@ -49,6 +49,7 @@ def check(program: TileProgram, arrays: list[np.ndarray], **how: Any) -> None:
         np.testing.assert_array_equal(g, w, err_msg=f"result {k}\n{program}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sm, lanes", [(900, 1), (900, 3), (800, 2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "bool"])
 def test_rows_of_every_width(dtype: str, sm: int, lanes: int) -> None:
@@ -62,6 +63,7 @@ def test_few_rows(rows: int, sm: int) -> None:
     check(*in_and_out(rows, "bfloat16", (27, 63)), sm=sm, lanes=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_staged_rows_are_operands_of_products(dtype: str, sm: int) -> None:

@@ -32,7 +32,7 @@ from kitsune_jax.targets.cuda.nvrtc import Resources
 from tests.cuda.test_lowering import kernels_in
 from tests.support.cuda_cases import DTYPES, FAMILIES
 from tests.support.cuda_compilers import COMPILERS, NEWEST, folder_of
-from tests.support.cuda_run import Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
+from tests.support.cuda_run import Arrangements, Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
 from tests.support.cuda_training_cases import TRAINING
 
 pytestmark = [
@@ -132,7 +132,7 @@ def of_family(name: str, dtype: str) -> Subject:
 
 
 @functools.cache
-def plans(name: str, dtype: str) -> dict[str, Plan]:
+def plans(name: str, dtype: str) -> Arrangements:
     return arrangements(of_family(name, dtype))
 
 

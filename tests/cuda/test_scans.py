@@ -155,9 +155,11 @@ def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pyte
     assert lower.generate_kernel(program, lower.arrangement(plan, program), "region").source != run.code.kernel.source
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("dtype, spilled", [("bfloat16", (136, 300)), ("float16", (0, 64))])
-def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[int, int]) -> None:
+def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[int, int], compiler: str) -> None:
     """Bytes of a thread in each step, by the newest compiler and by 13.0."""
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in lstm_arguments(8192, 100, 64)]
     graph = capture(
@@ -168,8 +170,7 @@ def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[i
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None and plan.lanes == 3
     source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
-    for compiler, most in zip(COMPILERS, spilled, strict=True):
-        made = compilers.cubin(source, "sm_90a", folder_of(compiler))
-        assert nvrtc.resources(made.log, made.cubin).spill_bytes <= most
-        paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
-        assert not in_flight(paths).hazards and not skipped(paths)
+    made = compilers.cubin(source, "sm_90a", folder_of(compiler))
+    assert nvrtc.resources(made.log, made.cubin).spill_bytes <= spilled[COMPILERS.index(compiler)]
+    paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
+    assert not in_flight(paths).hazards and not skipped(paths)

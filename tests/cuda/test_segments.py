@@ -76,7 +76,7 @@ def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int) -> None:
     check(summed(rows, 40, n), [values(rows, 40), ids(kind, rows, n)], lanes=lanes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sm, lanes", [(900, 3), (800, 2)])
 @pytest.mark.parametrize("width", [1, 3, 27, 160])
 @pytest.mark.parametrize(

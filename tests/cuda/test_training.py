@@ -22,7 +22,7 @@ from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets.cuda import runtime
 from tests.support import checks
 from tests.support.cuda_cases import DTYPES, Family
-from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
+from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, kernel_cache, subject
 from tests.support.cuda_training_cases import TRAINING, integers, relu_step, relu_step_of_integers, residual, squared_error
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -38,7 +38,7 @@ SEEDS = (1, 2)
 
 
 @functools.lru_cache(maxsize=4)
-def case(name: str, dtype: str, rows: int) -> tuple[Subject, dict[str, Plan], list[np.ndarray]]:
+def case(name: str, dtype: str, rows: int) -> tuple[Subject, Arrangements, list[np.ndarray]]:
     """The subject, its arrangements, and its results in float64."""
     family = TRAINING[name]
     of = subject(family.function, *family.arguments(rows, dtype))
@@ -138,7 +138,7 @@ def test_a_gradient_beyond_the_registers_of_a_lane(dtype: str, subtests: Any) ->
 
 
 @functools.lru_cache(maxsize=4)
-def of_integers(dtype: str, rows: int) -> tuple[Subject, dict[str, Plan], list[np.ndarray]]:
+def of_integers(dtype: str, rows: int) -> tuple[Subject, Arrangements, list[np.ndarray]]:
     args = integers(rows, seed=rows)
     of = subject(relu_step, *(jnp.asarray(a, dtype) for a in args))
     assert of.region.space.rows == rows

@@ -21,6 +21,7 @@ from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, sources, tiles
 from reference.interpret import interpret
+from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
 from tests.support.tiles import Tiles
@@ -122,9 +123,7 @@ def test_the_gradient_by_senders_of_a_stream_by_receivers(dtype: str) -> None:
     report = kj.explain(step)(w, nodes, *indices)
     assert report.coverage > 0.9
     value, grads = jax.jit(step)(w, nodes, *indices)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (w, nodes)]
-        want, want_grads = jax.value_and_grad(loss, (0, 1))(*wide, *(jnp.asarray(np.asarray(i)) for i in indices))
+    want, want_grads = in_float64(jax.value_and_grad(loss, (0, 1)), w, nodes, *indices)
     tolerance = {"float32": 5e-3, "bfloat16": 6e-2}[dtype]
     assert abs(float(value) - float(want)) < tolerance * float(want)
     for got, reference in zip(grads, want_grads, strict=True):

@@ -54,7 +54,7 @@ def check(f: Any, *args: Any, tolerance: float) -> Any:
     return kj.explain(f)(*args, np.int32(0))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_token_of_a_layer_is_pipelined(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = sizes_of(512, 8, kv_heads, 700)
     report = check(token(sizes), *arguments(sizes), tolerance=2e-5)
@@ -62,7 +62,7 @@ def test_a_token_of_a_layer_is_pipelined(kv_heads: int, monkeypatch: pytest.Monk
     assert len(report.regions) == 2, str(report)
 
 
-@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize("tokens", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_few_tokens(tokens: int) -> None:
     sizes = sizes_of(256, 4, 2, 333)
     check(token(sizes), *arguments(sizes, tokens=tokens), tolerance=2e-5)
@@ -73,7 +73,7 @@ def test_a_batch_of_sequences() -> None:
     check(token(sizes), *arguments(sizes, batch=3), tolerance=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_narrow_caches(dtype: Any) -> None:
     sizes = sizes_of(512, 8, 2, 515)
     check(token(sizes), *arguments(sizes, dtype=dtype), tolerance=3e-2)

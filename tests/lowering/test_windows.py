@@ -22,15 +22,16 @@ from kitsune_jax.ops.graph import Value
 from kitsune_jax.ops.shape import WINDOWS
 from kitsune_jax.ops.spec import DTYPES, np_dtype
 from reference.operators import MEANINGS
-from tests.support.checks import TARGET
+from tests.support.checks import TARGET, in_parts
 
 RNG = np.random.default_rng(3)
 STARTS = (-(2**31), -1, 0, 2, 5, 2**31 - 1)
 
 
+@in_parts
 @hypothesis.given(st.data(), st.integers(0, 2**32 - 1))
-@hypothesis.settings(max_examples=60, deadline=None)
-def test_the_table_agrees_with_jax(data: st.DataObject, seed: int) -> None:
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_the_table_agrees_with_jax(part: int, data: st.DataObject, seed: int) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = tuple(sorted(data.draw(st.sets(st.sampled_from(range(len(shape))), min_size=1))))
     sizes = tuple(data.draw(st.integers(0, shape[d])) for d in dims)

@@ -147,6 +147,8 @@ def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number that a plan may ask for is there, whatever else the machine does meanwhile, and whatever the program that asks
     has set."""
     monkeypatch.setattr(store, "_KEPT", (1.0, 0.0))
+    monkeypatch.setattr(store, "_SECONDS", 0.0)  # two passes, whether they agree or not
+    monkeypatch.setattr(store, "_MOST_SECONDS", 0.0)
     params, x = small()
     with (
         jax.enable_x64(True),
@@ -234,7 +236,7 @@ print(store.at_hand().name)
 """
     log = tmp_path / "log"
     command = [sys.executable, "-c", program, str(log)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(3)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(2)]
     assert {process.communicate(timeout=120)[0].strip() for process in running} == {"zen5-2"}
     assert log.read_text().count("measured") == 1
 

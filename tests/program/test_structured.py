@@ -14,6 +14,7 @@ from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.ir import TileProgram
 from reference.check import verify
 from reference.interpret import interpret
+from tests.support.checks import in_parts
 from tests.support.irregular import IRREGULAR, ordered_segments, selections
 from tests.support.online import ONLINE_CASES, online_sums
 from tests.support.programs import CASES, Case, attention, lstm, lstm_backward, segments
@@ -53,9 +54,10 @@ def test_online_sums_at_any_shape(rows, heads, width, n, tile_rows, finite, ids,
 small, hows = st.integers(1, 9), st.sampled_from(["sum", "max", "min"])
 
 
-@settings(max_examples=30, deadline=None)
+@in_parts
+@settings(max_examples=15, deadline=None)
 @given(st.tuples(small, small), small, st.integers(1, 20), small, st.integers(1, 7), st.integers(1, 8), st.booleans(), small)
-def test_attention_at_any_shape(heads, queries, keys, dim, block, tile_rows, causal, seed):
+def test_attention_at_any_shape(part, heads, queries, keys, dim, block, tile_rows, causal, seed):
     case = attention(*heads, queries, max(keys, queries), dim, dim, block=block, tile_rows=tile_rows, causal=causal)
     agrees(case, seed)
 

@@ -193,6 +193,7 @@ def test_under_vmap_jvp_scan_and_remat(name: str) -> None:
         check_close(jax.jit(transformed(force(f)))(*given), transformed(f), given, "float32", 128, per_array=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ids", ["any", "negative"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_in_the_interpreter(name: str, ids: str) -> None:
@@ -249,10 +250,10 @@ def test_a_product_per_row_streams_over_what_its_operands_share() -> None:
 
 
 def test_many_pieces_are_concatenated_in_one_stream() -> None:
-    """As DLRM's 26 embeddings and its numbers, forward and backward."""
+    """As DLRM's embeddings and its numbers, forward and backward; it has 26 of them."""
     rng = np.random.default_rng(0)
-    tables = [rng.standard_normal((n, 4)).astype(np.float32) for n in range(5, 31)]
-    x, ids = rng.standard_normal((33, 4)).astype(np.float32), rng.integers(0, 5, (33, 26)).astype(np.int32)
+    tables = [rng.standard_normal((n, 4)).astype(np.float32) for n in range(5, 17)]
+    x, ids = rng.standard_normal((33, 4)).astype(np.float32), rng.integers(0, 5, (33, 12)).astype(np.int32)
 
     def f(tables: list[Array], x: Array, ids: Array) -> Array:
         pieces = [jnp.sin(x), *(table[ids[:, k]] for k, table in enumerate(tables))]

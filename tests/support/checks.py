@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from trust.primitives import Unknown
 from trust.reference import Arithmetic, evaluate
 
 TARGET = "kitsune_cpu"
+
+# Of a test that draws its cases: as many more in each other part, which are slow.
+in_parts = pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 3))])
 
 
 def arrays(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[jax.Array]:

