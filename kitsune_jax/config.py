@@ -53,6 +53,7 @@ VARIABLES = (
     "KITSUNE_EMULATOR_SEED",
     "KITSUNE_NUM_THREADS",
     "KITSUNE_PROFILE",
+    "KITSUNE_TUNE",
 )
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -166,6 +167,17 @@ def profile() -> str | None:
     return text or None
 
 
+TUNE = ("on", "off", "all")
+
+
+def tune() -> str:
+    """``KITSUNE_TUNE``: "on", "off" or "all". Raises ``ValueError`` for anything else."""
+    text = os.environ.get("KITSUNE_TUNE", "").strip().lower() or "on"
+    if text not in TUNE:
+        raise ValueError(f"KITSUNE_TUNE={text!r} is not known: use {', '.join(TUNE)}")
+    return text
+
+
 def xla_flags() -> str:
     """``XLA_FLAGS``, which XLA reads itself: they change how fast its code is."""
     return os.environ.get("XLA_FLAGS", "")
@@ -191,7 +203,7 @@ def check_environment() -> None:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
             raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
-    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile):
+    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile, tune):
         read()
 
 

@@ -74,12 +74,17 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     reports: list[Report] = []
     target = lowering.target_of(options, platform)
     assert target is not None
+    planned_with, choice = RouteOptions.of(options), None
+    if obstacle is None and device is None and target == platform and not (options.force or options.strict):
+        choice = lowering.known_choice(call_jaxpr, options, target)
+        if choice is not None:
+            planned_with = lowering.options_of(choice.name, options, lowering.measured_text(choice))
 
     def visit(jaxpr: Any) -> Any:
         whole = _compat.hoist_consts(jaxpr)[0]
         if obstacle is None:
             captured, planned, nodes = lowering.capture_until_stable(
-                whole, visit, target, RouteOptions.of(options, device=device, code=False, body=bool(reports))
+                whole, visit, target, RouteOptions.of(planned_with, device=device, code=False, body=bool(reports))
             )
             reports.append(planned.report)
             lowering.rewrite_bodies_left_to_xla(captured, nodes)
@@ -97,7 +102,8 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
         if options.strict and obstacle is None:
             raise
         return report_without_plan(call_jaxpr, target, device, obstacle or Failure.of(error, "").report_reason)
-    return merge_body_reports(reports)
+    merged = merge_body_reports(reports)
+    return merged if choice is None else lowering.with_measurement(merged, choice)
 
 
 def report_without_plan(program: Any, target: str, device: str | None, obstacle: str) -> Report:

@@ -29,7 +29,9 @@ from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
+from kitsune_jax.report.data import time_text
 from kitsune_jax.report.render import Report, merge_body_reports
+from kitsune_jax.tuning import choice as tuning
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
 
@@ -249,6 +251,8 @@ def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
 
 def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
+    if tuning.is_measuring():
+        return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     target = target_of(options, platform)
     watch = _watch.get()
     if watch is not None:
@@ -266,7 +270,10 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
         logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None
-    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target), args)
+    budget = None
+    if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
+        budget = tuning.budget_of(ctx.module_context, platform)
+    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target, budget), args)
 
 
 def target_of(options: Options, platform: str | None) -> str | None:
@@ -293,15 +300,18 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
     return None
 
 
-def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
+def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str, budget: tuning.Budget | None = None) -> Any:
     """``call_jaxpr`` with custom calls in place of its regions, or unchanged if this package fails. Records what failed.
 
+    ``budget``: the time in which plans may be compared on this machine; ``None`` leaves the choice to the model.
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined of a function that has an operator.
     """
     name = _compat.function_name(call_jaxpr)
     try:
         with collector_paused():
             pipelined = pipelined_jaxpr(call_jaxpr, options, target)
+            if budget is not None and not options.force:
+                pipelined = fastest(call_jaxpr, pipelined, options, target, budget)
     except Exception as error:
         if options.strict:
             raise
@@ -315,6 +325,69 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
     if options.strict and pipelined.report.ops_total and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
+
+
+# --- the choice between plans by time ---------------------------------------------------------------------------------------------
+
+_DOUBT = 1.6  # XLA's time may be modelled this much too low
+
+
+def fastest(call_jaxpr: Any, modelled: Pipelined, options: Options, target: str, budget: tuning.Budget) -> Pipelined:
+    """``modelled``, or another plan of ``call_jaxpr`` that is faster on this machine, or none."""
+    seen = {modelled.report.regions, ()}
+
+    def other(name: str) -> Any:
+        made = pipelined_jaxpr(call_jaxpr, options_of(name, options), target)
+        if made.failures or made.report.regions in seen:
+            return None
+        seen.add(made.report.regions)
+        return made.jaxpr
+
+    candidates = {
+        tuning.MODELLED: lambda: modelled.jaxpr if modelled.report.regions else None,
+        **{name: functools.partial(other, name) for name in (tuning.OPTIMISTIC, tuning.FORCED)},
+    }
+    choice = tuning.choose(choice_key(call_jaxpr, options, target), call_jaxpr, candidates, targets.get(target).platform, budget)
+    if choice is None:
+        return modelled
+    chosen = modelled
+    if choice.name != tuning.MODELLED:
+        chosen = pipelined_jaxpr(call_jaxpr, options_of(choice.name, options, measured_text(choice)), target)
+    return dataclasses.replace(chosen, report=with_measurement(chosen.report, choice))
+
+
+def choice_key(call_jaxpr: Any, options: Options, target: str) -> str:
+    """The key under which the choice between the plans of ``call_jaxpr`` is remembered."""
+    return tuning.key_of(call_jaxpr, config.key_of_plans(options), target, targets.get(target).surroundings())
+
+
+def known_choice(call_jaxpr: Any, options: Options, target: str) -> tuning.Choice | None:
+    """The choice that a lowering of ``call_jaxpr`` has measured, in this process or an earlier one."""
+    return tuning.known(choice_key(call_jaxpr, options, target)) if config.tune() != "off" else None
+
+
+def options_of(choice: str, options: Options, measured: str = "") -> RouteOptions:
+    """The options that make the plan ``choice``. ``measured``: why nothing is pipelined, if so."""
+    changes: dict[str, dict[str, Any]] = {
+        tuning.JIT: {"left": measured},
+        tuning.OPTIMISTIC: {"xla_factor": _DOUBT},
+        tuning.FORCED: {"force": True},
+    }
+    return dataclasses.replace(RouteOptions.of(options), **changes.get(choice, {}))
+
+
+def measured_text(choice: tuning.Choice) -> str:
+    """The times of a choice in words."""
+    best = min((s for name, s in choice.seconds.items() if name != tuning.JIT), default=0.0)
+    return (
+        f"measured on this machine: {time_text(best)} with pipelines, {time_text(choice.seconds[tuning.JIT])} with jax.jit "
+        f"({choice.gain:.2f}x)"
+    )
+
+
+def with_measurement(report: Report, choice: tuning.Choice) -> Report:
+    """``report`` with a note of the measured times; where nothing is pipelined they are the reasons."""
+    return report if choice.name == tuning.JIT else dataclasses.replace(report, notes=(*report.notes, measured_text(choice)))
 
 
 @dataclasses.dataclass(frozen=True)
