@@ -381,7 +381,7 @@ def measured_text(choice: tuning.Choice) -> str:
     best = min((s for name, s in choice.seconds.items() if name != tuning.JIT), default=0.0)
     return (
         f"measured on this machine: {time_text(best)} with pipelines, {time_text(choice.seconds[tuning.JIT])} with jax.jit "
-        f"({choice.gain:.2f}x)"
+        f"({choice.gain:.2f}x)" + (", while other programs ran" if choice.busy else "")
     )
 
 

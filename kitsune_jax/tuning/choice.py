@@ -24,30 +24,41 @@ import jax
 import jaxlib
 
 from kitsune_jax import _compat, cache, config
+from kitsune_jax.targets.cpu.profile.profile import ran_and_waited
 from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_timed
 
 JIT, MODELLED, OPTIMISTIC, FORCED = "jit", "modelled", "optimistic", "forced"
 LEAST_GAIN = 1.02  # of a plan over ``jax.jit``: repeated measurements of one program differ by this much
+# While other programs run they differ by more. A thread that had a core in less than this part of the time it wanted one met them.
+_LEAST_GAIN_BUSY, _LEAST_SHARE = 1.1, 0.85
 # Seconds that the programs of one lowering may take to be chosen, as XLA's own tuning of its products takes.
 BUDGET = {"cpu": 5.0, "cuda": 2.0}
 _COMPILE_S = 0.006  # XLA's time to compile an equation, of a hundred programs on two machines the slower ones
 _LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_S = 4, 60, 0.12
+_LONG_S = 0.2  # a first run of this length differs from the next ones by little
 _MOST_LEFT_S = 20.0  # an interrupted measurement may still compile this long
 _SUFFIX = ".choice.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The candidate to take, and the seconds of all that were measured. ``seconds`` has JIT."""
+    """The candidate to take, and the seconds of all that were measured. ``seconds`` has JIT. ``busy``: other programs were running,
+    so the choice is this process's only."""
 
     name: str
     seconds: Mapping[str, float]
+    busy: bool = False
 
     @staticmethod
-    def of(seconds: Mapping[str, float]) -> Choice:
-        """The fastest of ``seconds``; JIT where no other gains ``LEAST_GAIN``."""
-        best = min(seconds, key=lambda name: seconds[name])
-        return Choice(best if seconds[best] * LEAST_GAIN < seconds[JIT] else JIT, dict(seconds))
+    def of(seconds: Mapping[str, float], busy: bool = False) -> Choice:
+        """The fastest of ``seconds``; JIT where no other gains ``LEAST_GAIN``. ``busy``: the model's plan, if it has one, unless the
+        difference is clear."""
+        best, least = min(seconds, key=lambda name: seconds[name]), _LEAST_GAIN_BUSY if busy else LEAST_GAIN
+        if busy and MODELLED in seconds and seconds[MODELLED] < least * seconds[best]:
+            best = MODELLED
+        elif seconds[best] * least >= seconds[JIT]:
+            best = JIT
+        return Choice(best, dict(seconds), busy)
 
     @property
     def gain(self) -> float:
@@ -143,6 +154,14 @@ class _NotMeasured(Exception):
     pass
 
 
+class _NotKept(Exception):
+    """A choice that another process should make again."""
+
+    def __init__(self, choice: Choice):
+        super().__init__()
+        self.choice = choice
+
+
 def choose(key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], platform: str, budget: Budget) -> Choice | None:
     """The choice under ``key``, measured now where there is none. ``candidates``: jaxprs by name, made when they are needed;
     ``None`` of one that is no other plan than those before. JIT, the ``program`` itself, comes first."""
@@ -159,11 +178,15 @@ def choose(key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], 
             raise _NotMeasured(why)
         with budget.spent():
             measurement = _Measurement({JIT: lambda: program, **candidates}, program, platform, budget.left)
-            choice = Choice.of(measurement.result())
+            choice = Choice.of(measurement.result(), measurement.busy)
+        if choice.busy:
+            raise _NotKept(choice)
         return json.dumps(dataclasses.asdict(choice)).encode()
 
     try:
         _known[key] = _read(_cache().get(key, _SUFFIX, make))
+    except _NotKept as made:
+        _known[key] = made.choice
     except _NotMeasured as why:
         config.logger.debug("%s: the plan is the model's: %s", _compat.function_name(program), why)
         _known[key] = None
@@ -191,6 +214,7 @@ class _Measurement:
         self.stop = threading.Event()
         self.seconds: dict[str, float] = {}
         self.error: BaseException | None = None
+        self.busy = False
 
     def result(self) -> dict[str, float]:
         """The seconds of JIT and of at least one other candidate. Raises ``_NotMeasured``."""
@@ -225,14 +249,21 @@ class _Measurement:
         device = jax.local_devices(backend=self.platform)[0]
         args = [jax.device_put(x, device) for x in random_arguments(self.program)]
         ready: dict[str, Callable[[], None]] = {}
+        first: dict[str, float] = {}
         for name, make in self.candidates.items():
             jaxpr = make() if self._goes_on() else None
             if jaxpr is not None:
-                run = _compiled(jaxpr, args)
-                run()  # what only a first run does
-                ready[name] = run
-        if len(ready) > 1:
+                ready[name] = _compiled(jaxpr, args)
+                first[name] = _seconds(ready[name])
+        if len(ready) < 2:
+            return
+        before = ran_and_waited()
+        if time.monotonic() + 2 * sum(first.values()) > self.until and min(first.values()) > _LONG_S:
+            self.seconds = first
+        else:
             self._time_in_turn(ready)
+        ran, waited = (b - a for a, b in zip(before, ran_and_waited(), strict=True))
+        self.busy = ran < _LEAST_SHARE * (ran + waited)
 
     def _goes_on(self) -> bool:
         return not self.stop.is_set() and time.monotonic() < self.until
@@ -244,12 +275,16 @@ class _Measurement:
             if self.stop.is_set() or (rounds >= 2 and not self._goes_on()):
                 break
             for name in ready if rounds % 2 else reversed(ready):
-                start = time.perf_counter()
-                ready[name]()
-                best[name] = min(best[name], time.perf_counter() - start)
+                best[name] = min(best[name], _seconds(ready[name]))
             rounds += 1
         if rounds > 1:
             self.seconds = best
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _compiled(jaxpr: Any, args: Sequence[Any]) -> Callable[[], None]:
