@@ -13,8 +13,9 @@ A mutation swaps an operator (``<`` and ``<=``, ``==`` and ``!=``, ``+`` and ``-
 ``not``, changes a 0, 1 or 2 by one, or negates a returned condition. Docstrings, annotations, raised errors, assertions, f-strings,
 ``__repr__``, reports and ``_compat/`` are left alone. The mutated file is in a copy of the source tree in a temporary folder.
 Without ``--tests`` the tests of the mutated file's room run first, then the other fast tests. A test that also fails without a
-mutation is left out from then on. ``--lines``: what ``tests/support/executed_lines.py`` wrote in a run of the same sources; tests that do not execute
-the mutated statement cannot catch it, and do not run. A statement that no test is known to execute, as on import, is tested by all.
+mutation is left out from then on. ``--lines``: the folder that ``tests/support/executed_lines.py`` wrote in a run of the same
+sources. Tests that do not execute the mutated statement cannot catch it, and do not run. A statement that no test is known to
+execute, such as one that runs on import, is tested by all.
 """
 
 from __future__ import annotations
