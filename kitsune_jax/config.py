@@ -15,8 +15,8 @@ unknown name or a meaningless value is an error at once. Invariant: no other mod
 ``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * matches any text.
 ``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
 ``KITSUNE_PROFILE``         Machine profile that CPU plans are made with, such as ``zen5-2``. Default: measured, once.
-``KITSUNE_TUNE``            on: time plans beside ``jax.jit`` when a function is lowered, and take the fastest. off: the model's word.
-                            all: without a limit of time. Default: on; off where ``KITSUNE_PROFILE`` is set.
+``KITSUNE_TUNE``            on: time plans beside ``jax.jit`` when a function is lowered. off: the model chooses. all: as on,
+                            without a limit of time. Default: on; off where ``KITSUNE_PROFILE`` is set.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
 ==========================  ==================================================================================================
 

@@ -74,15 +74,22 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     reports: list[Report] = []
     target = lowering.target_of(options, platform)
     assert target is not None
-    planned_with, choice = RouteOptions.of(options), None
-    if obstacle is None and device is None and target == platform and not (options.force or options.strict):
-        choice = lowering.known_choice(call_jaxpr, options, target)
-        if choice is not None:
-            planned_with = lowering.options_of(choice.name, options, lowering.measured_text(choice))
+    measured = obstacle is None and device is None and target == platform and not (options.force or options.strict)
+    choice = lowering.known_choice(call_jaxpr, options, target) if measured else None
+
+    def as_lowered(jaxpr: Any) -> RouteOptions:
+        """The options that ``jaxpr``, the whole function or the body of a loop in it, is lowered with."""
+        found = choice
+        if found is None and measured and jaxpr is not call_jaxpr:
+            found = lowering.known_choice(jaxpr, options, target)
+        return (
+            RouteOptions.of(options) if found is None else lowering.options_of(found.name, options, lowering.measured_text(found))
+        )
 
     def visit(jaxpr: Any) -> Any:
         whole = _compat.hoist_consts(jaxpr)[0]
         if obstacle is None:
+            planned_with = as_lowered(jaxpr)
             captured, planned, nodes = lowering.capture_until_stable(
                 whole, visit, target, RouteOptions.of(planned_with, device=device, code=False, body=bool(reports))
             )

@@ -32,6 +32,7 @@ from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.report.data import time_text
 from kitsune_jax.report.render import Report, merge_body_reports
 from kitsune_jax.tuning import choice as tuning
+from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
 
@@ -309,8 +310,10 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str, budget: t
     name = _compat.function_name(call_jaxpr)
     try:
         with collector_paused():
-            pipelined = pipelined_jaxpr(call_jaxpr, options, target)
-            if budget is not None and not options.force:
+            budget = None if options.force else budget
+            as_one = budget is not None and why_not_timed(call_jaxpr) is None
+            pipelined = pipelined_jaxpr(call_jaxpr, options, target, None if as_one else budget)
+            if budget is not None and as_one:
                 pipelined = fastest(call_jaxpr, pipelined, options, target, budget)
     except Exception as error:
         if options.strict:
@@ -354,6 +357,15 @@ def fastest(call_jaxpr: Any, modelled: Pipelined, options: Options, target: str,
     if choice.name != tuning.MODELLED:
         chosen = pipelined_jaxpr(call_jaxpr, options_of(choice.name, options, measured_text(choice)), target)
     return dataclasses.replace(chosen, report=with_measurement(chosen.report, choice))
+
+
+def _choice_of_body(body: Any, new: Any, options: Options, target: str, budget: tuning.Budget) -> tuning.Choice | None:
+    """The choice between the body of a loop or branch and the same with pipelines, ``new``, in a program that cannot be timed
+    as one: the number of a loop's steps may be unknown."""
+    if why_not_timed(body) is not None or not hasattr(body, "consts"):  # an open jaxpr cannot be run
+        return None
+    candidates = {tuning.MODELLED: lambda: new}
+    return tuning.choose(choice_key(body, options, target), body, candidates, targets.get(target).platform, budget)
 
 
 def choice_key(call_jaxpr: Any, options: Options, target: str) -> str:
@@ -400,13 +412,14 @@ class Pipelined:
     failures: tuple[Failure, ...]
 
 
-def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str) -> Pipelined:
-    """Capture, route and rebuild ``call_jaxpr``.
+def pipelined_jaxpr(call_jaxpr: Any, options: Options, target: str, budget: tuning.Budget | None = None) -> Pipelined:
+    """Capture, route and rebuild ``call_jaxpr``. ``budget``: the time in which plans of the bodies of its loops may be compared
+    with ``jax.jit``.
 
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
     found = _EvaluationResults()
-    plan = planned_function(call_jaxpr, options, target)
+    plan = planned_function(call_jaxpr, options, target, budget=budget)
     if plan.changes:
         avals = _compat.in_avals(call_jaxpr)
         rebuilt = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, found), avals, lower=True, like=call_jaxpr)
@@ -461,19 +474,30 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME or any(map(_holds_pipelines, _compat.inner_jaxprs(e))) for e in eqns)
 
 
-def planned_function(jaxpr: Any, options: Options, target: str, body: bool = False) -> PlannedFunction:
-    """``jaxpr`` captured and planned, with the bodies of its loops rewritten. ``body``: ``jaxpr`` is the body of a loop."""
+def planned_function(
+    jaxpr: Any, options: Options, target: str, body: bool = False, budget: tuning.Budget | None = None
+) -> PlannedFunction:
+    """``jaxpr`` captured and planned, with the bodies of its loops rewritten. ``body``: ``jaxpr`` is the body of a loop.
+    ``budget``: the time in which plans of bodies may be compared with ``jax.jit``."""
     bodies = _EvaluationResults()
+
+    def with_pipelines(body: Any, options: Options, inside: _EvaluationResults) -> Any:
+        plan = planned_function(body, options, target, body=True, budget=budget)
+        if not plan.changes:
+            _collect_results(plan, {}, inside)
+            return body
+        avals = _compat.in_avals(body)
+        return _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, inside), avals, lower=True, like=body)
 
     def rewrite(body: Any) -> Any:
         inside = _EvaluationResults()
         try:
-            plan = planned_function(body, options, target, body=True)
-            if not plan.changes:
-                _collect_results(plan, {}, bodies)
-                return body
-            avals = _compat.in_avals(body)
-            new = _compat.trace_jaxpr(lambda *a: _evaluate(plan, a, options, inside), avals, lower=True, like=body)
+            new = with_pipelines(body, options, inside)
+            if budget is not None and new is not body:
+                choice = _choice_of_body(body, new, options, target, budget)
+                if choice is not None and choice.name == tuning.JIT:
+                    inside = _EvaluationResults()
+                    new = with_pipelines(body, options_of(choice.name, options, measured_text(choice)), inside)
             new = _compat.constants_inside(new)  # the body of an equation has no constants
         except Exception as error:
             if options.strict:

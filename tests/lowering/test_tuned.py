@@ -196,3 +196,22 @@ def test_options_of_a_choice_make_its_plan() -> None:
     assert lowering.options_of(MODELLED, kj.config.Options()) == lowering.RouteOptions()
     assert lowering.options_of(FORCED, kj.config.Options()).force
     assert lowering.options_of(JIT, kj.config.Options(), "why").left == "why"
+
+
+def halved(x: Any, ws: Any) -> Any:
+    """A loop of an unknown number of steps: it cannot be timed as one."""
+    return jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 1e-3, lambda x: mlp(ws, x) / 2, x)
+
+
+@pytest.mark.parametrize(("seconds", "want"), [({"jit": 2e-3, "modelled": 1e-3}, 1), ({"jit": 1e-3, "modelled": 2e-3}, 0)])
+def test_the_body_of_a_while_loop_is_timed_alone(measured: Callable[..., list[str]], seconds: dict[str, float], want: int) -> None:
+    timed = measured(**seconds)
+    fn = kj.pipeline(halved)
+    assert calls(fn, X, WS) == want
+    assert timed[:2] == [JIT, MODELLED]
+    report = kj.explain(fn)(X, WS)
+    assert len(report.regions) == want
+    assert want or "measured on this machine: 2.00 ms with pipelines, 1.00 ms with jax.jit (0.50x)" in {
+        r.reason for r in report.rejected
+    }
+    np.testing.assert_allclose(jax.jit(fn)(X, WS), jax.jit(halved)(X, WS), rtol=1e-4, atol=1e-6)
