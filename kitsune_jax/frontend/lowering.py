@@ -346,7 +346,7 @@ def fastest(call_jaxpr: Any, modelled: Pipelined, options: Options, target: str,
         seen.add(made.report.regions)
         return made.jaxpr
 
-    candidates = {
+    candidates: dict[str, Callable[[], Any]] = {
         tuning.MODELLED: lambda: modelled.jaxpr if modelled.report.regions else None,
         **{name: functools.partial(other, name) for name in (tuning.OPTIMISTIC, tuning.FORCED)},
     }

@@ -274,7 +274,7 @@ class _Measurement:
         while rounds < _LEAST_ROUNDS or (rounds < _MOST_ROUNDS and time.monotonic() - began < _LEAST_S * len(ready)):
             if self.stop.is_set() or (rounds >= 2 and not self._goes_on()):
                 break
-            for name in ready if rounds % 2 else reversed(ready):
+            for name in list(ready) if rounds % 2 else list(ready)[::-1]:
                 best[name] = min(best[name], _seconds(ready[name]))
             rounds += 1
         if rounds > 1:
