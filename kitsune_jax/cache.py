@@ -174,6 +174,10 @@ class Cache:
             self._store(name, seal(content))
             return content
 
+    def find(self, key: str, suffix: str) -> bytes | None:
+        """The entry of ``key``, or ``None`` where there is none."""
+        return self._read(key + suffix)
+
     def put(self, key: str, suffix: str, content: bytes) -> bytes:
         """Make ``content`` the entry of ``key``, replacing any other; returns it."""
         with self._only_one(key + suffix):

@@ -15,6 +15,8 @@ unknown name or a meaningless value is an error at once. Invariant: no other mod
 ``KITSUNE_CUDA_AVOID``      Kinds of CUDA kernel that are never chosen: ``sm90-spatial-l2-lanes2``, ...; * matches any text.
 ``KITSUNE_EMULATOR_SEED``   Seed of the emulator's schedules, read when a function is lowered. Default: 1.
 ``KITSUNE_PROFILE``         Machine profile that CPU plans are made with, such as ``zen5-2``. Default: measured, once.
+``KITSUNE_TUNE``            on: time plans beside ``jax.jit`` when a function is lowered. off: the model chooses. all: as on,
+                            without a limit of time. Default: on; off where ``KITSUNE_PROFILE`` is set.
 ``KITSUNE_NUM_THREADS``     CPU threads a plan may count on. Default: the CPUs this process may run on.
 ==========================  ==================================================================================================
 
@@ -53,6 +55,7 @@ VARIABLES = (
     "KITSUNE_EMULATOR_SEED",
     "KITSUNE_NUM_THREADS",
     "KITSUNE_PROFILE",
+    "KITSUNE_TUNE",
 )
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -164,6 +167,20 @@ def profile() -> str | None:
     return text or None
 
 
+TUNE = ("on", "off", "all")
+
+
+def tune() -> str:
+    """``KITSUNE_TUNE``: "on", "off" or "all"; by default off for a named profile, whose plans are the same everywhere.
+
+    Raises ``ValueError`` for anything else.
+    """
+    text = os.environ.get("KITSUNE_TUNE", "").strip().lower() or ("off" if profile() else "on")
+    if text not in TUNE:
+        raise ValueError(f"KITSUNE_TUNE={text!r} is not known: use {', '.join(TUNE)}")
+    return text
+
+
 def xla_flags() -> str:
     """``XLA_FLAGS``, which XLA reads itself: they change how fast its code is."""
     return os.environ.get("XLA_FLAGS", "")
@@ -189,7 +206,7 @@ def check_environment() -> None:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
             raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
-    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile):
+    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile, tune):
         read()
 
 

@@ -265,8 +265,8 @@ def statement_lines(text: str, line: int) -> range:
     for node in ast.walk(ast.parse(text)):  # outer nodes come before inner ones
         if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
             first = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
-            body = getattr(node, "body", None)
-            last = body[0].lineno - 1 if body and body[0].lineno > first else (node.end_lineno if not body else first)  # type: ignore[union-attr]
+            body: list[ast.stmt] = getattr(node, "body", [])
+            last = max(first, body[0].lineno - 1) if body else getattr(node, "end_lineno", first)
             if first <= line <= last:
                 found = range(first, last + 1)
     return found

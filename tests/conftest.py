@@ -11,6 +11,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 # Plans are the same on every machine that runs the tests.
 os.environ["KITSUNE_PROFILE"] = "zen5-2"
+os.environ["KITSUNE_TUNE"] = "off"
 
 import collections
 import gc

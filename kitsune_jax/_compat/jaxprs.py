@@ -103,6 +103,13 @@ with contextlib.suppress(AttributeError, TypeError):
 # --- lowering rules, devices, meshes, exports, processes --------------------------------------------------------------------------
 
 
+def x64(enabled: bool) -> Any:
+    """A context in which 64-bit types are what they say (``enabled``) or become 32-bit ones, in this thread."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enabled)
+    return jax_module("jax.experimental").enable_x64(enabled)
+
+
 def default_platform() -> str:
     """The platform that a program is most likely traced for: the platform of JAX's default device."""
     device = jax.config.jax_default_device
@@ -119,6 +126,12 @@ def runs_on_one_device(ctx: Any) -> bool:
     if hasattr(axes, "manual_axes"):
         return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 2) == 1
+
+
+def is_alone(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers a program for one device, of which no other knows?"""
+    axes = ctx.module_context.axis_context
+    return axes.mesh.size == 1 if hasattr(axes, "manual_axes") else getattr(axes, "num_devices", 2) == 1
 
 
 def is_exported(ctx: Any) -> bool:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitsune_jax import _compat, targets
+from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined
@@ -77,7 +77,8 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
     try:
         if obstacle is None:
             planned = RouteOptions.of(options, device=device, code=False)
-            return lowering.pipelined_jaxpr(call_jaxpr, planned, target).report
+            timed = device is None and target == platform and not (options.force or options.strict) and config.tune() != "off"
+            return lowering.fastest(call_jaxpr, planned, target, lowering.Chooser(options, target, None) if timed else None).report
         reports = []
         for graph in _graphs(call_jaxpr):
             rejected = [(i, _SEE_ABOVE) for i in range(len(graph.ops))]

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +28,10 @@ from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
+from kitsune_jax.report.data import time_text
 from kitsune_jax.report.render import Report, merge_body_reports
+from kitsune_jax.tuning import choice as tuning
+from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
 
@@ -206,6 +209,8 @@ def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
 
 def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
+    if tuning.is_measuring():
+        return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     target = target_of(options, platform)
     watch = _watch.get()
     if watch is not None:
@@ -223,7 +228,10 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
         logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None
-    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target), args)
+    budget = None
+    if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
+        budget = tuning.budget_of(ctx.module_context, platform)
+    return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target, budget), args)
 
 
 def target_of(options: Options, platform: str | None) -> str | None:
@@ -250,15 +258,17 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
     return None
 
 
-def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
+def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str, budget: tuning.Budget | None = None) -> Any:
     """``call_jaxpr`` with custom calls in place of its regions, or unchanged if this package fails. Records what failed.
 
+    ``budget``: the time in which plans may be compared on this machine; ``None`` leaves the choice to the model.
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined of a function that has an operator.
     """
     name = _compat.function_name(call_jaxpr)
     try:
         with collector_paused():
-            pipelined = pipelined_jaxpr(call_jaxpr, RouteOptions.of(options), target)
+            chooser = Chooser(options, target, budget) if budget is not None and not options.force else None
+            pipelined = fastest(call_jaxpr, RouteOptions.of(options), target, chooser)
     except Exception as error:
         if options.strict:
             raise
@@ -272,6 +282,84 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str) -> Any:
     if options.strict and pipelined.report.ops_total and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
+
+
+# --- the choice between plans by time ---------------------------------------------------------------------------------------------
+
+_DOUBT = 1.6  # XLA's time may be modelled this much too low
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """Chooses between the plans of a program: as before, and with a ``budget`` by timing them now."""
+
+    options: Options
+    target: str
+    budget: tuning.Budget | None
+
+    def known(self, program: Any) -> tuning.Choice | None:
+        """The choice that this process or an earlier one has made."""
+        return tuning.known(self._key(program))
+
+    def choose(self, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
+        """The choice between ``candidates``, made now where there is none; ``None`` leaves it to the model."""
+        if self.budget is None:
+            return None
+        return tuning.choose(self._key(program), program, candidates, targets.get(self.target).platform, self.budget)
+
+    def _key(self, program: Any) -> str:
+        return tuning.key_of(program, config.key_of_plans(self.options), self.target, targets.get(self.target).surroundings())
+
+
+def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser | None) -> Pipelined:
+    """``program`` with the plan that ``chooser`` says is fastest on this machine, by default the model's. Of a program that cannot
+    be timed as one, the bodies of loops and branches are chosen each for itself."""
+    if chooser is None or why_not_timed(program) is not None:
+        return pipelined_jaxpr(program, options, target, chooser)
+    made: dict[str, Pipelined] = {}
+
+    def plan(name: str, measured: str = "") -> Pipelined:
+        made[name] = pipelined_jaxpr(program, options_of(name, options, measured), target)
+        return made[name]
+
+    def candidate(name: str) -> Any:
+        before = {found.report.regions for other, found in made.items() if other != name}
+        found = made.get(name) or plan(name)
+        regions = found.report.regions
+        return None if found.failures or not regions or regions in before else found.jaxpr
+
+    choice = chooser.known(program)
+    if choice is None:
+        plan(tuning.MODELLED)
+        names = (tuning.MODELLED, tuning.OPTIMISTIC, tuning.FORCED)
+        choice = chooser.choose(program, {name: functools.partial(candidate, name) for name in names})
+    if choice is None:
+        return made[tuning.MODELLED]
+    chosen = made.get(choice.name) or plan(choice.name, measured_text(choice))
+    if choice.name == tuning.JIT:  # the times are the reason for each operator
+        return chosen
+    first, *bodies = chosen.reports
+    noted = dataclasses.replace(first, notes=(*first.notes, measured_text(choice)))
+    return dataclasses.replace(chosen, reports=(noted, *bodies))
+
+
+def options_of(choice: str, options: RouteOptions, measured: str = "") -> RouteOptions:
+    """The options that make the plan ``choice``. ``measured``: why nothing is pipelined, if so."""
+    changes: dict[str, dict[str, Any]] = {
+        tuning.JIT: {"left": measured},
+        tuning.OPTIMISTIC: {"xla_factor": _DOUBT},
+        tuning.FORCED: {"force": True},
+    }
+    return dataclasses.replace(options, **changes.get(choice, {}))
+
+
+def measured_text(choice: tuning.Choice) -> str:
+    """The times of a choice in words."""
+    best = min((s for name, s in choice.seconds.items() if name != tuning.JIT), default=0.0)
+    return (
+        f"measured on this machine: {time_text(best)} with pipelines, {time_text(choice.seconds[tuning.JIT])} with jax.jit "
+        f"({choice.gain:.2f}x)" + (", while other programs ran" if choice.busy else "")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,12 +376,13 @@ class Pipelined:
         return merge_body_reports(self.reports)
 
 
-def pipelined_jaxpr(jaxpr: Any, options: RouteOptions, target: str) -> Pipelined:
-    """Capture, route and rebuild ``jaxpr``; it stays as it was if ``options.code`` is off.
+def pipelined_jaxpr(jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None) -> Pipelined:
+    """Capture, route and rebuild ``jaxpr``; it stays as it was if ``options.code`` is off. ``chooser``: for the bodies of its loops
+    and branches.
 
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
-    plan = planned_function(jaxpr, options, target)
+    plan = planned_function(jaxpr, options, target, chooser)
     graph, lost = plan.captured.graph, dict[str, Failure]()
 
     def failed(region: PlannedRegion, error: Exception) -> None:
@@ -351,13 +440,13 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME or any(map(_holds_pipelines, _compat.inner_jaxprs(e))) for e in eqns)
 
 
-def planned_function(jaxpr: Any, options: RouteOptions, target: str) -> PlannedFunction:
-    """``jaxpr`` captured and planned, with the bodies of its loops rewritten."""
+def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None) -> PlannedFunction:
+    """``jaxpr`` captured and planned, with the bodies of its loops rewritten, whose plans ``chooser`` chooses."""
     reports, failures = list[Report](), list[Failure]()
 
     def rewrite(body: Any) -> Any:
         try:
-            found = pipelined_jaxpr(body, dataclasses.replace(options, body=True), target)
+            found = fastest(body, dataclasses.replace(options, body=True), target, chooser)
             new = found.jaxpr
             if new is not body:  # the body of an equation has no constants
                 new = _compat.as_kind_of(_compat.constants_inside(new), body)

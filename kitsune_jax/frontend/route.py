@@ -169,13 +169,15 @@ class RouteOptions(Options):
 
     ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, if the target
     can. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step of a
-    loop that XLA runs.
+    loop that XLA runs. ``xla_factor``: XLA's modelled times are multiplied by it. ``left``: a reason to leave all to XLA.
     """
 
     device: str | None = None
     code: bool = True
     merge: bool = True
     body: bool = False
+    xla_factor: float = 1.0
+    left: str = ""
 
     @staticmethod
     def of(options: Options, **others: Any) -> RouteOptions:
@@ -195,13 +197,13 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     machine = executor.machine(options.device)
     program = dataclasses.replace(executor.program_context(graph, machine, options.body), options=options)
     failed = _Failures(graph, options.strict)
-    search = _TargetSearch(graph, executor, machine, program, failed, options.force)
+    search = _TargetSearch(graph, executor, machine, program, failed, options.force, options.xla_factor)
     capabilities = executor.capabilities
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
     chosen = select(
         graph,
-        search.supports,
+        (lambda _: options.left) if options.left else search.supports,
         search.plan,
         capabilities,
         force=options.force,
@@ -220,7 +222,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
             rejected += [(i, str(result)) for i in call.ops]
         elif isinstance(result, Exception):
             rejected += [(i, failed(result, call.ops)) for i in call.ops]
-    regions = tuple(result for _, result in made if isinstance(result, PlannedRegion))
+    regions = tuple(_with_xla_times(result, 1 / options.xla_factor) for _, result in made if isinstance(result, PlannedRegion))
     rejected = _one_reason_per_op(rejected, regions)
     notes = executor.notes() if options.device is None else ()
     report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
@@ -255,6 +257,7 @@ class _TargetSearch:
     program: ProgramContext
     failed: _Failures
     force: bool
+    xla_factor: float = 1.0
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
 
     def supports(self, i: int) -> str | None:
@@ -303,9 +306,22 @@ class _TargetSearch:
 
     def _plan(self, graph: Graph, region: Region) -> Plan | str:
         try:
-            return self.target.plan(graph, region, self.machine, self.program)
+            plan = self.target.plan(graph, region, self.machine, self.program)
         except Infeasible as no:
             return str(no)
+        return (
+            plan if self.xla_factor == 1.0 else dataclasses.replace(plan, baseline_seconds=plan.baseline_seconds * self.xla_factor)
+        )
+
+
+def _with_xla_times(region: PlannedRegion, factor: float) -> PlannedRegion:
+    """``region`` with XLA's modelled times multiplied by ``factor``."""
+    if factor == 1.0:
+        return region
+    plans = [dataclasses.replace(p.plan, baseline_seconds=p.plan.baseline_seconds * factor) for p in region.phases]
+    return dataclasses.replace(
+        region, phases=tuple(dataclasses.replace(p, plan=plan) for p, plan in zip(region.phases, plans, strict=True))
+    )
 
 
 def _one_reason_per_op(rejected: Iterable[tuple[int, str]], regions: Sequence[PlannedRegion]) -> list[tuple[int, str]]:

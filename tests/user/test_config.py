@@ -49,6 +49,7 @@ def test_a_variable_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch
         ("KITSUNE_CUDA_ARCH", "hopper"),
         ("KITSUNE_NVRTC_DIR", "/no/such/folder"),
         ("KITSUNE_CUDA_AVOID", "two lanes"),
+        ("KITSUNE_TUNE", "sometimes"),
     ],
 )
 def test_a_value_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -70,6 +71,7 @@ def test_the_variables_that_exist_are_taken(monkeypatch: pytest.MonkeyPatch, tmp
         "KITSUNE_EMULATOR_SEED": "7",
         "KITSUNE_NUM_THREADS": "2",
         "KITSUNE_PROFILE": "zen5",
+        "KITSUNE_TUNE": "All",
     }
     assert good.keys() == set(config.VARIABLES)
     for name, value in good.items():
@@ -79,6 +81,18 @@ def test_the_variables_that_exist_are_taken(monkeypatch: pytest.MonkeyPatch, tmp
     for name in good:
         monkeypatch.setenv(name, "")
     kj.pipeline(lambda x: x)  # an empty variable is one that is not set
+
+
+@pytest.mark.parametrize(
+    ("setting", "profile", "want"),
+    [("", "", "on"), ("", "zen5", "off"), ("on", "zen5", "on"), ("off", "", "off"), (" ALL ", "", "all")],
+)
+def test_plans_of_a_named_profile_are_timed_only_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, setting: str, profile: str, want: str
+) -> None:
+    monkeypatch.setenv("KITSUNE_TUNE", setting)
+    monkeypatch.setenv("KITSUNE_PROFILE", profile)
+    assert config.tune() == want
 
 
 @pytest.mark.parametrize("setting", ["KITSUNE_FORCED=1", "KITSUNE_NUM_THREADS=many"])

@@ -1,0 +1,218 @@
+"""Functions whose plan is chosen by time: the faster of the plans runs, and the report says how long both took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax.frontend import lowering
+from kitsune_jax.tuning import choice as tuning
+from kitsune_jax.tuning.choice import FORCED, JIT, MODELLED, OPTIMISTIC
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((4000, 64)).astype(np.float32)
+WS = [RNG.standard_normal((64, 64)).astype(np.float32) / 8 for _ in range(3)]
+IDS = RNG.integers(0, 50, 4000)
+
+
+def mlp(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+def row_sums(x: Any, ids: Any) -> Any:
+    """The model leaves it to XLA."""
+    return jax.ops.segment_sum(jnp.tanh(x[:, :16]) * 2, ids, 50)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("KITSUNE_TUNE", "on")
+    monkeypatch.setattr(tuning, "_known", {})
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Called with seconds by name, makes them the measured times of the plans that there are. Returns the list of these plans."""
+
+    def fake(**seconds: float) -> list[str]:
+        timed: list[str] = []
+
+        def result(self: Any) -> dict[str, float]:
+            found = {name: seconds[name] for name, make in self.candidates.items() if name in seconds and make() is not None}
+            if not found:
+                raise tuning._NotMeasured("there is no other plan")
+            timed.extend((JIT, *found))
+            return {JIT: seconds[JIT], **found}
+
+        monkeypatch.setattr(tuning._Measurement, "result", result)
+        return timed
+
+    return fake
+
+
+def calls(f: Callable[..., Any], *args: Any) -> int:
+    return int(jax.jit(f).lower(*args).as_text().count("stablehlo.custom_call @kitsune"))
+
+
+def test_the_models_plan_stays_where_it_is_faster(measured: Callable[..., list[str]]) -> None:
+    timed = measured(jit=2e-3, modelled=1e-3)
+    fn = kj.pipeline(mlp)
+    assert calls(fn, WS, X) == 1
+    assert timed == [JIT, MODELLED]
+    report = kj.explain(fn)(WS, X)
+    assert report.coverage == 1.0
+    assert "measured on this machine: 1.00 ms with pipelines, 2.00 ms with jax.jit (2.00x)" in report.notes
+    np.testing.assert_allclose(jax.jit(fn)(WS, X), mlp(WS, X), rtol=1e-4, atol=1e-4)
+
+
+def test_jit_runs_where_no_plan_is_faster(measured: Callable[..., list[str]]) -> None:
+    measured(jit=1e-3, modelled=2e-3)
+    fn = kj.pipeline(mlp)
+    assert calls(fn, WS, X) == 0
+    report = kj.explain(fn)(WS, X)
+    assert not report.regions
+    assert {r.reason for r in report.rejected} == {"measured on this machine: 2.00 ms with pipelines, 1.00 ms with jax.jit (0.50x)"}
+    np.testing.assert_allclose(jax.jit(fn)(WS, X), mlp(WS, X), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [OPTIMISTIC, FORCED])
+def test_a_plan_that_the_model_rejects_runs_where_it_is_faster(
+    measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(lowering, "_DOUBT", 1e3)
+    timed = measured(jit=2e-3, **{name: 1e-3})
+    fn = kj.pipeline(row_sums)
+    assert not kj.explain(fn)(X, IDS).regions  # nothing has been measured yet
+    assert calls(fn, X, IDS) == 1
+    assert timed == [JIT, name]
+    (region,) = kj.explain(fn)(X, IDS).regions
+    assert region.baseline_seconds < region.seconds  # the model still says so
+    np.testing.assert_allclose(jax.jit(fn)(X, IDS), row_sums(X, IDS), rtol=1e-4, atol=1e-4)
+
+
+def test_both_passes_of_a_gradient_are_measured(measured: Callable[..., list[str]]) -> None:
+    timed = measured(jit=2e-3, modelled=1e-3)
+    fn = kj.pipeline(mlp)
+    step = jax.jit(jax.grad(lambda ws: jnp.sum(fn(ws, X) ** 2)))
+    got = step(WS)
+    assert timed == [JIT, MODELLED] * 2
+    want = jax.grad(lambda ws: jnp.sum(mlp(ws, X) ** 2))(WS)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-2)
+
+
+def test_equal_calls_are_measured_once(measured: Callable[..., list[str]]) -> None:
+    timed = measured(jit=2e-3, modelled=1e-3)
+    fn = kj.pipeline(lambda x: mlp(WS[:2], x))
+    assert calls(lambda x: fn(fn(fn(x))), X) > 0
+    assert timed == [JIT, MODELLED]
+
+
+def _exported(fn: Any) -> None:
+    jax.export.export(jax.jit(fn))(WS, X)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "variables"),
+    [
+        ("off", {}, {"KITSUNE_TUNE": "off"}),
+        ("forced", {"force": True}, {}),
+        ("strict", {"strict": True}, {}),
+        ("explained", {}, {}),
+        ("exported", {}, {}),
+    ],
+)
+def test_nothing_is_measured(
+    measured: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    options: dict[str, Any],
+    variables: dict[str, str],
+) -> None:
+    timed = measured(jit=2e-3, modelled=1e-3, forced=1e-3)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    fn = kj.pipeline(mlp, **options)
+    if how == "explained":
+        kj.explain(fn)(WS, X)
+    elif how == "exported":
+        _exported(fn)
+    else:
+        assert calls(fn, WS, X) == 1
+    assert not timed
+
+
+def test_several_devices_measure_nothing(measured: Callable[..., list[str]]) -> None:
+    timed = measured(jit=2e-3, modelled=1e-3, forced=1e-3)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec("d")
+    fn = jax.shard_map(kj.pipeline(mlp), mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)
+    assert calls(fn, WS, X) == 1
+    assert not timed
+
+
+def test_callbacks_run_as_often_as_the_user_asks() -> None:
+    seen: list[float] = []
+
+    @kj.pipeline
+    def fn(ws: Any, x: Any) -> Any:
+        y = mlp(ws, x)
+        jax.debug.callback(lambda s: seen.append(float(s)), jnp.sum(y))
+        return y
+
+    jax.block_until_ready(jax.jit(fn)(WS, X))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_times_of_this_machine_decide() -> None:
+    """Not faked: whichever wins, the answer is right, and the report tells the times of both."""
+    fn = kj.pipeline(mlp)
+    np.testing.assert_allclose(jax.jit(fn)(WS, X), mlp(WS, X), rtol=1e-4, atol=1e-4)
+    report = kj.explain(fn)(WS, X)
+    told = [*report.notes, *(r.reason for r in report.rejected)]
+    assert any("measured on this machine" in text for text in told)
+
+
+def test_a_bug_of_ours_in_measuring_costs_only_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(tuning, "random_arguments", broken)
+    assert calls(kj.pipeline(mlp), WS, X) == 1
+
+
+def test_options_of_a_choice_make_its_plan() -> None:
+    options = lowering.RouteOptions(body=True)
+    assert lowering.options_of(MODELLED, options) == options
+    assert lowering.options_of(FORCED, options) == lowering.RouteOptions(body=True, force=True)
+    assert lowering.options_of(JIT, options, "why").left == "why"
+
+
+def halved(x: Any, ws: Any) -> Any:
+    """A loop of an unknown number of steps: it cannot be timed as one."""
+    return jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 1e-3, lambda x: mlp(ws, x) / 2, x)
+
+
+@pytest.mark.parametrize(("seconds", "want"), [({"jit": 2e-3, "modelled": 1e-3}, 1), ({"jit": 1e-3, "modelled": 2e-3}, 0)])
+def test_the_body_of_a_while_loop_is_timed_alone(measured: Callable[..., list[str]], seconds: dict[str, float], want: int) -> None:
+    timed = measured(**seconds)
+    fn = kj.pipeline(halved)
+    assert calls(fn, X, WS) == want
+    assert timed == [JIT, MODELLED]
+    report = kj.explain(fn)(X, WS)
+    assert len(report.regions) == want
+    assert want or "measured on this machine: 2.00 ms with pipelines, 1.00 ms with jax.jit (0.50x)" in {
+        r.reason for r in report.rejected
+    }
+    np.testing.assert_allclose(jax.jit(fn)(X, WS), jax.jit(halved)(X, WS), rtol=1e-4, atol=1e-6)
