@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitsune_jax import _compat, config, targets
+from kitsune_jax import _compat, config, targets, tuning
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
@@ -30,7 +30,6 @@ from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remo
 from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.report.data import time_text
 from kitsune_jax.report.render import Report, merge_body_reports
-from kitsune_jax.tuning import choice as tuning
 from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------

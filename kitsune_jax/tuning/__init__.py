@@ -1,1 +1,293 @@
-"""Plans timed on the machine at hand: ``choice`` decides between them, ``inputs`` makes the arguments that they run on."""
+"""The plan of a program, chosen by time: candidates run in turn on this machine, and the fastest is remembered on disk.
+
+In: a program and its candidates, each a jaxpr that computes the same. Out: a ``Choice``, or ``None`` where nothing was measured;
+the caller then keeps the model's plan. Invariants: "jit", the program without pipelines, is always among the candidates, and wins
+where no other is faster by ``LEAST_GAIN``; one process measures a program while others wait for it, and all of them choose the same
+from then on; a failure of a candidate, of the disk or of the clock changes no result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from kitsune_jax import _compat, cache, config
+from kitsune_jax.targets.cpu.profile.profile import ran_and_waited
+from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_timed
+
+JIT, MODELLED, OPTIMISTIC, FORCED = "jit", "modelled", "optimistic", "forced"
+LEAST_GAIN = 1.02  # of a plan over ``jax.jit``: repeated measurements of one program differ by this much
+# While other programs run they differ by more. A thread that had a core in less than this part of the time it wanted one met them.
+_LEAST_GAIN_BUSY, _LEAST_SHARE = 1.1, 0.85
+# Seconds that the programs of one lowering may take to be chosen, as XLA's own tuning of its products takes.
+BUDGET = {"cpu": 5.0, "cuda": 2.0}
+_COMPILE_S = 0.001  # of XLA for an equation: 0.5 ms in a hash-grid field of 2 000, 2 ms in small networks of products
+_LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_S = 4, 60, 0.12
+_LONG_S = 0.2  # a first run of this length differs from the next ones by little
+_MOST_LEFT_S = 20.0  # an interrupted measurement may still compile this long
+_SUFFIX = ".choice.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The candidate to take, and the seconds of all that were measured. ``seconds`` has JIT. ``busy``: other programs were running,
+    so the choice is this process's only."""
+
+    name: str
+    seconds: Mapping[str, float]
+    busy: bool = False
+
+    @staticmethod
+    def of(seconds: Mapping[str, float], busy: bool = False) -> Choice:
+        """The fastest of ``seconds``; JIT where no other gains ``LEAST_GAIN``. ``busy``: the model's plan, if it has one, unless
+        the difference is clear."""
+        best, least = min(seconds, key=lambda name: seconds[name]), _LEAST_GAIN_BUSY if busy else LEAST_GAIN
+        if busy and MODELLED in seconds and seconds[MODELLED] < least * seconds[best]:
+            best = MODELLED
+        elif seconds[best] * least >= seconds[JIT]:
+            best = JIT
+        return Choice(best, dict(seconds), busy)
+
+    @property
+    def gain(self) -> float:
+        """Time of ``jax.jit`` over the time of the best plan with pipelines."""
+        return self.seconds[JIT] / min((s for name, s in self.seconds.items() if name != JIT), default=self.seconds[JIT])
+
+
+class Budget:
+    """Seconds that the programs of one lowering may still take to be measured."""
+
+    def __init__(self, seconds: float):
+        self.left = seconds
+
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left -= time.monotonic() - began
+
+
+_budgets: weakref.WeakKeyDictionary[Any, Budget] = weakref.WeakKeyDictionary()
+
+
+def budget_of(module: Any, platform: str) -> Budget | None:
+    """The budget of all programs that are lowered into ``module`` (JAX's context of a lowering), or ``None`` where plans are not
+    measured: ``KITSUNE_TUNE=off``, a program of several processes, which must all compile the same, or a candidate's lowering."""
+    setting = config.tune()
+    if setting == "off" or is_measuring() or jax.process_count() > 1 or platform not in BUDGET:
+        return None
+    try:
+        return _budgets.setdefault(module, Budget(float("inf") if setting == "all" else BUDGET[platform]))
+    except TypeError:  # a JAX whose contexts cannot be referenced weakly
+        return Budget(BUDGET[platform])
+
+
+# --- choices on disk and in this process ------------------------------------------------------------------------------------------
+
+
+def key_of(program: Any, options: Any, target: str, surroundings: Sequence[Any]) -> str:
+    """A key of all that a choice depends on: the program, the options and everything that plans and machine code depend on."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(_compat.open_parts(program)[0]))
+    return cache.key(
+        program=text,
+        options=repr(options),
+        target=target,
+        surroundings=repr(surroundings),
+        package=config.__version__,
+        code=_code(),
+        jax=jax.__version__,
+        jaxlib=jaxlib.__version__,
+        flags=config.xla_flags(),
+        threads=str(config.num_threads()),
+    )
+
+
+@functools.cache
+def _code() -> str:
+    """A hash of this package's code: another version's plans may be faster or slower; "" for a package that is not in files."""
+    folder = Path(config.__file__).parent
+    try:
+        files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so"))
+        return cache.key(**{path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+    except OSError:
+        return ""
+
+
+def _cache() -> cache.Cache:
+    folder = config.cache_dir()
+    return cache.Cache(None if folder is None else folder.absolute() / "choices", what="measured choices", made="measured")
+
+
+_known: dict[str, Choice | None] = {}
+
+
+def known(key: str) -> Choice | None:
+    """The choice that was made under ``key`` by this process or an earlier one."""
+    if key not in _known:
+        content = _cache().find(key, _SUFFIX)
+        if content is None:
+            return None
+        _known[key] = _read(content)
+    return _known[key]
+
+
+def _read(content: bytes) -> Choice:
+    stored = json.loads(content)
+    return Choice(stored["name"], stored["seconds"])
+
+
+class _NotMeasured(Exception):
+    pass
+
+
+class _NotKept(Exception):
+    """A choice that another process should make again."""
+
+    def __init__(self, choice: Choice):
+        super().__init__()
+        self.choice = choice
+
+
+def choose(key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], platform: str, budget: Budget) -> Choice | None:
+    """The choice under ``key``, measured now where there is none. ``candidates``: jaxprs by name, made when they are needed;
+    ``None`` of one that is no other plan than those before. JIT is the ``program`` itself, compiled if there is another plan."""
+    if (found := known(key)) is not None:
+        return found
+    if key in _known:  # it was tried
+        return None
+
+    def make() -> bytes:
+        why = why_not_timed(program)
+        if why is None and budget.left < 2 * _COMPILE_S * sum(1 for _ in all_equations(program)):
+            why = "compiling it again would take too long"
+        if why is not None:
+            raise _NotMeasured(why)
+        with budget.spent():
+            measurement = _Measurement(candidates, program, platform, budget.left)
+            choice = Choice.of(measurement.result(), measurement.busy)
+        if choice.busy:
+            raise _NotKept(choice)
+        return json.dumps(dataclasses.asdict(choice)).encode()
+
+    try:
+        _known[key] = _read(_cache().get(key, _SUFFIX, make))
+    except _NotKept as made:
+        _known[key] = made.choice
+    except _NotMeasured as why:
+        config.logger.debug("%s: the plan is the model's: %s", _compat.function_name(program), why)
+        _known[key] = None
+    return _known[key]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------------------
+
+_state = threading.local()
+
+
+def is_measuring() -> bool:
+    """Is this thread lowering a candidate?"""
+    return getattr(_state, "measuring", False)
+
+
+class _Measurement:
+    """Seconds of each candidate, measured in a thread of its own: JAX keeps state of each thread, and the caller's lowers a
+    program. The thread ends after the caller's wait was interrupted."""
+
+    def __init__(self, candidates: Mapping[str, Callable[[], Any]], program: Any, platform: str, seconds: float):
+        self.candidates, self.program, self.platform = candidates, program, platform
+        self.until = time.monotonic() + seconds
+        self.x64 = jax.config.jax_enable_x64
+        self.stop = threading.Event()
+        self.seconds: dict[str, float] = {}
+        self.error: BaseException | None = None
+        self.busy = False
+
+    def result(self) -> dict[str, float]:
+        """The seconds of JIT and of at least one other candidate. Raises ``_NotMeasured``."""
+        thread = threading.Thread(target=self._run, name="kitsune_jax tuning", daemon=True)
+        thread.start()
+        began, told = time.monotonic(), False
+        try:
+            while thread.is_alive():
+                thread.join(0.1)  # without a timeout, Python 3.13.0 saw one Ctrl-C in ten only afterwards
+                if not told and time.monotonic() - began > 1.0:
+                    told = True
+                    name, left = _compat.function_name(self.program), self.until - time.monotonic()
+                    config.logger.info("timing plans of %s on this machine, for at most %.0f s", name, max(left, 0.0))
+        finally:
+            self.stop.set()
+            thread.join(_MOST_LEFT_S)
+        if self.error is not None:
+            raise _NotMeasured(f"timing it failed ({type(self.error).__name__}: {self.error})") from self.error
+        if len(self.seconds) < 2:
+            raise _NotMeasured("there is no other plan" if time.monotonic() < self.until else "time is up")
+        return self.seconds
+
+    def _run(self) -> None:
+        _state.measuring = True
+        try:
+            with _compat.x64(self.x64):
+                self._measure()
+        except BaseException as error:  # the caller's thread tells it
+            self.error = error
+
+    def _measure(self) -> None:
+        device = jax.local_devices(backend=self.platform)[0]
+        args = [jax.device_put(x, device) for x in random_arguments(self.program)]
+        ready: dict[str, Callable[[], None]] = {}
+        first: dict[str, float] = {}
+        for name, make in self.candidates.items():
+            jaxpr = make() if self._goes_on() else None
+            plans = {} if jaxpr is None else {name: jaxpr} if ready else {JIT: self.program, name: jaxpr}
+            for key, plan in plans.items():
+                ready[key] = _compiled(plan, args)
+                first[key] = _seconds(ready[key])
+        if not ready:
+            return
+        before = ran_and_waited()
+        if time.monotonic() + 2 * sum(first.values()) > self.until and min(first.values()) > _LONG_S:
+            self.seconds = first
+        else:
+            self._time_in_turn(ready)
+        ran, waited = (b - a for a, b in zip(before, ran_and_waited(), strict=True))
+        self.busy = ran < _LEAST_SHARE * (ran + waited)
+
+    def _goes_on(self) -> bool:
+        return not self.stop.is_set() and time.monotonic() < self.until
+
+    def _time_in_turn(self, ready: Mapping[str, Callable[[], None]]) -> None:
+        """The least time of each. All take turns, so that another program's load meets all."""
+        best, began, rounds = dict.fromkeys(ready, float("inf")), time.monotonic(), 0
+        while rounds < _LEAST_ROUNDS or (rounds < _MOST_ROUNDS and time.monotonic() - began < _LEAST_S * len(ready)):
+            if self.stop.is_set() or (rounds >= 2 and not self._goes_on()):
+                break
+            for name in list(ready) if rounds % 2 else list(ready)[::-1]:
+                best[name] = min(best[name], _seconds(ready[name]))
+            rounds += 1
+        if rounds > 1:
+            self.seconds = best
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _compiled(jaxpr: Any, args: Sequence[Any]) -> Callable[[], None]:
+    executable = jax.jit(_compat.jaxpr_as_fun(jaxpr), keep_unused=True).lower(*args).compile()
+    return lambda: jax.block_until_ready(executable(*args)) and None

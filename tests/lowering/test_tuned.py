@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax import tuning
 from kitsune_jax.frontend import lowering
-from kitsune_jax.tuning import choice as tuning
-from kitsune_jax.tuning.choice import FORCED, JIT, MODELLED, OPTIMISTIC
+from kitsune_jax.tuning import FORCED, JIT, MODELLED, OPTIMISTIC
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((4000, 64)).astype(np.float32)

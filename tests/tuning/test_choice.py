@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kitsune_jax import cache
-from kitsune_jax.tuning import choice as tuning
-from kitsune_jax.tuning.choice import FORCED, JIT, MODELLED, Budget, Choice
+from kitsune_jax import cache, tuning
+from kitsune_jax.tuning import FORCED, JIT, MODELLED, Budget, Choice
 
 PROGRAM = jax.make_jaxpr(lambda x: jnp.tanh(x) * 2)(jnp.ones((4, 3)))
 
