@@ -343,6 +343,7 @@ class _MoveRepeater:
         return {x: cost for x, cost in leaves.items() if x not in made}, made
 
     def _rebuilt(self, gone: set[Any], again: dict[Any, None]) -> Division:
+        """The division without residuals ``gone``, whose tangent jaxpr makes ``again`` what the primal one has made by moves."""
         known = [v is not None and not _compat.is_literal(v) for v in self.sources]
         stay = [k for k, v in enumerate(self.sources) if not (known[k] and v in gone)]
         at = {self.sources[k]: self.slots[k] for k in reversed(stay) if known[k]}

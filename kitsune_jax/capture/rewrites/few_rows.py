@@ -684,8 +684,6 @@ class _RowMaker:
             if op.kind == "max" and (kept := [v for v in op.inputs if self.editor.constant_of(v) != -math.inf]) and len(kept) == 1:
                 (x,) = kept
             elif op.kind in ("reshape", "broadcast_in_dim") and moved is not None:
-                if op.kind == "broadcast_in_dim" and list(op["dims"]) != sorted(op["dims"]):
-                    break
                 x, place = op.inputs[0], tuple(place[moved[d]] if d in moved else None for d in range(len(before)))
             else:
                 break
