@@ -406,6 +406,11 @@ class Products:
     weights: str = "best"
     gradients: str = "best"
 
+    def __post_init__(self) -> None:
+        for name in (self.weights, self.gradients):
+            if name not in PRODUCTS:
+                raise ValueError(f"products are multiplied as one of {', '.join(PRODUCTS)}, not {name!r}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
