@@ -190,7 +190,8 @@ def emit_take_or_put(stage: StageLowering, i: int, instr: Instr) -> None:
         return
     x = _dense_view(stage, v, d)
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
-    count, inner = (x if takes else out).shape[d], math.prod(x.shape[d + 1 :])
+    count, *behind = (x if takes else out).shape[d:]  # the other side may have several dimensions of indices in the place of one
+    inner = math.prod(behind)
     fields = count, at.shape[0], inner, x.shape[:d], at.operand(), _selected(x, d, inner), _selected(out, d, inner)
     stage.code.append(bc.Take(*fields, *_out_of_range(instr, out.dtype)) if takes else bc.CpuPut(*fields))
 
@@ -209,8 +210,9 @@ def _index(stage: StageLowering, v: int) -> View:
 
 def _selected(x: View, d: int, inner: int) -> bc.CpuOperand:
     """``x``, dense from dimension ``d`` on, with one stride for the elements that are selected from, ``inner`` at a time."""
-    if x.shape[d] * inner > _MOST_SELECTED:
-        raise CannotLower(f"a selection among {x.shape[d] * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
+    elements = math.prod(x.shape[d:])
+    if elements > _MOST_SELECTED:
+        raise CannotLower(f"a selection among {elements} elements of a row; the CPU target takes {_MOST_SELECTED}")
     return x.operand((*x.strides[:d], inner))
 
 
