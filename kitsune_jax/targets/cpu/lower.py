@@ -17,7 +17,7 @@ from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Instr, SinkType, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
@@ -260,7 +260,12 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     program = with_epilogues(with_biases_first(simplified(with_known_bounds(program))), rounding)
     preps: list[bc.Prep] = []
-    stages = tuple(_stage(program, stage, preps, products, rounding) for stage in program.stages)
+    stages = []
+    for part in program.stages:
+        stage = StageLowering(program, part.body, preps, products, rounding)
+        _emit(stage)
+        code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
+        stages.append(bc.CpuStage(part.name, scratch_bytes, code))
     sides = sum(math.prod(e) for p in preps if p.kind == bc.WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
     if sides > bc.MAX_WEIGHT_INDICES:
         raise CannotLower(
@@ -277,7 +282,7 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(bc.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
-        stages=stages,
+        stages=tuple(stages),
         order=-1 if program.order is None else program.order,
     )
 
@@ -290,15 +295,6 @@ def _sink(program: TileProgram, sink: SinkType) -> bc.Sink:
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
     """Bytes of a queue slot: ``tile_rows`` rows at their pitch, rounded up to a cache line."""
     return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * itemsize(tile.dtype), memory.ALIGNMENT)
-
-
-def _stage(
-    program: TileProgram, body: StageProgram, preps: list[bc.Prep], products: bc.Products, rounding: Rounding
-) -> bc.CpuStage:
-    stage = StageLowering(program, body.body, preps, products, rounding)
-    _emit(stage)
-    code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
-    return bc.CpuStage(body.name, scratch_bytes, code)
 
 
 def _emit(stage: StageLowering) -> None:
