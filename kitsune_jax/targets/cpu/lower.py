@@ -75,13 +75,7 @@ def emit_sink_at(stage: StageLowering, i: int, instr: Instr) -> None:
     def fits(view: View) -> bool:
         return sink.dtype in (view.dtype, compute_type(view.dtype)) and _dense(view, rank)
 
-    if straight is not None and fits(straight):
-        x = straight
-    else:
-        x = stage.view(v)
-        if not fits(x):
-            x = stage.scratch(stage.type(v).shape, sink.dtype)
-            stage.write(v, x)
+    x = straight if straight is not None and fits(straight) else stage.view_that(fits, v, sink.dtype)
     sums = instr["sink"], sink.shape[0], at.shape, x.shape[rank:], at.operand(), x.operand()
     if tops:
         top, heads = _dense_row(_dense_view(stage, tops[0]))
@@ -98,10 +92,7 @@ def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
     assert at.shape == ()
     factor, factors = taken.taken, 0
     if found.factor is not None:
-        numbers = stage.view(found.factor)
-        if numbers.dtype != "float32" or not _dense(numbers, 0):
-            numbers = stage.scratch(numbers.shape, "float32")
-            stage.write(found.factor, numbers)
+        numbers = stage.view_that(lambda x: x.dtype == "float32" and _dense(x, 0), found.factor, "float32")
         factor, factors = _dense_row(numbers)
     top, heads = _dense_row(_dense_view(stage, tops[0])) if tops else (factor, 0)
     stage.code.append(
@@ -163,11 +154,7 @@ def _rows_of(stage: StageLowering, instr: Instr, fits: Callable[[View], bool]) -
 
 def _dense_view(stage: StageLowering, v: int, first: int = 0) -> View:
     """A view of ``v`` whose dimensions from ``first`` on lie dense; of a copy if its own do not."""
-    x = stage.view(v)
-    if not _dense(x, first):
-        x = stage.scratch(x.shape, x.dtype)
-        stage.write(v, x)
-    return x
+    return stage.view_that(lambda x: _dense(x, first), v, stage.type(v).dtype)
 
 
 def _dense(x: View, first: int) -> bool:
@@ -319,10 +306,7 @@ def _store(stage: StageLowering, i: int, instr: Instr) -> None:
     if array.view is not None:
         stage.write(x, array.view)
         return
-    tile = stage.view(x)
-    if tile.ref.dtype != array.ref.dtype:
-        tile = stage.scratch(array.shape, bc.DTYPES[array.ref.dtype])
-        stage.write(x, tile)
+    tile = stage.view_that(lambda view: view.ref.dtype == array.ref.dtype, x, bc.DTYPES[array.ref.dtype])
     stage.code.append(bc.StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
 
 
@@ -403,12 +387,8 @@ def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
 
 
 def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
-    v = instr.inputs[0]
     sink = stage.program.sinks[instr["sink"]]
-    x = stage.view(v)
-    if x.dtype != sink.dtype:
-        x = stage.scratch(stage.type(v).shape, sink.dtype)
-        stage.write(v, x)
+    x = stage.view_that(lambda view: view.dtype == sink.dtype, instr.inputs[0], sink.dtype)
     axes = {a - 1 for a in instr["axes"]} - {-1}
     left = [d for d in range(len(x.shape)) if d not in axes]
     dense = dim_strides(sink.shape)  # of the accumulators

@@ -224,6 +224,14 @@ class StageLowering:
         assert found is not None
         return found
 
+    def view_that(self, fits: Callable[[View], bool], v: int, dtype: str) -> View:
+        """``view(v)`` if it ``fits``, else a copy of ``v`` in scratch, of ``dtype``."""
+        found = self.view(v)
+        if not fits(found):
+            found = self.scratch(found.shape, dtype)
+            self.write(v, found)
+        return found
+
     def _bring(self, r: int) -> View:
         if self.leaf(r) is not None or self.widened(r) is not None:
             target = self.new(r)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
@@ -165,9 +165,7 @@ _BLOCKS = (128, 256, 512)
 _STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
 
 
-def plans_in_blocks(
-    graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext, arrange: Callable[[CpuCost, TileModel], CpuPlan]
-) -> list[CpuPlan]:
+def plans_in_blocks(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext) -> list[CpuPlan]:
     """A plan for each block size in which ``region`` can be computed; none where it has no long dimension."""
     inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine, program=program)
@@ -184,7 +182,7 @@ def plans_in_blocks(
             stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
             unplanned = CpuPlan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
             sketch = with_known_bounds(build(graph, region, unplanned))
-            plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, sketch)), blocks=blocks))
+            plans.append(dataclasses.replace(_plan_tiles(cost, BlockModel(cost, inner, size, sketch)), blocks=blocks))
         except (NotBlocked, Infeasible):
             continue
     return plans
@@ -330,7 +328,7 @@ def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramC
             plans.append(_plan_tiles(cost, TileModel(cost)))
         except Infeasible as error:
             wrong = error
-    plans += plans_in_blocks(graph, region, machine, program, _plan_tiles)
+    plans += plans_in_blocks(graph, region, machine, program)
     if not plans:
         raise wrong or Infeasible("there is no plan")
     multiplies = any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops)
