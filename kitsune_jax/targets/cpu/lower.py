@@ -186,13 +186,7 @@ def emit_take_or_put(stage: StageLowering, i: int, instr: Instr) -> None:
 def _index(stage: StageLowering, v: int) -> View:
     """The stationary index ``v`` as one dimension."""
     view = stage.view(v)
-    flat = memory.reshape(view, (math.prod(view.shape),))
-    if flat is None:
-        copy = stage.scratch(view.shape, view.dtype, tile=False)
-        stage.copy(view, copy)
-        flat = memory.reshape(copy, (math.prod(view.shape),))
-        assert flat is not None
-    return flat
+    return stage.reshaped(view, (math.prod(view.shape),), tile=False)
 
 
 def _selected(x: View, d: int, inner: int) -> bc.CpuOperand:
