@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr, SinkType, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Instr, Program, SinkType, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
@@ -28,12 +29,6 @@ from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kitsune_jax.program.ir import Program
-
 
 # --- Indices: rows of a table, rows of a sink, elements of a tile's row -----------------------------------------------------------
 

@@ -222,12 +222,9 @@ class BlockModel(TileModel):
         loop after the first computes its operands again."""
         ops = {i.op for i in walk((loop,)) if i.op in self.inner.ops}
         sums = 2 * self.cost.sink_bytes(ops) / self.cost.machine.place("l3").bandwidth
-        return self.cost.kinds(ops), sums + sum(self._packed(i) for i in ops if i not in self.cost.sinks)
-
-    def _packed(self, i: int) -> float:
-        """Seconds to pack a block of the stationary operand of op ``i``."""
-        dot = self.cost.work(i).dot
-        return 0.0 if dot is None or dot.per_row else self.cost.packed_seconds(i, dot, "l2") + STEP_SECONDS
+        dots = [(i, dot) for i in ops if i not in self.cost.sinks and (dot := self.cost.work(i).dot) is not None]
+        packed = sum(self.cost.packed_seconds(i, dot, "l2") + STEP_SECONDS for i, dot in dots if not dot.per_row)
+        return self.cost.kinds(ops), sums + packed
 
 
 # --- Folds by indices in whose order the rows stream ------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.planning.xla_kernels import (
     FAMILIES,
+    IN_16_BITS,
+    IN_32_BITS,
     NARROW,
     LoopStepCosts,
     RowKernels,
@@ -203,7 +205,8 @@ def _row_kernels_baseline(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
     seconds = sum(_op_seconds(cost, i) for i in cost.region.ops) + moved * cost.times.xla_moved(near=True)
     fresh = fault_seconds(cost, written, cost.machine.fault_bandwidth)
     dtypes = [cost.graph.values[v].dtype for i in cost.region.ops for v in cost.graph.ops[i].outputs]
-    return (cost.machine.kernel_seconds if written else 0.0) + rows.rate(dtypes) * seconds + fresh, moved
+    rate = IN_16_BITS if "bfloat16" in dtypes else IN_32_BITS
+    return (cost.machine.kernel_seconds if written else 0.0) + rate * seconds + fresh, moved
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> float:
