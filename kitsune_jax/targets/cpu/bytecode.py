@@ -638,7 +638,7 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
         out.extend(programs[id(x)])
     else:
         start = len(out)
-        code, names = _layout(type(x))
+        code, names = _layout(x.__class__)
         out.extend(code)
         for name in names:
             v = getattr(x, name)

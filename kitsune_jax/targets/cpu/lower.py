@@ -18,7 +18,7 @@ from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr, Program, SinkType, TileProgram, TileType
+from kitsune_jax.program.ir import Array, ArrayType, Instr, Program, SinkType, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
@@ -219,7 +219,7 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     return words
 
 
-def _arrays(arrays: Sequence[ArrayType]) -> tuple[bc.CpuArray, ...]:
+def _arrays(arrays: Sequence[Array | ArrayType]) -> tuple[bc.CpuArray, ...]:
     return tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in arrays)
 
 
