@@ -406,6 +406,11 @@ class Products:
     weights: str = "best"
     gradients: str = "best"
 
+    def __post_init__(self) -> None:
+        for name in (self.weights, self.gradients):
+            if name not in PRODUCTS:
+                raise ValueError(f"products are multiplied as one of {', '.join(PRODUCTS)}, not {name!r}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
@@ -633,7 +638,7 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
         out.extend(programs[id(x)])
     else:
         start = len(out)
-        code, names = _layout(type(x))
+        code, names = _layout(x.__class__)
         out.extend(code)
         for name in names:
             v = getattr(x, name)

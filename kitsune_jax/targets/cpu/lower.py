@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import Array, ArrayType, Instr, Program, SinkType, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import with_known_bounds
 from kitsune_jax.program.passes import simplified, with_biases_first, with_epilogues
 from kitsune_jax.targets.cpu import bytecode as bc
@@ -28,12 +29,6 @@ from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, immediate
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kitsune_jax.program.ir import Program
-
 
 # --- Indices: rows of a table, rows of a sink, elements of a tile's row -----------------------------------------------------------
 
@@ -75,13 +70,7 @@ def emit_sink_at(stage: StageLowering, i: int, instr: Instr) -> None:
     def fits(view: View) -> bool:
         return sink.dtype in (view.dtype, compute_type(view.dtype)) and _dense(view, rank)
 
-    if straight is not None and fits(straight):
-        x = straight
-    else:
-        x = stage.view(v)
-        if not fits(x):
-            x = stage.scratch(stage.type(v).shape, sink.dtype)
-            stage.write(v, x)
+    x = straight if straight is not None and fits(straight) else stage.view_that(fits, v, sink.dtype)
     sums = instr["sink"], sink.shape[0], at.shape, x.shape[rank:], at.operand(), x.operand()
     if tops:
         top, heads = _dense_row(_dense_view(stage, tops[0]))
@@ -98,10 +87,7 @@ def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
     assert at.shape == ()
     factor, factors = taken.taken, 0
     if found.factor is not None:
-        numbers = stage.view(found.factor)
-        if numbers.dtype != "float32" or not _dense(numbers, 0):
-            numbers = stage.scratch(numbers.shape, "float32")
-            stage.write(found.factor, numbers)
+        numbers = stage.view_that(lambda x: x.dtype == "float32" and _dense(x, 0), found.factor, "float32")
         factor, factors = _dense_row(numbers)
     top, heads = _dense_row(_dense_view(stage, tops[0])) if tops else (factor, 0)
     stage.code.append(
@@ -163,11 +149,7 @@ def _rows_of(stage: StageLowering, instr: Instr, fits: Callable[[View], bool]) -
 
 def _dense_view(stage: StageLowering, v: int, first: int = 0) -> View:
     """A view of ``v`` whose dimensions from ``first`` on lie dense; of a copy if its own do not."""
-    x = stage.view(v)
-    if not _dense(x, first):
-        x = stage.scratch(x.shape, x.dtype)
-        stage.write(v, x)
-    return x
+    return stage.view_that(lambda x: _dense(x, first), v, stage.type(v).dtype)
 
 
 def _dense(x: View, first: int) -> bool:
@@ -190,7 +172,8 @@ def emit_take_or_put(stage: StageLowering, i: int, instr: Instr) -> None:
         return
     x = _dense_view(stage, v, d)
     out = _rows_of(stage, instr, lambda view: _dense(view, d))
-    count, inner = (x if takes else out).shape[d], math.prod(x.shape[d + 1 :])
+    count, *behind = (x if takes else out).shape[d:]  # the other side may have several dimensions of indices in the place of one
+    inner = math.prod(behind)
     fields = count, at.shape[0], inner, x.shape[:d], at.operand(), _selected(x, d, inner), _selected(out, d, inner)
     stage.code.append(bc.Take(*fields, *_out_of_range(instr, out.dtype)) if takes else bc.CpuPut(*fields))
 
@@ -198,19 +181,14 @@ def emit_take_or_put(stage: StageLowering, i: int, instr: Instr) -> None:
 def _index(stage: StageLowering, v: int) -> View:
     """The stationary index ``v`` as one dimension."""
     view = stage.view(v)
-    flat = memory.reshape(view, (math.prod(view.shape),))
-    if flat is None:
-        copy = stage.scratch(view.shape, view.dtype, tile=False)
-        stage.copy(view, copy)
-        flat = memory.reshape(copy, (math.prod(view.shape),))
-        assert flat is not None
-    return flat
+    return stage.reshaped(view, (math.prod(view.shape),), tile=False)
 
 
 def _selected(x: View, d: int, inner: int) -> bc.CpuOperand:
     """``x``, dense from dimension ``d`` on, with one stride for the elements that are selected from, ``inner`` at a time."""
-    if x.shape[d] * inner > _MOST_SELECTED:
-        raise CannotLower(f"a selection among {x.shape[d] * inner} elements of a row; the CPU target takes {_MOST_SELECTED}")
+    elements = math.prod(x.shape[d:])
+    if elements > _MOST_SELECTED:
+        raise CannotLower(f"a selection among {elements} elements of a row; the CPU target takes {_MOST_SELECTED}")
     return x.operand((*x.strides[:d], inner))
 
 
@@ -241,7 +219,7 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     return words
 
 
-def _arrays(arrays: Sequence[ArrayType]) -> tuple[bc.CpuArray, ...]:
+def _arrays(arrays: Sequence[Array | ArrayType]) -> tuple[bc.CpuArray, ...]:
     return tuple(bc.CpuArray(bc.DTYPE_CODE[a.dtype], math.prod(a.shape)) for a in arrays)
 
 
@@ -258,7 +236,12 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         raise CannotLower(f"an array of {largest} elements: the CPU target counts {_MOST_ELEMENTS} at most")
     program = with_epilogues(with_biases_first(simplified(with_known_bounds(program))), rounding)
     preps: list[bc.Prep] = []
-    stages = tuple(_stage(program, stage, preps, products, rounding) for stage in program.stages)
+    stages = []
+    for part in program.stages:
+        stage = StageLowering(program, part.body, preps, products, rounding)
+        _emit(stage)
+        code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
+        stages.append(bc.CpuStage(part.name, scratch_bytes, code))
     sides = sum(math.prod(e) for p in preps if p.kind == bc.WEIGHT for e in (p.b_extents, p.k_extents, p.n_extents))
     if sides > bc.MAX_WEIGHT_INDICES:
         raise CannotLower(
@@ -275,7 +258,7 @@ def lower_program(program: TileProgram, name: str, products: bc.Products = _BEST
         preps=tuple(preps),
         sinks=tuple(_sink(program, sink) for sink in program.sinks),
         queues=tuple(bc.Ring(q.producer, q.consumers, q.depth, entry_bytes(q.tile, program.tile_rows)) for q in program.queues),
-        stages=stages,
+        stages=tuple(stages),
         order=-1 if program.order is None else program.order,
     )
 
@@ -288,15 +271,6 @@ def _sink(program: TileProgram, sink: SinkType) -> bc.Sink:
 def entry_bytes(tile: TileType, tile_rows: int) -> int:
     """Bytes of a queue slot: ``tile_rows`` rows at their pitch, rounded up to a cache line."""
     return round_up(tile_rows * memory.row_pitch(tile.shape, tile.dtype) * itemsize(tile.dtype), memory.ALIGNMENT)
-
-
-def _stage(
-    program: TileProgram, body: StageProgram, preps: list[bc.Prep], products: bc.Products, rounding: Rounding
-) -> bc.CpuStage:
-    stage = StageLowering(program, body.body, preps, products, rounding)
-    _emit(stage)
-    code, scratch_bytes = memory.place_buffers(stage.code, stage.buffer_bytes, preps)
-    return bc.CpuStage(body.name, scratch_bytes, code)
 
 
 def _emit(stage: StageLowering) -> None:
@@ -321,10 +295,7 @@ def _store(stage: StageLowering, i: int, instr: Instr) -> None:
     if array.view is not None:
         stage.write(x, array.view)
         return
-    tile = stage.view(x)
-    if tile.ref.dtype != array.ref.dtype:
-        tile = stage.scratch(array.shape, bc.DTYPES[array.ref.dtype])
-        stage.write(x, tile)
+    tile = stage.view_that(lambda view: view.ref.dtype == array.ref.dtype, x, bc.DTYPES[array.ref.dtype])
     stage.code.append(bc.StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
 
 
@@ -405,12 +376,8 @@ def _scan(stage: StageLowering, i: int, instr: Instr) -> None:
 
 
 def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
-    v = instr.inputs[0]
     sink = stage.program.sinks[instr["sink"]]
-    x = stage.view(v)
-    if x.dtype != sink.dtype:
-        x = stage.scratch(stage.type(v).shape, sink.dtype)
-        stage.write(v, x)
+    x = stage.view_that(lambda view: view.dtype == sink.dtype, instr.inputs[0], sink.dtype)
     axes = {a - 1 for a in instr["axes"]} - {-1}
     left = [d for d in range(len(x.shape)) if d not in axes]
     dense = dim_strides(sink.shape)  # of the accumulators

@@ -245,11 +245,10 @@ def place_buffers(body: Sequence[bc.Instruction], sizes: list[int], preps: list[
 
     Buffers share bytes only where no instruction uses one between the first and the last use of the other."""
     lives = _lives(body, preps)
-    first, last = {b: life[0] for b, life in lives.items()}, {b: life[1] for b, life in lives.items()}
     # Neither order of placement is always better; both are cheap.
-    by_size = sorted(first, key=lambda b: (-sizes[b], first[b]))
-    by_time = sorted(first, key=lambda b: (first[b], -sizes[b]))
-    layouts = [_fit(order, first, last, sizes) for order in (by_time, by_size)]
+    by_size = sorted(lives, key=lambda b: (-sizes[b], lives[b][0]))
+    by_time = sorted(lives, key=lambda b: (lives[b][0], -sizes[b]))
+    layouts = [_fit(order, lives, sizes) for order in (by_time, by_size)]
     offsets, total = min(layouts, key=lambda layout: layout[1])
     return tuple(_rewrite(instruction, offsets, preps) for instruction in body), total
 
@@ -265,17 +264,17 @@ def _lives(body: Sequence[bc.Instruction], preps: Sequence[bc.Prep]) -> dict[int
         for instruction in code:
             start = time
             if isinstance(instruction, (bc.CpuLoop, bc.CpuStationary)):
-                inside = run(instruction.body)
-                if isinstance(instruction, bc.CpuLoop):
-                    looped.append((start, time, inside))
-                used |= inside
+                here = run(instruction.body)
             else:
                 refs = [o.ref for o in operands(instruction)]
                 refs += [preps[instruction.prep].source] if isinstance(instruction, bc.Pack) else []
-                for ref in refs:
-                    if ref.space == bc.SCRATCH:
-                        lives.setdefault(ref.index, [time, time])[1] = time
-                        used.add(ref.index)
+                buffers = [ref.index for ref in refs if ref.space == bc.SCRATCH]
+                for b in buffers:
+                    lives.setdefault(b, [time, time])[1] = time
+                here = set(buffers)
+            if isinstance(instruction, bc.CpuLoop):
+                looped.append((start, time, here))
+            used |= here
             time += 1
         return used
 
@@ -288,21 +287,21 @@ def _lives(body: Sequence[bc.Instruction], preps: Sequence[bc.Prep]) -> dict[int
     return lives
 
 
-def _fit(order: list[int], first: dict[int, int], last: dict[int, int], sizes: list[int]) -> tuple[dict[int, int], int]:
+def _fit(order: list[int], lives: dict[int, list[int]], sizes: list[int]) -> tuple[dict[int, int], int]:
     """Place every buffer of ``order`` at the lowest offset that is free for its whole life. Returns the offsets and their end."""
     offsets: dict[int, int] = {}
     # Of the placed buffers: the first and last time of their lives, and their ends in memory.
     placed = np.zeros((4, len(order)), np.int64)
     for n, b in enumerate(order):
-        size, at = round_up(sizes[b], ALIGNMENT), 0
+        (first, last), size, at = lives[b], round_up(sizes[b], ALIGNMENT), 0
         born, died, starts, ends = placed[:, :n]
-        near = np.flatnonzero((born <= last[b]) & (died >= first[b]))
+        near = np.flatnonzero((born <= last) & (died >= first))
         for start, end in sorted(zip(starts[near].tolist(), ends[near].tolist(), strict=True)):
             if at + size <= start:
                 break
             at = max(at, end)
         offsets[b] = at
-        placed[:, n] = first[b], last[b], at, at + size
+        placed[:, n] = first, last, at, at + size
     return offsets, int(placed[3].max(initial=0))
 
 

@@ -224,6 +224,14 @@ class StageLowering:
         assert found is not None
         return found
 
+    def view_that(self, fits: Callable[[View], bool], v: int, dtype: str) -> View:
+        """``view(v)`` if it ``fits``, else a copy of ``v`` in scratch, of ``dtype``."""
+        found = self.view(v)
+        if not fits(found):
+            found = self.scratch(found.shape, dtype)
+            self.write(v, found)
+        return found
+
     def _bring(self, r: int) -> View:
         if self.leaf(r) is not None or self.widened(r) is not None:
             target = self.new(r)
@@ -281,11 +289,15 @@ class StageLowering:
             steps = instr["strides"] or (1,) * len(instr["start"])
             ranges = [range(*three) for three in zip(instr["start"], instr["limit"], steps, strict=True)]
             return memory.cut(base, ranges[lead:])
-        found = memory.reshape(base, y.shape)
+        return self.reshaped(base, y.shape, x.tile)
+
+    def reshaped(self, view: View, shape: tuple[int, ...], tile: bool) -> View:
+        """``view`` with another row shape; of a copy where that needs one."""
+        found = memory.reshape(view, shape)
         if found is None:
-            copy = self.scratch(x.shape, x.dtype, tile=x.tile)
-            self.copy(base, copy)
-            found = memory.reshape(copy, y.shape)
+            copy = self.scratch(view.shape, view.dtype, tile=tile)
+            self.copy(view, copy)
+            found = memory.reshape(copy, shape)
             assert found is not None
         return found
 

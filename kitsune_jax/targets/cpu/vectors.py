@@ -218,18 +218,14 @@ def emit_element(builder: VectorBuilder, words: list[int]) -> int:
     def number(value: int) -> int:
         return builder.const(value, _WORD)
 
-    arithmetic = Words(
-        number,
-        micro("add"),
-        micro("mul"),
-        micro("mulhi"),
-        micro("xor"),
-        micro("and"),
-        micro("shift_right_logical"),
-        lambda x, y: builder.convert(builder.micro("lt", _WORD, x, y), "bool", _WORD),
-        lambda which, zero, other: builder.micro("select", _WORD, builder.micro("ne", _WORD, which, number(0)), zero, other),
-    )
-    return element(arithmetic, *words)
+    def less(x: int, y: int) -> int:
+        return builder.convert(builder.micro("lt", _WORD, x, y), "bool", _WORD)
+
+    def choose(which: int, zero: int, other: int) -> int:
+        return builder.micro("select", _WORD, builder.micro("ne", _WORD, which, number(0)), zero, other)
+
+    add, multiply, high, xor, both, shifted = map(micro, ("add", "mul", "mulhi", "xor", "and", "shift_right_logical"))
+    return element(Words(number, add, multiply, high, xor, both, shifted, less, choose), *words)
 
 
 # --- Pointwise instructions as micro-operations -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
@@ -165,9 +165,7 @@ _BLOCKS = (128, 256, 512)
 _STATE_STEPS, _STATE_OPS = 12, ("max", "eq", "select_n", "sub", "exp", "mul", "add")
 
 
-def plans_in_blocks(
-    graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext, arrange: Callable[[CpuCost, TileModel], CpuPlan]
-) -> list[CpuPlan]:
+def plans_in_blocks(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext) -> list[CpuPlan]:
     """A plan for each block size in which ``region`` can be computed; none where it has no long dimension."""
     inner = inner_of(graph, region)
     cost = CpuCost(graph, region, machine, program=program)
@@ -184,7 +182,7 @@ def plans_in_blocks(
             stage = Stage("sketch", tuple(sorted(region.ops)), "tensor", 1, 0.0)
             unplanned = CpuPlan(machine.name, "vertical", 64, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
             sketch = with_known_bounds(build(graph, region, unplanned))
-            plans.append(dataclasses.replace(arrange(cost, BlockModel(cost, inner, size, sketch)), blocks=blocks))
+            plans.append(dataclasses.replace(_plan_tiles(cost, BlockModel(cost, inner, size, sketch)), blocks=blocks))
         except (NotBlocked, Infeasible):
             continue
     return plans
@@ -224,12 +222,9 @@ class BlockModel(TileModel):
         loop after the first computes its operands again."""
         ops = {i.op for i in walk((loop,)) if i.op in self.inner.ops}
         sums = 2 * self.cost.sink_bytes(ops) / self.cost.machine.place("l3").bandwidth
-        return self.cost.kinds(ops), sums + sum(self._packed(i) for i in ops if i not in self.cost.sinks)
-
-    def _packed(self, i: int) -> float:
-        """Seconds to pack a block of the stationary operand of op ``i``."""
-        dot = self.cost.work(i).dot
-        return 0.0 if dot is None or dot.per_row else self.cost.packed_seconds(i, dot, "l2") + STEP_SECONDS
+        dots = [(i, dot) for i in ops if i not in self.cost.sinks and (dot := self.cost.work(i).dot) is not None]
+        packed = sum(self.cost.packed_seconds(i, dot, "l2") + STEP_SECONDS for i, dot in dots if not dot.per_row)
+        return self.cost.kinds(ops), sums + packed
 
 
 # --- Folds by indices in whose order the rows stream ------------------------------------------------------------------------------
@@ -330,7 +325,7 @@ def plan(graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramC
             plans.append(_plan_tiles(cost, TileModel(cost)))
         except Infeasible as error:
             wrong = error
-    plans += plans_in_blocks(graph, region, machine, program, _plan_tiles)
+    plans += plans_in_blocks(graph, region, machine, program)
     if not plans:
         raise wrong or Infeasible("there is no plan")
     multiplies = any(OPS[graph.ops[i].kind].family == "dot" for i in region.ops)

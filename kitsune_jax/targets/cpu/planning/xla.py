@@ -35,6 +35,8 @@ from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
 from kitsune_jax.targets.cpu.planning.xla_kernels import (
     FAMILIES,
+    IN_16_BITS,
+    IN_32_BITS,
     NARROW,
     LoopStepCosts,
     RowKernels,
@@ -203,7 +205,8 @@ def _row_kernels_baseline(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
     seconds = sum(_op_seconds(cost, i) for i in cost.region.ops) + moved * cost.times.xla_moved(near=True)
     fresh = fault_seconds(cost, written, cost.machine.fault_bandwidth)
     dtypes = [cost.graph.values[v].dtype for i in cost.region.ops for v in cost.graph.ops[i].outputs]
-    return (cost.machine.kernel_seconds if written else 0.0) + rows.rate(dtypes) * seconds + fresh, moved
+    rate = IN_16_BITS if "bfloat16" in dtypes else IN_32_BITS
+    return (cost.machine.kernel_seconds if written else 0.0) + rate * seconds + fresh, moved
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> float:
@@ -403,7 +406,8 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     few = min(m, n) <= FEW_ROWS and max(m, n) * k >= _SMALL
     if batch > 1 and m * n < _SMALL and not few:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
-    copied = sum(_copy_seconds(cost, op, side) for side in range(2))
+    moved = [value for side, value in enumerate((lhs, rhs)) if _needs_copy(cost, op, side)]
+    copied = sum(_STRIDED * times[f"xla/loop/move/{v.dtype if v.dtype in NARROW else 'float32'}"] * v.size for v in moved)
     form = "dot"
     if 0 in op["lhs_contract"] and 0 in op["rhs_contract"] and min(len(lhs.shape), len(rhs.shape)) > 1:
         form = "outer"
@@ -431,14 +435,8 @@ def _looped_products(cost: CpuCost, products: Sequence[int], steps: LoopStepCost
     return seconds if steps.compiled else min(seconds, shared)
 
 
-def _copy_seconds(cost: CpuCost, op: Op, side: int) -> float:
-    """Seconds to move the batch dimensions of an array in memory to the front, where the library reads them."""
-    value = cost.graph.values[op.inputs[side]]
-    each = _STRIDED * cost.times[f"xla/loop/move/{value.dtype if value.dtype in NARROW else 'float32'}"]
-    return each * value.size if _needs_copy(cost, op, side) else 0.0
-
-
 def _needs_copy(cost: CpuCost, op: Op, side: int) -> bool:
+    """Whether the batch dimensions of an array in memory are moved to the front, where the library reads them."""
     v, batch = op.inputs[side], op[("lhs_batch", "rhs_batch")[side]]
     value = cost.graph.values[v]
     others = [n for d, n in enumerate(value.shape) if d < max(batch, default=0) and d not in batch]

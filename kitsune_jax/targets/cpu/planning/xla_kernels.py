@@ -300,7 +300,7 @@ _FAMILIES = frozenset({"pointwise", "convert", "broadcast", "reshape", "reduce",
 _DTYPES = frozenset({"float32", "bfloat16", "bool", "int32"})
 # The seconds of such a kernel, over those of its ops in separate kernels and of one pass over operands and results: softmaxes of 64
 # to 512 columns 0.45 to 0.62 in float32 and 0.38 to 0.46 in bfloat16, layer norms 0.46 to 0.71 and 0.27 to 0.37 (Xeon with AMX).
-_IN_32_BITS, _IN_16_BITS = 0.5, 0.38
+IN_32_BITS, IN_16_BITS = 0.5, 0.38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,10 +313,6 @@ class RowKernels:
 
     def hold(self, ops: Collection[int]) -> bool:
         return bool(self.ops) and self.ops.issuperset(ops)
-
-    @staticmethod
-    def rate(dtypes: Collection[str]) -> float:
-        return _IN_16_BITS if "bfloat16" in dtypes else _IN_32_BITS
 
 
 def row_kernels(graph: Graph) -> RowKernels:

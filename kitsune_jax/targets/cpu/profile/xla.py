@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -233,9 +234,8 @@ def _hand_over_seconds(run: Any, operands: Sequence[Any]) -> float:
             jax.block_until_ready(run(*operands))
             found.append(time.perf_counter() - before)
         turns.append(sorted(found))
-    fastest_call = min(found[0] for found in turns)
-    halves = [found[_CALLS // 4 : -_CALLS // 4] for found in turns]
-    return sorted(sum(half) / len(half) for half in halves)[_TURNS // 2] - fastest_call
+    ordinary = statistics.median(statistics.fmean(found[_CALLS // 4 : -_CALLS // 4]) for found in turns)
+    return ordinary - min(found[0] for found in turns)
 
 
 def _programs(workers: int) -> Iterator[_MeasuredProgram]:
