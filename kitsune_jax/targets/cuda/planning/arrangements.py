@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.ops.loops import parts
-from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, pipeline_traffic
+from kitsune_jax.planning.cost import DotWork, itemsize, pipeline_traffic
 from kitsune_jax.planning.plan import GpuPlan, Infeasible, Queue, Stage, size_text
 from kitsune_jax.planning.stages import (
     DOUBLE_BUFFER,
@@ -139,7 +139,7 @@ class GpuRegion:
 # --- Stages split and grouped; they stay in topological order, and only makers may be in several stages ---------------------------
 
 
-def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
+def separated(cost: GpuCost, stage: Ops) -> tuple[Ops, ...]:
     """``stage`` as up to three stages, so that its matmul is among only elementwise ops and can be split by columns.
 
     A stage without a matmul, or that is splittable already, stays one.
@@ -153,7 +153,7 @@ def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
     return with_makers(cost, [tuple(sorted(part)) for part in (front, body, rest) if part])
 
 
-def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
+def _followers(cost: GpuCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
     """(the matmul and the elementwise ops on its columns that follow it, all other ops that depend on it)."""
     columns = cost.row_size(cost.graph.ops[dot].outputs[0])
     body, rest = {dot}, set[int]()
@@ -167,7 +167,7 @@ def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int]
     return body, rest
 
 
-def _ops_before(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
+def _ops_before(cost: GpuCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
     """The ops that stay in front of the matmul. Those that only ``body`` or ``rest`` need are added to these."""
     front: set[int] = set()
     for i in reversed(ops):
@@ -187,33 +187,21 @@ def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: i
 
     ``seconds(a, b)``: of stages a to b - 1 as one stage; infinite where they do not fit one.
     """
-    n = len(stages)
-    best = [0.0] + [float("inf")] * n  # of the first j stages in k stages
-    cuts: list[list[int]] = []
-    found = []
+    n, found = len(stages), []
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j stages in k: (seconds, cuts)
     for k in range(1, min(most, n) + 1):
-        following = [float("inf")] * (n + 1)
-        cut = [0] * (n + 1)
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for b in range(k, n + 1):
             for a in range(b - 1, k - 2, -1):
                 one = seconds(a, b)
                 if one == float("inf"):
                     break  # more ops do not fit either
-                slowest = max(best[a], one)
-                if slowest < following[b]:
-                    following[b], cut[b] = slowest, a
+                if a in best and (b not in following or max(best[a][0], one) < following[b][0]):
+                    following[b] = max(best[a][0], one), (*best[a][1], b)
         best = following
-        cuts.append(cut)
-        if k > 1 and best[n] < float("inf"):
-            found.append(_grouping(stages, cuts))
+        if k > 1 and n in best:
+            found.append(tuple(joined(stages[a:b]) for a, b in itertools.pairwise(best[n][1])))
     return found
-
-
-def _grouping(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops, ...]:
-    ends = [len(stages)]
-    for cut in reversed(cuts):
-        ends.append(cut[ends[-1]])
-    return tuple(joined(stages[a:b]) for a, b in itertools.pairwise(reversed(ends)))
 
 
 # --- Spatial pipelines: a CTA for each stage, weights resident, tiles passed through rings ----------------------------------------
@@ -387,12 +375,11 @@ class _SpatialBuilder:
 
     def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
         """The pipeline with the number of instances, and the split of each stage, whose modelled throughput is best."""
-        least = [self._least_split(d) for d in drafts]
-        if any(s is None for s in least):
-            return None
-        loads = []
-        for draft, split in zip(drafts, least, strict=True):
-            assert split is not None
+        loads = list[Load]()
+        for draft in drafts:
+            split = self._least_split(draft)
+            if split is None:
+                return None
             seconds = self._period(self._stage(draft, split), 1)
             loads.append(Load(seconds * split, split, max(split, self._most_split(draft))))
         ctas = sum(load.least for load in loads)

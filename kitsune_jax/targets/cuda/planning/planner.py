@@ -269,15 +269,13 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
     """
     _check_ops(cost)
     region = GpuRegion(cost)
-    drafts = () if loops_of(cost, cost.region.ops) else finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
-    arranged: list[Arranged] = []
-    reasons: list[str] = []
-    ops = tuple(sorted(cost.region.ops))
-    others: tuple[str, Callable[[], list[Arranged]]] = ("spatial", lambda: spatial(region, drafts))
-    has_loops = bool(loops_of(cost, ops))
-    if has_loops:  # a tile runs all steps of a loop
-        others = ("over a cluster", lambda: over_clusters(region, ops))
-    for name, make in (("fused", lambda: _vertical(region, ops)), others):
+    ops, arranged, reasons = tuple(sorted(cost.region.ops)), list[Arranged](), list[str]()
+    makers: dict[str, Callable[[], list[Arranged]]] = {"fused": lambda: _vertical(region, ops)}
+    if has_loops := bool(loops_of(cost, ops)):  # a tile runs all steps of a loop
+        makers["over a cluster"] = lambda: over_clusters(region, ops)
+    else:
+        makers["spatial"] = lambda: spatial(region, finest(cost, {**panel_sums_of(cost), **fed_by(cost)}))
+    for name, make in makers.items():
         if arranged and has_loops and _SHARE * region.tiles > region.machine.workers:
             continue  # CTAs with all weights in their own shared memory need not wait for others
         try:

@@ -47,11 +47,8 @@ def _iota(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     shape = tuple(instr["shape"])[1:]
     _check_width(instr, shape)
-    index = np.broadcast_to(
-        np.arange(shape[instr["dimension"] - 1]).reshape([-1 if d == instr["dimension"] - 1 else 1 for d in range(len(shape))]),
-        shape,
-    )
-    words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
+    index = np.indices(shape)[instr["dimension"] - 1].reshape(-1)
+    words = index.astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index
     at.settle(v, st.Number(0) if value.row else st.InVector(at.vector(table(words))))
 
 

@@ -388,7 +388,8 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     at.add(*(ir.Alive(image.owner, 0) for image in images[1:]))
     first_weight, per_layer = len(at.weights), sum(i.kind == "matmul" for i in run.segments[0])
     _vectors(at, run)
-    _weights(at, run)
+    at.next_weight = first_weight  # of all layers, layer by layer; the matmuls of layer 0 take theirs in order
+    at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
     with at.body_of_loop() as body:
         at.add(*([ir.TurnImages(*(image.ref for image in images))] if images else ()))
         at.settle(entry, inside)
@@ -419,12 +420,6 @@ def _vectors(at: StageCodeBuilder, run: Run) -> None:
         vector = ir.StationaryVector(len(at.vectors) - 1, offset)
         at.layer_vectors[run.segments[0][k].outputs[0]] = ir.Address(vector, layer=stride)
         offset += recipe.words
-
-
-def _weights(at: StageCodeBuilder, run: Run) -> None:
-    """Add the recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
-    at.next_weight = len(at.weights)
-    at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
 
 
 # --- All instructions -------------------------------------------------------------------------------------------------------------

@@ -77,10 +77,8 @@ def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, frame.Panel]
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
     behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
-    return (x, frame.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (
-        y,
-        frame.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind),
-    )
+    panels = frame.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0), frame.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind)
+    return (x, panels[0]), (y, panels[1])
 
 
 def _width(at: StageCodeBuilder, v: int) -> int:

@@ -116,16 +116,11 @@ def loop_values_as_tiles(program: TileProgram) -> TileProgram:
 def _varying_values(program: TileProgram, body: Sequence[Instr]) -> set[int]:
     """Stationary values of ``body`` that are made from a loop's number or carries, or loaded by these or by a batch."""
     found: set[int] = set()
-
-    def visit(instrs: Iterable[Instr]) -> None:
-        for i in instrs:
-            if i.block is not None:
-                found.update((i.block.index, *i.block.carries, *i.outputs))
-                visit(i.block.body)
-            elif i.kind == "load_slice" or (i.kind == "load" and pack.loads_by_batch(program, i)) or not found.isdisjoint(i.inputs):
-                found.update(i.outputs)
-
-    visit(body)
+    for i in walk(body):
+        if i.block is not None:
+            found.update((i.block.index, *i.block.carries, *i.outputs))
+        elif i.kind == "load_slice" or (i.kind == "load" and pack.loads_by_batch(program, i)) or not found.isdisjoint(i.inputs):
+            found.update(i.outputs)
     return {v for v in found if not program.values[v].tile}
 
 
