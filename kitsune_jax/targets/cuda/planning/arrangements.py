@@ -73,12 +73,7 @@ class GpuRegion:
         self.tiles = -(-cost.region.space.rows // TILE_ROWS)
         self.traffic = pipeline_traffic(cost)
         self.baseline_seconds, self.baseline_bytes = baseline(cost)
-        self._steps: dict[tuple[tuple[int, ...], int], StageSteps] = {}
-
-    def steps(self, ops: tuple[int, ...], split: int = 1) -> StageSteps:
-        if (ops, split) not in self._steps:
-            self._steps[ops, split] = StageSteps(self.cost, ops, split)
-        return self._steps[ops, split]
+        self.steps = functools.cache(functools.partial(StageSteps, cost))
 
     def plan(self, a: Arranged) -> GpuPlan:
         """The plan of ``a``. Its time is launch, packing and start-up, and then the slowest of compute, memory and L2."""
@@ -423,19 +418,17 @@ class _SpatialBuilder:
         names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
         crossing = sum(s.split * (s.entering + s.leaving) for s in stages) if self.place == "l2" else 0
         weights = instances * sum(s.split * packed_bytes(cost, s.ops, s.split) for s in stages)
-        return Arranged(
-            "spatial",
-            tuple(self._planned(stage, names[k], ctas) for k, stage in enumerate(stages)),
-            tuple(
-                Queue(q.value, q.producer, q.consumers, d, entry_bytes(cost, q.value), self.place) for q, d in zip(queued, depths)
-            ),
-            instances,
-            ctas if self.place == "cluster" else 1,
-            self.lanes,
-            busy=busy + weights / machine.shared_bandwidth,
-            l2_bytes=float(crossing * region.tiles + weights),
-            bound=names[slowest],
+        planned = tuple(
+            Stage(name, s.ops, resource_of(cost, s.ops), s.split, self._period(s, ctas), split=s.split)
+            for name, s in zip(names, stages, strict=True)
         )
+        queues = tuple(
+            Queue(q.value, q.producer, q.consumers, d, entry_bytes(cost, q.value), self.place)
+            for q, d in zip(queued, depths, strict=True)
+        )
+        busy, l2_bytes = busy + weights / machine.shared_bandwidth, float(crossing * region.tiles + weights)
+        cluster = ctas if self.place == "cluster" else 1
+        return Arranged("spatial", planned, queues, instances, cluster, self.lanes, busy, l2_bytes, names[slowest])
 
     def _depths(
         self, queued: Sequence[Link], drafts: Sequence[Ops], splits: Sequence[int], instances: int, wanted: int
@@ -467,9 +460,6 @@ class _SpatialBuilder:
         slowest = max(range(len(stages)), key=lambda k: times[k])
         fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
         return self.machine.tile_seconds + fill + times[slowest], slowest
-
-    def _planned(self, s: _StageTraffic, name: str, ctas: int) -> Stage:
-        return Stage(name, s.ops, resource_of(self.cost, s.ops), s.split, self._period(s, ctas), split=s.split)
 
 
 # --- Loops whose weights are split over a cluster ---------------------------------------------------------------------------------

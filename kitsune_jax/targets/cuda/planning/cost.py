@@ -409,10 +409,13 @@ def is_splittable(cost: GpuCost, ops: Sequence[int]) -> bool:
         return False
     if anchors[0] in cost.sinks:
         return _separate_operands(cost, others, anchors[0])
+    made = set(cost.graph.ops[anchors[0]].outputs)  # values that depend on the matmul
+    for i in ops:
+        if made.intersection(cost.graph.ops[i].inputs):
+            made.update(cost.graph.ops[i].outputs)
     columns = cost.row_size(cost.graph.ops[anchors[0]].outputs[0])
-    after = _dependents(cost, ops, anchors[0])
     elementwise = all(cost.family(i) in ELEMENTWISE for i in ops if i != anchors[0])
-    return elementwise and all(cost.row_size(v) in (1, columns) for i in after for v in cost.graph.ops[i].outputs)
+    return elementwise and all(cost.row_size(v) in (1, columns) for v in made)
 
 
 def _separate_operands(cost: GpuCost, ops: Sequence[int], gradient: int) -> bool:
@@ -434,29 +437,12 @@ def _separate_operands(cost: GpuCost, ops: Sequence[int], gradient: int) -> bool
     return not reach[0] & reach[1]
 
 
-def _dependents(cost: GpuCost, ops: Sequence[int], first: int) -> list[int]:
-    """Ops that depend on ``first``, including ``first``."""
-    made = set(cost.graph.ops[first].outputs)
-    after = [first]
-    for i in ops:
-        if made.intersection(cost.graph.ops[i].inputs):
-            made.update(cost.graph.ops[i].outputs)
-            after.append(i)
-    return after
-
-
 def panel_sums(cost: GpuCost, ops: Iterable[int]) -> frozenset[int]:
     """Sums over the rows of a 16-bit operand of a weight gradient among ``ops``: made from the operand's panel in shared memory."""
-    ops = tuple(ops)
-    operands = {v for i in ops if i in cost.sinks and cost.work(i).dot is not None for v in cost.graph.ops[i].inputs}
-
-    def is_sum(i: int) -> bool:
-        op = cost.graph.ops[i]
-        if i not in cost.sinks or op.kind != "reduce_sum" or op.inputs[0] not in operands:
-            return False
-        return itemsize(cost.graph.values[op.inputs[0]].dtype) == 2 and cost.graph.values[op.outputs[0]].size > 1
-
-    return frozenset(i for i in ops if is_sum(i))
+    sinks, values = {i: cost.graph.ops[i] for i in ops if i in cost.sinks}, cost.graph.values
+    operands = {v for i, op in sinks.items() if cost.work(i).dot is not None for v in op.inputs}
+    sums = {i: op for i, op in sinks.items() if op.kind == "reduce_sum" and op.inputs[0] in operands}
+    return frozenset(i for i, op in sums.items() if itemsize(values[op.inputs[0]].dtype) == 2 and values[op.outputs[0]].size > 1)
 
 
 def panel_sums_of(cost: GpuCost) -> dict[int, int]:
@@ -489,7 +475,7 @@ _CHOICES = 6  # the largest values of a step, which may become images
 _REDUCTIONS = frozenset({"reduce", "argreduce"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Storage:
     """``image_bytes``: the most bytes that images take at once; ``image_traffic``: bytes of images written and read per tile."""
 
@@ -510,6 +496,9 @@ class _LiveValue:
     reads: int
 
 
+_Placed = tuple[tuple[_LiveValue, bool], ...]  # kept values: does each have an image?
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StageStep:
     """``working``: registers of its accumulators. ``done``: the fraction of its results that is alive beside the accumulators, or
@@ -517,6 +506,13 @@ class _StageStep:
 
     working: int
     done: float | None = None
+
+    def registers(self, live: _Placed, born: _Placed, after: _Placed) -> float:
+        """The most registers in use at once, with the values ``live`` before the step, and those that it makes and leaves."""
+        held, made, left = (sum(k.registers for k, image in values if not image) for values in (live, born, after))
+        if self.done is None:
+            return max(held, left) + self.working
+        return max(held + self.working + made * self.done, left)
 
 
 def shared_bytes(cost: GpuCost, ops: Sequence[int], storage: Storage, lanes: int, weights: int, rings: int) -> int:
@@ -671,46 +667,23 @@ class StageSteps:
     def _best_placement(self, budget: int) -> Storage | None:
         """The best placement, by a beam search. A greedy choice of the value to move, step by step, changed 33 of 1600 plans and
         lost an A100 its pipeline of NeRF."""
-        beam: dict[tuple[tuple[_LiveValue, bool], ...], Storage] = {(): Storage(0, 0)}
-        for t, step in enumerate(self.steps):
-            following: dict[tuple[tuple[_LiveValue, bool], ...], Storage] = {}
-            for live, so_far in beam.items():
-                for places in self._placements(t):
-                    born = tuple(zip(self.kept[t], places, strict=True))
-                    if not self._fits(step, live, born, t, budget):
-                        continue
-                    images = sum(k.image for k, image in (*live, *born) if image)
-                    traffic = sum(k.image * (1 + k.reads) for k, image in born if image)
-                    after = tuple((k, image) for k, image in (*live, *born) if k.last > t)
-                    found = Storage(max(so_far.image_bytes, images), so_far.image_traffic + traffic)
-                    if after not in following or _rank(found) < _rank(following[after]):
-                        following[after] = found
-            beam = dict(sorted(following.items(), key=lambda item: _rank(item[1]))[:_BEAM])
-        return min(beam.values(), key=_rank, default=None)
-
-    def _placements(self, t: int) -> list[tuple[bool, ...]]:
-        """The choices for the values of step ``t``: does each become an image?"""
-        small = (False,) * max(0, len(self.kept[t]) - _CHOICES)
-        return [(*large, *small) for large in itertools.product((False, True), repeat=len(self.kept[t]) - len(small))]
-
-    def _fits(
-        self,
-        step: _StageStep,
-        live: Sequence[tuple[_LiveValue, bool]],
-        born: Sequence[tuple[_LiveValue, bool]],
-        t: int,
-        budget: int,
-    ) -> bool:
-        held = sum(k.registers for k, image in live if not image)
-        made = sum(k.registers for k, image in born if not image)
-        after = sum(k.registers for k, image in (*live, *born) if not image and k.last > t)
-        if step.done is None:
-            return max(held, after) + step.working <= budget
-        return max(held + step.working + made * step.done, after) <= budget
-
-
-def _rank(s: Storage) -> tuple[int, int]:
-    return s.image_bytes, s.image_traffic
+        beam: dict[_Placed, Storage] = {(): Storage(0, 0)}
+        for t, (step, kept) in enumerate(zip(self.steps, self.kept, strict=True)):
+            following: dict[_Placed, Storage] = {}
+            small = tuple((k, False) for k in kept[_CHOICES:])
+            choices = [((k, False), (k, True)) for k in kept[:_CHOICES]]
+            for (live, so_far), large in itertools.product(beam.items(), list(itertools.product(*choices))):
+                born = (*large, *small)
+                after = tuple((k, image) for k, image in (*live, *born) if k.last > t)
+                if step.registers(live, born, after) > budget:
+                    continue
+                images = sum(k.image for k, image in (*live, *born) if image)
+                traffic = sum(k.image * (1 + k.reads) for k, image in born if image)
+                found = Storage(max(so_far.image_bytes, images), so_far.image_traffic + traffic)
+                if after not in following or found < following[after]:
+                    following[after] = found
+            beam = dict(sorted(following.items(), key=lambda item: item[1])[:_BEAM])
+        return min(beam.values(), default=None)
 
 
 # --- Tile work: seconds of a tile on each engine of an SM -------------------------------------------------------------------------

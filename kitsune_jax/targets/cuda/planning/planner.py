@@ -303,13 +303,15 @@ class _Weights:
 def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
     packed = packed_bytes(cost, ops)
-    ways = [_Weights(1, True, packed)]
-    if packed and not loops_of(cost, ops):
+    ways, loops = [_Weights(1, True, packed)], loops_of(cost, ops)
+    if packed and not loops:
         clusters = [cluster for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
         ways += [_Weights(cluster, False, _RING_CHUNKS * _CHUNK_BYTES) for cluster in clusters]
+    # The steps of the bodies of loops, or of a stage without loops. The code itself accounts for what loops carry.
+    steps = [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
     found, least = list[Arranged](), None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        storage = largest_storage(_steps(region, ops), registers, lanes)
+        storage = largest_storage(steps, registers, lanes)
         if storage is None:
             continue
         for weights in ways:
@@ -341,12 +343,6 @@ def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights
     stage = Stage(name, ops, resource_of(cost, ops), cluster, period, resident=resident)
     busy = work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if resident else 0.0)
     return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name)
-
-
-def _steps(region: GpuRegion, ops: Ops) -> list[StageSteps]:
-    """The steps of the bodies of loops, or of the stage where it has no loops. The code itself accounts for what loops carry."""
-    loops = loops_of(region.cost, ops)
-    return [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
 
 
 def _can_drift(cost: GpuCost, ops: Ops, ring: int) -> bool:

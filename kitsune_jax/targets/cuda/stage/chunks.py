@@ -236,7 +236,8 @@ class _BlockRange:
             value = self.homes[action.value]
             pair = self._ready_pair(action.value) if isinstance(action, ir.Keep | ir.ToPanel) else None
             x = pair or self._read(action.value, 0)
-            self.steps.append(ir.Put(_without_value(action), x, value.dtype, value.n, pair is not None))
+            action = dataclasses.replace(action, value=-1)  # equal stages differ in the numbers of their values
+            self.steps.append(ir.Put(action, x, value.dtype, value.n, pair is not None))
         return ir.BlockLoop(self.source.width, self.first, self.last - self.first, tuple(self.steps), tuple(self.reads))
 
     def _ready_pair(self, v: int) -> ir.Expr | None:
@@ -337,10 +338,6 @@ class _BlockRange:
             self.masks[v] = ir.Ref("m", next(self.mask_names))
             self.steps.append(ir.MaskWords(self.masks[v], image, self.homes[v].width))
         return self.masks[v]
-
-
-def _without_value(action: ir.Action) -> ir.Action:
-    return dataclasses.replace(action, value=-1)  # equal stages differ in the numbers of their values
 
 
 # --- Ping-pong: while one lane multiplies, the others run the code between their products -----------------------------------------

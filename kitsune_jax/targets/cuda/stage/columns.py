@@ -5,6 +5,7 @@ Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: a hom
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -151,16 +152,16 @@ def _evaluate_parts(at: StageCodeBuilder, v: int, parts: tuple[tuple[int, int, i
     alike = len({x.width for x in values}) == 1 and len({x for x, _, _ in parts}) == len(parts)
     if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, st.Expression) for x in values):
         return
-    ref = at.declare_home(v)
+    keep = at.keep(v)
+    if keep.to is None:
+        at.add(ir.Registers(keep.ref, keep.form, value.dtype, value.registers))
     starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
-    image = ref if ref.kind == "image" else None
-    actions = [
-        ir.Keep(x, ref, value.form, to=image, push=True, reads=at.uses[x], first=-start, over=True) for x, start in starts.items()
-    ]
+    copy = dataclasses.replace(keep, push=True, over=True)
+    actions = [dataclasses.replace(copy, value=x, reads=at.uses[x], first=-start) for x, start in starts.items()]
     at.evaluate(values[0].width, actions)
     owner = ir.Ref("v", v)
-    at.add(ir.Alive(owner, 0 if image else value.registers))
-    at.settle(v, st.InImage(ref, value.form, owner) if image else st.InRegisters(ref, value.form, owner))
+    at.add(ir.Alive(owner, 0 if keep.to else value.registers))
+    at.settle(v, (st.InImage if keep.to else st.InRegisters)(keep.ref, keep.form, owner))
     for x, _, blocks in parts:
         at.settle(x, st.Parts(((v, starts[x], blocks),)))
 

@@ -490,9 +490,7 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
         return
     template = pointwise.rounded("dot_general", "{0}", value.dtype)
     if value.row:
-        ref = Ref("r", v, "_rounded")
-        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
-        at.settle(v, st.InRegisters(ref, "row", ref))
+        at.set_row(v, ir.Apply(template, (at.row(v),)), "_rounded")
     else:
         at.settle(v, st.Expression(template, (at.unnamed(value),)))
 

@@ -170,7 +170,9 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
     direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, st.InImage) and _is_elementwise(at, made)]
     added = [(carry, made) for carry, made in moved if _is_added_in_place(at, carry, made, moved)]
     direct += added
-    for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _is_pending(at, made)]):
+    others = [made for carry, made in moved if (carry, made) not in direct]
+    pending = [made for made in others if isinstance(at.value(made).home, (st.Expression, st.Multiply))]
+    for width, some in _by_width(at, pending):
         at.evaluate(width, [at.keep(v) for v in some])
     copied = [(carry, _copied_tile(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
     alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # the accumulators of one product at a time are alive
@@ -191,10 +193,6 @@ def _by_width(at: StageCodeBuilder, values: Sequence[int]) -> list[tuple[int, li
     for v in dict.fromkeys(values):
         found.setdefault(at.value(v).width, []).append(v)
     return list(found.items())
-
-
-def _is_pending(at: StageCodeBuilder, v: int) -> bool:
-    return isinstance(at.value(v).home, (st.Expression, st.Multiply))
 
 
 def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
