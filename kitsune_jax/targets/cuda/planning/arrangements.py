@@ -473,8 +473,9 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
     """One arrangement for each size of a cluster and number of lanes that fits a loop whose weights no CTA can hold alone.
 
     All CTAs of a cluster run the same tiles through the same steps. Each keeps its columns of every weight, computes its columns of
-    every value, and passes those that the next product contracts to the others through their shared memory (``stage/split.py``).
-    A product that contracts more than it makes, as in a gradient through time, passes partial sums instead (``stage/facts.py``).
+    every value, and passes those that the next product contracts to the others through their shared memory
+    (``stage/instructions.py``). A product that contracts more than it makes, as in a gradient through time, passes partial sums
+    instead (``stage/split.py``).
     Raises ``Infeasible`` with the reason where no cluster holds the weights.
     """
     cost, machine = region.cost, region.machine
@@ -580,7 +581,7 @@ def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[_Exchanged]:
 
 
 def _is_partial(body: GpuCost, v: int, dot: DotWork, pieces: int) -> bool:
-    """Does the product pass partial sums? Decided as by the code generator (``stage/facts.py``), as far as the graph tells: a
+    """Does the product pass partial sums? Decided as by the code generator (``stage/split.py``), as far as the graph tells: a
     concatenation that only products read is multiplied piece by piece."""
     whole = pieces > 1 and (v in body.outputs or any(body.work(i).dot is None for i in body.readers.get(v, ())))
     return whole or dot.k * itemsize(dot.dtype) > SUM_BYTES * dot.n

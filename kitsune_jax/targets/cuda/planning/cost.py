@@ -398,7 +398,7 @@ def most_split(cost: GpuCost, ops: Sequence[int], split: int) -> int:
 
 def is_splittable(cost: GpuCost, ops: Sequence[int]) -> bool:
     """Is the stage one matmul or weight gradient among elementwise ops, so that each CTA can make its own columns of the results?
-    ``stage/facts.py`` finds the slabs of a stage that is split."""
+    ``stage/split.py`` finds the slabs of a stage that is split."""
     sums = panel_sums(cost, ops)
     anchors = [i for i in ops if cost.family(i) in _ANCHORS and i not in sums]
     others = [i for i in ops if i not in sums and i not in anchors]

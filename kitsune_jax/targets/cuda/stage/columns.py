@@ -1,6 +1,6 @@
 """Lowering of instructions that move elements within a row: broadcasts, concatenations, slices, transposes, pads, take and put.
 
-Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: a home for its result.
+Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: a home for its result.
 """
 
 from __future__ import annotations

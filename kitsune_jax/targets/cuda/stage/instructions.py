@@ -1,7 +1,7 @@
 """Lowering of each instruction of a tile program: to nodes of the device IR if it has an effect, otherwise to a home of its value.
 
-Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: nodes, and homes. Raises ``CannotLower`` for instructions
-without code; ``target.supports`` says the same of an op before a region is formed.
+Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: nodes, and homes. Raises ``CannotLower`` for
+instructions without code; ``target.supports`` says the same of an op before a region is formed.
 """
 
 from __future__ import annotations

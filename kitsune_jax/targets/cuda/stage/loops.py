@@ -1,6 +1,6 @@
 """Lowering of the instructions of a stage in order, of loops with carries, and of runs of equal layers as loops.
 
-Comes in: instructions, and the ``StageBuilder`` of their stage. Goes out: nodes, with a ``CountedLoop`` for each loop and a
+Comes in: instructions, and the ``StageCodeBuilder`` of their stage. Goes out: nodes, with a ``CountedLoop`` for each loop and a
 ``LayerLoop`` for each run of equal layers. Raises ``CannotLower``.
 """
 

@@ -1,6 +1,6 @@
 """Lowering of a stage's outputs: pushes into queues, stores to arrays, sinks, weight gradients, and sums of a segment softmax.
 
-Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: nodes.
+Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: nodes.
 """
 
 from __future__ import annotations
