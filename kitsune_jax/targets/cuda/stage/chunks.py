@@ -357,12 +357,13 @@ def with_ping_pong(nodes: Sequence[ir.Node]) -> tuple[tuple[ir.Node, ...], bool]
 
 def _with_turns(node: ir.Node) -> tuple[ir.Node, ...]:
     """``node``; a loop with two products or more, which the lane enters and leaves with the turn, has ``Turn``s."""
-    body = node.body if isinstance(node, st.CountedLoop) else ()
-    products = [(k, inner.weight) for k, inner in enumerate(body) if isinstance(inner, st.Issue)]
+    if not isinstance(node, st.CountedLoop):
+        return (node,)
+    products = [(k, inner.weight) for k, inner in enumerate(node.body) if isinstance(inner, st.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]
     if not later or later[0] < first[-1]:
         return (node,)
-    between = (st.Turn("give"), *body[first[-1] + 1 : later[0]], st.Turn("take"))
-    body = (*body[: first[-1] + 1], *between, *body[later[0] :])
+    between = (st.Turn("give"), *node.body[first[-1] + 1 : later[0]], st.Turn("take"))
+    body = (*node.body[: first[-1] + 1], *between, *node.body[later[0] :])
     return st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")

@@ -373,7 +373,7 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     value = at.value(entry)
     if value.row:
         raise CannotLower("a loop over layers of one column has no code on the GPU")
-    reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
+    reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # by the first layer
     images = [_image(v, value.form) for v in (entry, out)] if at.shape.images & {entry, out} else []
     inside: _Kept = _registers(Ref("h", entry), value.form)
     after = inside
@@ -389,7 +389,8 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     at.next_weight = first_weight  # of all layers, layer by layer; the matmuls of layer 0 take theirs in order
     at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
     with at.body_of_loop() as body:
-        at.add(*([ir.TurnImages(*(image.ref for image in images))] if images else ()))
+        if images:
+            at.add(ir.TurnImages(*(image.ref for image in images)))
         at.settle(entry, inside)
         for instr in run.segments[0]:
             instructions.lower_instruction(at, instr)
