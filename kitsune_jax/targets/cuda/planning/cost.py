@@ -485,11 +485,10 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LiveValue:
-    """A value that later steps than ``born`` read, until step ``last``; ``reads``: how often all of it is read. ``image``: bytes of
-    its image in shared memory."""
+    """A value that later steps read, until step ``last``; ``reads``: how often all of it is read. ``image``: bytes of its image in
+    shared memory."""
 
     value: int
-    born: int
     last: int
     registers: int
     image: int
@@ -619,7 +618,7 @@ class StageSteps:
             width, how = tiles.padded(columns), queue_form(self.cost.graph.values[v].dtype, False)
             image = tiles.image_bytes(width, how)
             registers = 2 if columns == 1 else tiles.registers(width, how)
-            made[born].append(_LiveValue(v, born, max(at), registers, image, sum(at.values())))
+            made[born].append(_LiveValue(v, max(at), registers, image, sum(at.values())))
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]
 
     def _sum_registers(self, i: int) -> int:

@@ -451,16 +451,15 @@ def _prefetch(flow: _CallDependencies, k: int, product: _Product, machine: GpuMa
     if product.op not in later:
         return None
     may = later - flow.dependents(product.op) - {product.op}
-    must = flow.needed_by(product.op, later)
+    must = _reached(flow.before, product.op, later)
     seconds, moved = flow.seconds_and_bytes(must, machine)
     gaps = machine.kernel_seconds * (1 + sum(n < 0 for n in must)) + max(0.0, seconds - moved / machine.dram_bandwidth)
     room = machine.shared_bytes // 2 - flow.seconds_and_bytes(may, machine)[1]
     wanted = product.size * (1 - machine.dram_bandwidth / max(machine.shared_bandwidth, machine.dram_bandwidth))
     fetched = int(min(wanted, gaps * machine.dram_bandwidth, room)) // PIECE_BYTES * PIECE_BYTES
     gained = fetched / machine.dram_bandwidth
-    whole = (
-        sum(plan.seconds for _, plan in flow.calls[k]) + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
-    )
+    own = sum(plan.seconds for _, plan in flow.calls[k])
+    whole = own + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
     if fetched <= 0 or not (force or gained >= min(_LEAST_SECONDS, _LEAST_SHARE * whole)):
         return None
     size = _bytes(flow.graph, product.value)
@@ -482,13 +481,13 @@ def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
     rate = machine.rate(machine.tensor_rates, values[0].dtype) * machine.workers
     if others > size // 4 or flops / rate > size / machine.dram_bandwidth:
         return None
-    location = _location(graph, graph.producers(), weight)
+    location = _location(graph, weight)
     return None if location is None else _Product(i, *location, size)
 
 
-def _location(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] | None:
+def _location(graph: Graph, v: int) -> tuple[int, int] | None:
     """(argument, byte) where the elements of ``v`` lie in one piece, in any order; None if ``v`` is computed or scattered."""
-    first, cut = 0, False
+    first, cut, producers = 0, False, graph.producers()
     while (i := producers.get(v)) is not None:
         op = graph.ops[i]
         if op.kind == "slice":
@@ -536,10 +535,6 @@ class _CallDependencies:
             for m in found:
                 self.after[m].add(n)
         self.dependents = functools.cache(lambda n: _reached(self.after, n, self.after.keys()))
-
-    def needed_by(self, op: int, among: Set[int]) -> Set[int]:
-        """The nodes among ``among`` that ``op`` depends on."""
-        return _reached(self.before, op, among)
 
     def seconds_and_bytes(self, nodes: Set[int], machine: GpuMachine) -> tuple[float, int]:
         """(modelled seconds of XLA's kernels of the ops, bytes that these and the calls move)."""

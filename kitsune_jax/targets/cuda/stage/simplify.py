@@ -137,7 +137,7 @@ def _body_with_tiles(body: Sequence[Instr], found: set[int], program: TileProgra
                 dims = tuple(d for d in i["dims"] if d != 0)
                 i = dataclasses.replace(_with(i, dims=(0, *dims)), inputs=drop.outputs)
             else:
-                i = _for_tiles(i, found, program)
+                i = _for_tiles(i, program)
         made.append(i)
     return tuple(made)
 
@@ -153,7 +153,7 @@ def _without_rows(instr: Instr, values: list[TileType]) -> Instr:
     return Instr("reshape", (x,), (len(values) - 1,), make_params(new_sizes=kept.rows_first), instr.op)
 
 
-def _for_tiles(instr: Instr, found: set[int], program: TileProgram) -> Instr:
+def _for_tiles(instr: Instr, program: TileProgram) -> Instr:
     """``instr`` for operands that have become tiles."""
     stationary = bool(instr.outputs) and not program.values[instr.outputs[0]].tile
     spec = OPS.get(instr.kind)
