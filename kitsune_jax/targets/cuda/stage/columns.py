@@ -238,10 +238,7 @@ def _whole_blocks(
 
 def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
     """Write ``sources`` to the warp's scratch rows, side by side; returns their first columns."""
-    starts, words = [], 0
-    for x in sources:
-        starts.append(words)
-        words += at.value(x).width
+    *starts, words = itertools.accumulate((at.value(x).width for x in sources), initial=0)
     at.scratch_words = max(at.scratch_words, words | 1)
     at.add(st.SyncWarp())  # earlier readers of the rows are done
     for x, start in zip(sources, starts, strict=True):
@@ -254,15 +251,21 @@ def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
 
 
 def _through_scratch(at: StageCodeBuilder, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
-    value, starts = at.value(v), to_scratch(at, sources)
+    starts = to_scratch(at, sources)
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
-    fill: ir.Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
+    fill: ir.Expr = ir.Literal(f"{pointwise.COMPUTE[at.value(v).dtype]}(0)")
     if _FILL in where:
         if instr.kind != "pad":
             raise AssertionError("only a pad has columns without a source")
         fill = at.row(instr.inputs[1])
+    from_scratch(at, v, where, fill)
+
+
+def from_scratch(at: StageCodeBuilder, v: int, where: Sequence[int], fill: ir.Expr | None = None) -> None:
+    """Read ``v`` from the columns ``where`` of the warp's scratch rows; -1 means ``fill``."""
+    value = at.value(v)
     if value.row:
-        at.set_row(v, fill if where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
+        at.set_row(v, fill if fill is not None and where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
     else:
         at.settle(v, st.InScratch(at.vector(table(where)), fill))
         at.materialize(v)

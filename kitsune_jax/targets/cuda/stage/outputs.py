@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
-
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
@@ -133,11 +131,7 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     at.setup.append(start)
     at.tops[v] = tops, runs
     at.add(st.FindTops(tops, runs))
-    if value.row:
-        at.set_row(v, ir.FromScratch(value.dtype, column=0))
-    else:
-        at.settle(v, st.InScratch(at.vector(columns.table(np.arange(value.n))), None))
-        at.materialize(v)
+    columns.from_scratch(at, v, range(value.n))
 
 
 def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:
