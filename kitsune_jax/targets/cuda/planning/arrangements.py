@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.ops.loops import parts
-from kitsune_jax.planning.cost import DotWork, RegionCost, itemsize, pipeline_traffic
+from kitsune_jax.planning.cost import DotWork, itemsize, pipeline_traffic
 from kitsune_jax.planning.plan import GpuPlan, Infeasible, Queue, Stage, size_text
 from kitsune_jax.planning.stages import (
     DOUBLE_BUFFER,
@@ -72,12 +72,7 @@ class GpuRegion:
         self.tiles = -(-cost.region.space.rows // TILE_ROWS)
         self.traffic = pipeline_traffic(cost)
         self.baseline_seconds, self.baseline_bytes = baseline(cost)
-        self._steps: dict[tuple[tuple[int, ...], int], StageSteps] = {}
-
-    def steps(self, ops: tuple[int, ...], split: int = 1) -> StageSteps:
-        if (ops, split) not in self._steps:
-            self._steps[ops, split] = StageSteps(self.cost, ops, split)
-        return self._steps[ops, split]
+        self.steps = functools.cache(functools.partial(StageSteps, cost))
 
     def plan(self, a: Arranged) -> GpuPlan:
         """The plan of ``a``. Its time is launch, packing and start-up, and then the slowest of compute, memory and L2."""
@@ -138,7 +133,7 @@ class GpuRegion:
 # --- Stages split and grouped; they stay in topological order, and only makers may be in several stages ---------------------------
 
 
-def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
+def separated(cost: GpuCost, stage: Ops) -> tuple[Ops, ...]:
     """``stage`` as up to three stages, so that its matmul is among only elementwise ops and can be split by columns.
 
     A stage without a matmul, or that is splittable already, stays one.
@@ -152,7 +147,7 @@ def separated(cost: RegionCost, stage: Ops) -> tuple[Ops, ...]:
     return with_makers(cost, [tuple(sorted(part)) for part in (front, body, rest) if part])
 
 
-def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
+def _followers(cost: GpuCost, ops: Sequence[int], dot: int) -> tuple[set[int], set[int]]:
     """(the matmul and the elementwise ops on its columns that follow it, all other ops that depend on it)."""
     columns = cost.row_size(cost.graph.ops[dot].outputs[0])
     body, rest = {dot}, set[int]()
@@ -166,7 +161,7 @@ def _followers(cost: RegionCost, ops: Sequence[int], dot: int) -> tuple[set[int]
     return body, rest
 
 
-def _ops_before(cost: RegionCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
+def _ops_before(cost: GpuCost, ops: Sequence[int], body: set[int], rest: set[int]) -> set[int]:
     """The ops that stay in front of the matmul. Those that only ``body`` or ``rest`` need are added to these."""
     front: set[int] = set()
     for i in reversed(ops):
@@ -186,33 +181,21 @@ def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: i
 
     ``seconds(a, b)``: of stages a to b - 1 as one stage; infinite where they do not fit one.
     """
-    n = len(stages)
-    best = [0.0] + [float("inf")] * n  # of the first j stages in k stages
-    cuts: list[list[int]] = []
-    found = []
+    n, found = len(stages), []
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j stages in k: (seconds, cuts)
     for k in range(1, min(most, n) + 1):
-        following = [float("inf")] * (n + 1)
-        cut = [0] * (n + 1)
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for b in range(k, n + 1):
             for a in range(b - 1, k - 2, -1):
                 one = seconds(a, b)
                 if one == float("inf"):
                     break  # more ops do not fit either
-                slowest = max(best[a], one)
-                if slowest < following[b]:
-                    following[b], cut[b] = slowest, a
+                if a in best and (b not in following or max(best[a][0], one) < following[b][0]):
+                    following[b] = max(best[a][0], one), (*best[a][1], b)
         best = following
-        cuts.append(cut)
-        if k > 1 and best[n] < float("inf"):
-            found.append(_grouping(stages, cuts))
+        if k > 1 and n in best:
+            found.append(tuple(joined(stages[a:b]) for a, b in itertools.pairwise(best[n][1])))
     return found
-
-
-def _grouping(stages: Sequence[Ops], cuts: Sequence[Sequence[int]]) -> tuple[Ops, ...]:
-    ends = [len(stages)]
-    for cut in reversed(cuts):
-        ends.append(cut[ends[-1]])
-    return tuple(joined(stages[a:b]) for a, b in itertools.pairwise(reversed(ends)))
 
 
 # --- Spatial pipelines: a CTA for each stage, weights resident, tiles passed through rings ----------------------------------------
@@ -386,12 +369,11 @@ class _SpatialBuilder:
 
     def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
         """The pipeline with the number of instances, and the split of each stage, whose modelled throughput is best."""
-        least = [self._least_split(d) for d in drafts]
-        if any(s is None for s in least):
-            return None
-        loads = []
-        for draft, split in zip(drafts, least, strict=True):
-            assert split is not None
+        loads = list[Load]()
+        for draft in drafts:
+            split = self._least_split(draft)
+            if split is None:
+                return None
             seconds = self._period(self._stage(draft, split), 1)
             loads.append(Load(seconds * split, split, max(split, self._most_split(draft))))
         ctas = sum(load.least for load in loads)
@@ -435,19 +417,17 @@ class _SpatialBuilder:
         names = [stage_name(cost, s, d) for s, d in enumerate(drafts)]
         crossing = sum(s.split * (s.entering + s.leaving) for s in stages) if self.place == "l2" else 0
         weights = instances * sum(s.split * packed_bytes(cost, s.ops, s.split) for s in stages)
-        return Arranged(
-            "spatial",
-            tuple(self._planned(stage, names[k], ctas) for k, stage in enumerate(stages)),
-            tuple(
-                Queue(q.value, q.producer, q.consumers, d, entry_bytes(cost, q.value), self.place) for q, d in zip(queued, depths)
-            ),
-            instances,
-            ctas if self.place == "cluster" else 1,
-            self.lanes,
-            busy=busy + weights / machine.shared_bandwidth,
-            l2_bytes=float(crossing * region.tiles + weights),
-            bound=names[slowest],
+        planned = tuple(
+            Stage(name, s.ops, resource_of(cost, s.ops), s.split, self._period(s, ctas), split=s.split)
+            for name, s in zip(names, stages, strict=True)
         )
+        queues = tuple(
+            Queue(q.value, q.producer, q.consumers, d, entry_bytes(cost, q.value), self.place)
+            for q, d in zip(queued, depths, strict=True)
+        )
+        busy, l2_bytes = busy + weights / machine.shared_bandwidth, float(crossing * region.tiles + weights)
+        cluster = ctas if self.place == "cluster" else 1
+        return Arranged("spatial", planned, queues, instances, cluster, self.lanes, busy, l2_bytes, names[slowest])
 
     def _depths(
         self, queued: Sequence[Link], drafts: Sequence[Ops], splits: Sequence[int], instances: int, wanted: int
@@ -480,9 +460,6 @@ class _SpatialBuilder:
         fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
-    def _planned(self, s: _StageTraffic, name: str, ctas: int) -> Stage:
-        return Stage(name, s.ops, resource_of(self.cost, s.ops), s.split, self._period(s, ctas), split=s.split)
-
 
 # --- Loops whose weights are split over a cluster ---------------------------------------------------------------------------------
 
@@ -495,8 +472,9 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
     """One arrangement for each size of a cluster and number of lanes that fits a loop whose weights no CTA can hold alone.
 
     All CTAs of a cluster run the same tiles through the same steps. Each keeps its columns of every weight, computes its columns of
-    every value, and passes those that the next product contracts to the others through their shared memory (``stage/split.py``).
-    A product that contracts more than it makes, as in a gradient through time, passes partial sums instead (``stage/facts.py``).
+    every value, and passes those that the next product contracts to the others through their shared memory
+    (``stage/instructions.py``). A product that contracts more than it makes, as in a gradient through time, passes partial sums
+    instead (``stage/split.py``).
     Raises ``Infeasible`` with the reason where no cluster holds the weights.
     """
     cost, machine = region.cost, region.machine
@@ -602,7 +580,7 @@ def _exchanged(cost: GpuCost, ops: Ops) -> Iterator[_Exchanged]:
 
 
 def _is_partial(body: GpuCost, v: int, dot: DotWork, pieces: int) -> bool:
-    """Does the product pass partial sums? Decided as by the code generator (``stage/facts.py``), as far as the graph tells: a
+    """Does the product pass partial sums? Decided as by the code generator (``stage/split.py``), as far as the graph tells: a
     concatenation that only products read is multiplied piece by piece."""
     whole = pieces > 1 and (v in body.outputs or any(body.work(i).dot is None for i in body.readers.get(v, ())))
     return whole or dot.k * itemsize(dot.dtype) > SUM_BYTES * dot.n

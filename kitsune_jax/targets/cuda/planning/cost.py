@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self, TypeVar
+from typing import Self
 
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.loops import as_step, parts
@@ -26,7 +26,7 @@ from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary, rounded_results
-from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct
+from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct, queue_form
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, TILE_ROWS, padded, table_bytes
 
 # --- Costs of single ops ----------------------------------------------------------------------------------------------------------
@@ -254,21 +254,19 @@ def atomic_bytes(op: Op, dtype: str) -> int:
 
 # --- Bytes that a stage keeps -----------------------------------------------------------------------------------------------------
 
-Cost = TypeVar("Cost", bound=RegionCost)
 
-
-def dots_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
+def dots_of(cost: GpuCost, ops: Iterable[int]) -> list[DotWork]:
     """Products with stationary weights."""
     dots = [cost.work(i).dot for i in ops if i not in cost.sinks]
     return [dot for dot in dots if dot is not None and not dot.per_row]
 
 
-def gradients_of(cost: RegionCost, ops: Iterable[int]) -> list[DotWork]:
+def gradients_of(cost: GpuCost, ops: Iterable[int]) -> list[DotWork]:
     """Weight gradients: matmuls that contract the rows, of operands with ``m`` and ``n`` columns."""
     return [dot for i in ops if i in cost.sinks and (dot := cost.work(i).dot) is not None]
 
 
-def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1, batches: bool = False) -> int:
+def packed_bytes(cost: GpuCost, ops: Iterable[int], split: int = 1, batches: bool = False) -> int:
     """A CTA's share of the packed weights that the matmuls of ``ops``, and of the bodies of loops among them, read. ``batches``:
     count the weights of every batch, not of one."""
     ops = tuple(ops)
@@ -281,25 +279,20 @@ def packed_bytes(cost: RegionCost, ops: Iterable[int], split: int = 1, batches: 
     return found
 
 
-def loops_of(cost: Cost, ops: Iterable[int]) -> list[tuple[int, Cost]]:
+def loops_of(cost: GpuCost, ops: Iterable[int]) -> list[tuple[int, GpuCost]]:
     """(steps, costs of the body) of the loops among ``ops``."""
     return [(cost.graph.ops[i]["length"], cost.body(i)) for i in ops if cost.graph.ops[i].body is not None]
 
 
-def vector_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
+def vector_bytes(cost: GpuCost, ops: Iterable[int]) -> int:
     """Bytes of biases, gains and other stationary operands of ops that are not matmuls."""
     others = (i for i in ops if cost.work(i).dot is None and cost.graph.ops[i].body is None)
     return sum(cost.bytes(v) for v in cost.stationary_inputs(others))
 
 
-def form(dtype: str) -> str:
-    """How elements lie in the registers of an unsplit stage: "pair", "bit" or "word" (``Value.form``)."""
-    return "pair" if tiles.is_half(dtype) else "bit" if dtype == "bool" else "word"
-
-
-def entry_bytes(cost: RegionCost, v: int) -> int:
+def entry_bytes(cost: GpuCost, v: int) -> int:
     """Bytes of a ring's entry: one tile of ``v``."""
-    return tiles.image_bytes(tiles.padded(cost.row_size(v)), form(cost.graph.values[v].dtype))
+    return tiles.image_bytes(tiles.padded(cost.row_size(v)), queue_form(cost.graph.values[v].dtype, False))
 
 
 # --- Products for each row: matmuls whose operands both stream --------------------------------------------------------------------
@@ -314,12 +307,12 @@ _SUM_SLOTS = 4  # instructions for a sum: to shared memory, and from there to it
 _MMA_ROWS, _MMA_COLUMNS, _DEPTH_BYTES = 16, 8, 32  # of an mma.sync
 
 
-def row_products_of(cost: RegionCost, ops: Iterable[int]) -> list[int]:
+def row_products_of(cost: GpuCost, ops: Iterable[int]) -> list[int]:
     """Matmuls whose operands both stream."""
     return [i for i in ops if i not in cost.sinks and (dot := cost.work(i).dot) is not None and dot.per_row]
 
 
-def fed_by(cost: RegionCost) -> dict[int, int]:
+def fed_by(cost: GpuCost) -> dict[int, int]:
     """op -> product, for ops that only stack or gather the operands of a product for each row, or pick from its result.
 
     They belong to the product's stage: it copies its operands to shared memory row by row from their places in memory
@@ -347,31 +340,31 @@ def fed_by(cost: RegionCost) -> dict[int, int]:
     return found
 
 
-def stacked_of(cost: RegionCost, ops: Iterable[int]) -> frozenset[int]:
+def stacked_of(cost: GpuCost, ops: Iterable[int]) -> frozenset[int]:
     """The ops among ``ops`` that stack operands of a product, which reads them part by part."""
     found = fed_by(cost)
     return frozenset(i for i in ops if i in found and cost.family(i) in (*_VIEWS, "concatenate"))
 
 
-def _node(cost: RegionCost, i: int) -> RowProduct:
+def _node(cost: GpuCost, i: int) -> RowProduct:
     """The product with operands whose last dimension is K, the layout that needs least shared memory."""
     dot, (x, y) = _dot(cost, i), cost.graph.ops[i].inputs
     a, b = (RowOperand(n, False, ()) for n in (dot.m, dot.n))
     return RowProduct(None, dot.dtype, dot.k, a, None if x == y else b, dot.dtype, 0, None, None)  # type: ignore[arg-type]
 
 
-def _dot(cost: RegionCost, i: int) -> DotWork:
+def _dot(cost: GpuCost, i: int) -> DotWork:
     dot = cost.work(i).dot
     assert dot is not None
     return dot
 
 
-def product_bytes(cost: RegionCost, ops: Iterable[int]) -> int:
+def product_bytes(cost: GpuCost, ops: Iterable[int]) -> int:
     """Shared memory of a lane: operands and sums of one row for each warp. Products use it one after the other."""
     return max((_node(cost, i).bytes for i in row_products_of(cost, ops)), default=0)
 
 
-def _product_work(cost: RegionCost, i: int) -> tuple[float, float, float, float]:
+def _product_work(cost: GpuCost, i: int) -> tuple[float, float, float, float]:
     """(padded products, instructions, bytes moved by shared memory, cycles that a lane waits while all engines are free for other
     lanes) of a tile."""
     dot, (x, y) = _dot(cost, i), cost.graph.ops[i].inputs
@@ -393,7 +386,7 @@ _ANCHORS = frozenset({"dot", "reduce", "argreduce", "cumulative"})
 ELEMENTWISE = frozenset({"pointwise", "convert", "broadcast"})
 
 
-def most_split(cost: RegionCost, ops: Sequence[int], split: int) -> int:
+def most_split(cost: GpuCost, ops: Sequence[int], split: int) -> int:
     """The largest number of CTAs, at most ``split``, that can share ``ops`` in equal slabs of whole blocks of columns."""
     if split == 1 or not is_splittable(cost, ops):
         return 1
@@ -403,9 +396,9 @@ def most_split(cost: RegionCost, ops: Sequence[int], split: int) -> int:
     return useful_split(dots_of(cost, ops)[0].n, split)
 
 
-def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
+def is_splittable(cost: GpuCost, ops: Sequence[int]) -> bool:
     """Is the stage one matmul or weight gradient among elementwise ops, so that each CTA can make its own columns of the results?
-    ``stage/facts.py`` finds the slabs of a stage that is split."""
+    ``stage/split.py`` finds the slabs of a stage that is split."""
     sums = panel_sums(cost, ops)
     anchors = [i for i in ops if cost.family(i) in _ANCHORS and i not in sums]
     others = [i for i in ops if i not in sums and i not in anchors]
@@ -416,13 +409,16 @@ def is_splittable(cost: RegionCost, ops: Sequence[int]) -> bool:
         return False
     if anchors[0] in cost.sinks:
         return _separate_operands(cost, others, anchors[0])
+    made = set(cost.graph.ops[anchors[0]].outputs)  # values that depend on the matmul
+    for i in ops:
+        if made.intersection(cost.graph.ops[i].inputs):
+            made.update(cost.graph.ops[i].outputs)
     columns = cost.row_size(cost.graph.ops[anchors[0]].outputs[0])
-    after = _dependents(cost, ops, anchors[0])
     elementwise = all(cost.family(i) in ELEMENTWISE for i in ops if i != anchors[0])
-    return elementwise and all(cost.row_size(v) in (1, columns) for i in after for v in cost.graph.ops[i].outputs)
+    return elementwise and all(cost.row_size(v) in (1, columns) for v in made)
 
 
-def _separate_operands(cost: RegionCost, ops: Sequence[int], gradient: int) -> bool:
+def _separate_operands(cost: GpuCost, ops: Sequence[int], gradient: int) -> bool:
     """Do the operands of a weight gradient share no value in the stage? Only the columns of one of them are split over CTAs."""
     if any(cost.family(i) not in ELEMENTWISE for i in ops):
         return False
@@ -441,32 +437,15 @@ def _separate_operands(cost: RegionCost, ops: Sequence[int], gradient: int) -> b
     return not reach[0] & reach[1]
 
 
-def _dependents(cost: RegionCost, ops: Sequence[int], first: int) -> list[int]:
-    """Ops that depend on ``first``, including ``first``."""
-    made = set(cost.graph.ops[first].outputs)
-    after = [first]
-    for i in ops:
-        if made.intersection(cost.graph.ops[i].inputs):
-            made.update(cost.graph.ops[i].outputs)
-            after.append(i)
-    return after
-
-
-def panel_sums(cost: RegionCost, ops: Iterable[int]) -> frozenset[int]:
+def panel_sums(cost: GpuCost, ops: Iterable[int]) -> frozenset[int]:
     """Sums over the rows of a 16-bit operand of a weight gradient among ``ops``: made from the operand's panel in shared memory."""
-    ops = tuple(ops)
-    operands = {v for i in ops if i in cost.sinks and cost.work(i).dot is not None for v in cost.graph.ops[i].inputs}
-
-    def is_sum(i: int) -> bool:
-        op = cost.graph.ops[i]
-        if i not in cost.sinks or op.kind != "reduce_sum" or op.inputs[0] not in operands:
-            return False
-        return itemsize(cost.graph.values[op.inputs[0]].dtype) == 2 and cost.graph.values[op.outputs[0]].size > 1
-
-    return frozenset(i for i in ops if is_sum(i))
+    sinks, values = {i: cost.graph.ops[i] for i in ops if i in cost.sinks}, cost.graph.values
+    operands = {v for i, op in sinks.items() if cost.work(i).dot is not None for v in op.inputs}
+    sums = {i: op for i, op in sinks.items() if op.kind == "reduce_sum" and op.inputs[0] in operands}
+    return frozenset(i for i, op in sums.items() if itemsize(values[op.inputs[0]].dtype) == 2 and values[op.outputs[0]].size > 1)
 
 
-def panel_sums_of(cost: RegionCost) -> dict[int, int]:
+def panel_sums_of(cost: GpuCost) -> dict[int, int]:
     """sum over the rows of an operand of a weight gradient -> the gradient, whose stage has the operand in shared memory."""
     found: dict[int, int] = {}
     for gradient in cost.region.ops:
@@ -496,7 +475,7 @@ _CHOICES = 6  # the largest values of a step, which may become images
 _REDUCTIONS = frozenset({"reduce", "argreduce"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Storage:
     """``image_bytes``: the most bytes that images take at once; ``image_traffic``: bytes of images written and read per tile."""
 
@@ -506,15 +485,17 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LiveValue:
-    """A value that later steps than ``born`` read, until step ``last``; ``reads``: how often all of it is read. ``image``: bytes of
-    its image in shared memory."""
+    """A value that later steps read, until step ``last``; ``reads``: how often all of it is read. ``image``: bytes of its image in
+    shared memory."""
 
     value: int
-    born: int
     last: int
     registers: int
     image: int
     reads: int
+
+
+_Placed = tuple[tuple[_LiveValue, bool], ...]  # kept values: does each have an image?
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -525,8 +506,15 @@ class _StageStep:
     working: int
     done: float | None = None
 
+    def registers(self, live: _Placed, born: _Placed, after: _Placed) -> float:
+        """The most registers in use at once, with the values ``live`` before the step, and those that it makes and leaves."""
+        held, made, left = (sum(k.registers for k, image in values if not image) for values in (live, born, after))
+        if self.done is None:
+            return max(held, left) + self.working
+        return max(held + self.working + made * self.done, left)
 
-def shared_bytes(cost: RegionCost, ops: Sequence[int], storage: Storage, lanes: int, weights: int, rings: int) -> int:
+
+def shared_bytes(cost: GpuCost, ops: Sequence[int], storage: Storage, lanes: int, weights: int, rings: int) -> int:
     """Shared memory of a CTA: ``weights`` (or the ring that streams them), and for every lane its images and ``rings``."""
     return weights + vector_bytes(cost, ops) + lanes * (storage.image_bytes + rings) + _RESERVED_BYTES
 
@@ -552,7 +540,7 @@ class StageSteps:
     gradient of six layers: 126 seconds instead of 4); planning without the estimate changed 55 of 889 plans.
     """
 
-    def __init__(self, cost: RegionCost, ops: Sequence[int], split: int = 1, slabs: bool = False):
+    def __init__(self, cost: GpuCost, ops: Sequence[int], split: int = 1, slabs: bool = False):
         self.cost, self.ops, self.split, self.slabs = cost, tuple(ops), split, slabs
         self.producer = {v: i for i in ops for v in cost.graph.ops[i].outputs}
         self.step: dict[int, int] = {}
@@ -627,10 +615,10 @@ class StageSteps:
             columns = self.cost.row_size(v)
             if born or self.slabs:
                 columns //= self.split
-            width, how = tiles.padded(columns), form(self.cost.graph.values[v].dtype)
+            width, how = tiles.padded(columns), queue_form(self.cost.graph.values[v].dtype, False)
             image = tiles.image_bytes(width, how)
             registers = 2 if columns == 1 else tiles.registers(width, how)
-            made[born].append(_LiveValue(v, born, max(at), registers, image, sum(at.values())))
+            made[born].append(_LiveValue(v, max(at), registers, image, sum(at.values())))
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]
 
     def _sum_registers(self, i: int) -> int:
@@ -644,7 +632,7 @@ class StageSteps:
         """Shared memory of a lane for sink ``i`` by indices: the block to fold, and the runs of a tile or the lane's table."""
         width, access = tiles.padded(self.cost.elements(i)), self.cost.access(i)
         block = tiles.TILE_ROWS * 4 * (tiles.block(width) | 1)
-        if isinstance(self.cost, GpuCost) and i in self.cost.unordered:
+        if i in self.cost.unordered:
             return 0 if may_differ(self.cost.graph.ops[i]) else block  # the L2 folds them
         if access is not None and not access.near:
             return block + tiles.table_bytes(self.cost.graph.ops[i]["n"], width)
@@ -678,46 +666,23 @@ class StageSteps:
     def _best_placement(self, budget: int) -> Storage | None:
         """The best placement, by a beam search. A greedy choice of the value to move, step by step, changed 33 of 1600 plans and
         lost an A100 its pipeline of NeRF."""
-        beam: dict[tuple[tuple[_LiveValue, bool], ...], Storage] = {(): Storage(0, 0)}
-        for t, step in enumerate(self.steps):
-            following: dict[tuple[tuple[_LiveValue, bool], ...], Storage] = {}
-            for live, so_far in beam.items():
-                for places in self._placements(t):
-                    born = tuple(zip(self.kept[t], places, strict=True))
-                    if not self._fits(step, live, born, t, budget):
-                        continue
-                    images = sum(k.image for k, image in (*live, *born) if image)
-                    traffic = sum(k.image * (1 + k.reads) for k, image in born if image)
-                    after = tuple((k, image) for k, image in (*live, *born) if k.last > t)
-                    found = Storage(max(so_far.image_bytes, images), so_far.image_traffic + traffic)
-                    if after not in following or _rank(found) < _rank(following[after]):
-                        following[after] = found
-            beam = dict(sorted(following.items(), key=lambda item: _rank(item[1]))[:_BEAM])
-        return min(beam.values(), key=_rank, default=None)
-
-    def _placements(self, t: int) -> list[tuple[bool, ...]]:
-        """The choices for the values of step ``t``: does each become an image?"""
-        small = (False,) * max(0, len(self.kept[t]) - _CHOICES)
-        return [(*large, *small) for large in itertools.product((False, True), repeat=len(self.kept[t]) - len(small))]
-
-    def _fits(
-        self,
-        step: _StageStep,
-        live: Sequence[tuple[_LiveValue, bool]],
-        born: Sequence[tuple[_LiveValue, bool]],
-        t: int,
-        budget: int,
-    ) -> bool:
-        held = sum(k.registers for k, image in live if not image)
-        made = sum(k.registers for k, image in born if not image)
-        after = sum(k.registers for k, image in (*live, *born) if not image and k.last > t)
-        if step.done is None:
-            return max(held, after) + step.working <= budget
-        return max(held + step.working + made * step.done, after) <= budget
-
-
-def _rank(s: Storage) -> tuple[int, int]:
-    return s.image_bytes, s.image_traffic
+        beam: dict[_Placed, Storage] = {(): Storage(0, 0)}
+        for t, (step, kept) in enumerate(zip(self.steps, self.kept, strict=True)):
+            following: dict[_Placed, Storage] = {}
+            small = tuple((k, False) for k in kept[_CHOICES:])
+            choices = [((k, False), (k, True)) for k in kept[:_CHOICES]]
+            for (live, so_far), large in itertools.product(beam.items(), list(itertools.product(*choices))):
+                born = (*large, *small)
+                after = tuple((k, image) for k, image in (*live, *born) if k.last > t)
+                if step.registers(live, born, after) > budget:
+                    continue
+                images = sum(k.image for k, image in (*live, *born) if image)
+                traffic = sum(k.image * (1 + k.reads) for k, image in born if image)
+                found = Storage(max(so_far.image_bytes, images), so_far.image_traffic + traffic)
+                if after not in following or found < following[after]:
+                    following[after] = found
+            beam = dict(sorted(following.items(), key=lambda item: item[1])[:_BEAM])
+        return min(beam.values(), default=None)
 
 
 # --- Tile work: seconds of a tile on each engine of an SM -------------------------------------------------------------------------

@@ -269,15 +269,13 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
     """
     _check_ops(cost)
     region = GpuRegion(cost)
-    drafts = () if loops_of(cost, cost.region.ops) else finest(cost, {**panel_sums_of(cost), **fed_by(cost)})
-    arranged: list[Arranged] = []
-    reasons: list[str] = []
-    ops = tuple(sorted(cost.region.ops))
-    others: tuple[str, Callable[[], list[Arranged]]] = ("spatial", lambda: spatial(region, drafts))
-    has_loops = bool(loops_of(cost, ops))
-    if has_loops:  # a tile runs all steps of a loop
-        others = ("over a cluster", lambda: over_clusters(region, ops))
-    for name, make in (("fused", lambda: _vertical(region, ops)), others):
+    ops, arranged, reasons = tuple(sorted(cost.region.ops)), list[Arranged](), list[str]()
+    makers: dict[str, Callable[[], list[Arranged]]] = {"fused": lambda: _vertical(region, ops)}
+    if has_loops := bool(loops_of(cost, ops)):  # a tile runs all steps of a loop
+        makers["over a cluster"] = lambda: over_clusters(region, ops)
+    else:
+        makers["spatial"] = lambda: spatial(region, finest(cost, {**panel_sums_of(cost), **fed_by(cost)}))
+    for name, make in makers.items():
         if arranged and has_loops and _SHARE * region.tiles > region.machine.workers:
             continue  # CTAs with all weights in their own shared memory need not wait for others
         try:
@@ -305,13 +303,15 @@ class _Weights:
 def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
     cost, machine = region.cost, region.machine
     packed = packed_bytes(cost, ops)
-    ways = [_Weights(1, True, packed)]
-    if packed and not loops_of(cost, ops):
+    ways, loops = [_Weights(1, True, packed)], loops_of(cost, ops)
+    if packed and not loops:
         clusters = [cluster for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
         ways += [_Weights(cluster, False, _RING_CHUNKS * _CHUNK_BYTES) for cluster in clusters]
+    # The steps of the bodies of loops, or of a stage without loops. The code itself accounts for what loops carry.
+    steps = [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
     found, least = list[Arranged](), None
     for lanes, registers in enumerate(machine.lane_registers, 1):
-        storage = largest_storage(_steps(region, ops), registers, lanes)
+        storage = largest_storage(steps, registers, lanes)
         if storage is None:
             continue
         for weights in ways:
@@ -343,12 +343,6 @@ def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights
     stage = Stage(name, ops, resource_of(cost, ops), cluster, period, resident=resident)
     busy = work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if resident else 0.0)
     return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name)
-
-
-def _steps(region: GpuRegion, ops: Ops) -> list[StageSteps]:
-    """The steps of the bodies of loops, or of the stage where it has no loops. The code itself accounts for what loops carry."""
-    loops = loops_of(region.cost, ops)
-    return [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
 
 
 def _can_drift(cost: GpuCost, ops: Ops, ring: int) -> bool:
@@ -457,16 +451,15 @@ def _prefetch(flow: _CallDependencies, k: int, product: _Product, machine: GpuMa
     if product.op not in later:
         return None
     may = later - flow.dependents(product.op) - {product.op}
-    must = flow.needed_by(product.op, later)
+    must = _reached(flow.before, product.op, later)
     seconds, moved = flow.seconds_and_bytes(must, machine)
     gaps = machine.kernel_seconds * (1 + sum(n < 0 for n in must)) + max(0.0, seconds - moved / machine.dram_bandwidth)
     room = machine.shared_bytes // 2 - flow.seconds_and_bytes(may, machine)[1]
     wanted = product.size * (1 - machine.dram_bandwidth / max(machine.shared_bandwidth, machine.dram_bandwidth))
     fetched = int(min(wanted, gaps * machine.dram_bandwidth, room)) // PIECE_BYTES * PIECE_BYTES
     gained = fetched / machine.dram_bandwidth
-    whole = (
-        sum(plan.seconds for _, plan in flow.calls[k]) + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
-    )
+    own = sum(plan.seconds for _, plan in flow.calls[k])
+    whole = own + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
     if fetched <= 0 or not (force or gained >= min(_LEAST_SECONDS, _LEAST_SHARE * whole)):
         return None
     size = _bytes(flow.graph, product.value)
@@ -488,13 +481,13 @@ def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
     rate = machine.rate(machine.tensor_rates, values[0].dtype) * machine.workers
     if others > size // 4 or flops / rate > size / machine.dram_bandwidth:
         return None
-    location = _location(graph, graph.producers(), weight)
+    location = _location(graph, weight)
     return None if location is None else _Product(i, *location, size)
 
 
-def _location(graph: Graph, producers: dict[int, int], v: int) -> tuple[int, int] | None:
+def _location(graph: Graph, v: int) -> tuple[int, int] | None:
     """(argument, byte) where the elements of ``v`` lie in one piece, in any order; None if ``v`` is computed or scattered."""
-    first, cut = 0, False
+    first, cut, producers = 0, False, graph.producers()
     while (i := producers.get(v)) is not None:
         op = graph.ops[i]
         if op.kind == "slice":
@@ -542,10 +535,6 @@ class _CallDependencies:
             for m in found:
                 self.after[m].add(n)
         self.dependents = functools.cache(lambda n: _reached(self.after, n, self.after.keys()))
-
-    def needed_by(self, op: int, among: Set[int]) -> Set[int]:
-        """The nodes among ``among`` that ``op`` depends on."""
-        return _reached(self.before, op, among)
 
     def seconds_and_bytes(self, nodes: Set[int], machine: GpuMachine) -> tuple[float, int]:
         """(modelled seconds of XLA's kernels of the ops, bytes that these and the calls move)."""

@@ -160,9 +160,9 @@ class StageCodeBuilder:
             self.vectors.append((recipe,))
         return ir.Address(ir.StationaryVector(self.vectors.index((recipe,)), 0))
 
-    def set_row(self, v: int, expr: Expr) -> None:
+    def set_row(self, v: int, expr: Expr, part: str = "") -> None:
         """Evaluate a row value into its two registers."""
-        ref = Ref("r", v)
+        ref = Ref("r", v, part)
         self.add(st.SetRow(ref, self.values[v].dtype, expr))
         self.settle(v, st.InRegisters(ref, "row", ref))
 
@@ -230,15 +230,6 @@ class StageCodeBuilder:
 
     def name_axes(self) -> None:
         self.once_per_tile(ir.AxisIndices(self.program.axes))
-
-    def declare_home(self, v: int) -> Ref:
-        """Declare the registers or the image of ``v``. The caller fills it and settles ``v`` there."""
-        value = self.value(v)
-        if v in self.shape.images:
-            self.once_per_tile(ir.Image(Ref("image", v)))
-            return Ref("image", v)
-        self.add(ir.Registers(Ref("v", v), value.form, value.dtype, value.registers))
-        return Ref("v", v)
 
     def keep(self, v: int) -> Keep:
         """The action that keeps ``v`` in registers or in its image."""

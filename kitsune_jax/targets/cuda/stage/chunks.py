@@ -18,9 +18,7 @@ from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.split import ExchangeWaits
 
-# --- Chunks of columns ------------------------------------------------------------------------------------------------------------
-
-_GROUP = 2  # Product::kGroup
+ROLLING_GROUP = 2  # blocks of K between two waits of a rolling product (``Product::kGroup``)
 Homes = dict[int, st.StageValue]
 
 
@@ -143,7 +141,7 @@ class _Chunks:
             feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
             if rolling:  # the numbers of blocks that ``Product`` waits for
-                done = last if o.fetched else first + (-(-(last - first) // _GROUP) - 1) * _GROUP
+                done = last if o.fetched else first + (-(-(last - first) // ROLLING_GROUP) - 1) * ROLLING_GROUP
             first = last
         state.done = done
         if p.start is not None:
@@ -238,7 +236,8 @@ class _BlockRange:
             value = self.homes[action.value]
             pair = self._ready_pair(action.value) if isinstance(action, ir.Keep | ir.ToPanel) else None
             x = pair or self._read(action.value, 0)
-            self.steps.append(ir.Put(_without_value(action), x, value.dtype, value.n, pair is not None))
+            action = dataclasses.replace(action, value=-1)  # equal stages differ in the numbers of their values
+            self.steps.append(ir.Put(action, x, value.dtype, value.n, pair is not None))
         return ir.BlockLoop(self.source.width, self.first, self.last - self.first, tuple(self.steps), tuple(self.reads))
 
     def _ready_pair(self, v: int) -> ir.Expr | None:
@@ -341,10 +340,6 @@ class _BlockRange:
         return self.masks[v]
 
 
-def _without_value(action: ir.Action) -> ir.Action:
-    return dataclasses.replace(action, value=-1)  # equal stages differ in the numbers of their values
-
-
 # --- Ping-pong: while one lane multiplies, the others run the code between their products -----------------------------------------
 
 
@@ -356,28 +351,19 @@ def with_ping_pong(nodes: Sequence[ir.Node]) -> tuple[tuple[ir.Node, ...], bool]
     all lanes would multiply at the same time, and then all be in their softmax. All lanes of the CTA must run the loops equally
     often, as lanes on tiles of one batch do.
     """
-    found: list[ir.Node] = []
-    for node in nodes:
-        body = _body_with_turns(node.body) if isinstance(node, st.CountedLoop) else None
-        if body is None:
-            found.append(node)
-        else:
-            assert isinstance(node, st.CountedLoop)
-            found += [st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")]
+    found = [changed for node in nodes for changed in _with_turns(node)]
     return tuple(found), len(found) > len(nodes)
 
 
-def _body_with_turns(body: Sequence[ir.Node]) -> tuple[ir.Node, ...] | None:
-    """The body of a loop that the lane enters and leaves with the turn; None if it has less than two products."""
-    products = [(k, node.weight) for k, node in enumerate(body) if isinstance(node, st.Issue)]
+def _with_turns(node: ir.Node) -> tuple[ir.Node, ...]:
+    """``node``; a loop with two products or more, which the lane enters and leaves with the turn, has ``Turn``s."""
+    if not isinstance(node, st.CountedLoop):
+        return (node,)
+    products = [(k, inner.weight) for k, inner in enumerate(node.body) if isinstance(inner, st.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]
     if not later or later[0] < first[-1]:
-        return None
-    return (
-        *body[: first[-1] + 1],
-        st.Turn("give"),
-        *body[first[-1] + 1 : later[0]],
-        st.Turn("take"),
-        *body[later[0] :],
-    )
+        return (node,)
+    between = (st.Turn("give"), *node.body[first[-1] + 1 : later[0]], st.Turn("take"))
+    body = (*node.body[: first[-1] + 1], *between, *node.body[later[0] :])
+    return st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")

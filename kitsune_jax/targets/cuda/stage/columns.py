@@ -1,10 +1,11 @@
 """Lowering of instructions that move elements within a row: broadcasts, concatenations, slices, transposes, pads, take and put.
 
-Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: a home for its result.
+Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: a home for its result.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -47,11 +48,8 @@ def _iota(at: StageCodeBuilder, instr: Instr) -> None:
     value, (v,) = at.new(instr), instr.outputs
     shape = tuple(instr["shape"])[1:]
     _check_width(instr, shape)
-    index = np.broadcast_to(
-        np.arange(shape[instr["dimension"] - 1]).reshape([-1 if d == instr["dimension"] - 1 else 1 for d in range(len(shape))]),
-        shape,
-    )
-    words = index.reshape(-1).astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index.reshape(-1)
+    index = np.indices(shape)[instr["dimension"] - 1].reshape(-1)
+    words = index.astype(np.float32).view(np.int32) if pointwise.COMPUTE[value.dtype] == "float" else index
     at.settle(v, st.Number(0) if value.row else st.InVector(at.vector(table(words))))
 
 
@@ -154,16 +152,16 @@ def _evaluate_parts(at: StageCodeBuilder, v: int, parts: tuple[tuple[int, int, i
     alike = len({x.width for x in values}) == 1 and len({x for x, _, _ in parts}) == len(parts)
     if value.form == "bit" or not whole or not alike or not any(isinstance(x.home, st.Expression) for x in values):
         return
-    ref = at.declare_home(v)
+    keep = at.keep(v)
+    if keep.to is None:
+        at.add(ir.Registers(keep.ref, keep.form, value.dtype, value.registers))
     starts = dict(zip((x for x, _, _ in parts), itertools.accumulate((n for _, _, n in parts), initial=0), strict=False))
-    image = ref if ref.kind == "image" else None
-    actions = [
-        ir.Keep(x, ref, value.form, to=image, push=True, reads=at.uses[x], first=-start, over=True) for x, start in starts.items()
-    ]
+    copy = dataclasses.replace(keep, push=True, over=True)
+    actions = [dataclasses.replace(copy, value=x, reads=at.uses[x], first=-start) for x, start in starts.items()]
     at.evaluate(values[0].width, actions)
     owner = ir.Ref("v", v)
-    at.add(ir.Alive(owner, 0 if image else value.registers))
-    at.settle(v, st.InImage(ref, value.form, owner) if image else st.InRegisters(ref, value.form, owner))
+    at.add(ir.Alive(owner, 0 if keep.to else value.registers))
+    at.settle(v, (st.InImage if keep.to else st.InRegisters)(keep.ref, keep.form, owner))
     for x, _, blocks in parts:
         at.settle(x, st.Parts(((v, starts[x], blocks),)))
 
@@ -242,10 +240,7 @@ def _whole_blocks(
 
 def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
     """Write ``sources`` to the warp's scratch rows, side by side; returns their first columns."""
-    starts, words = [], 0
-    for x in sources:
-        starts.append(words)
-        words += at.value(x).width
+    *starts, words = itertools.accumulate((at.value(x).width for x in sources), initial=0)
     at.scratch_words = max(at.scratch_words, words | 1)
     at.add(st.SyncWarp())  # earlier readers of the rows are done
     for x, start in zip(sources, starts, strict=True):
@@ -258,15 +253,21 @@ def to_scratch(at: StageCodeBuilder, sources: list[int]) -> list[int]:
 
 
 def _through_scratch(at: StageCodeBuilder, instr: Instr, v: int, index: np.ndarray, sources: list[int]) -> None:
-    value, starts = at.value(v), to_scratch(at, sources)
+    starts = to_scratch(at, sources)
     where = [_FILL if s < 0 else starts[s] + c for s, c in index]
-    fill: ir.Expr = ir.Literal(f"{pointwise.COMPUTE[value.dtype]}(0)")
+    fill: ir.Expr = ir.Literal(f"{pointwise.COMPUTE[at.value(v).dtype]}(0)")
     if _FILL in where:
         if instr.kind != "pad":
             raise AssertionError("only a pad has columns without a source")
         fill = at.row(instr.inputs[1])
+    from_scratch(at, v, where, fill)
+
+
+def from_scratch(at: StageCodeBuilder, v: int, where: Sequence[int], fill: ir.Expr | None = None) -> None:
+    """Read ``v`` from the columns ``where`` of the warp's scratch rows; -1 means ``fill``."""
+    value = at.value(v)
     if value.row:
-        at.set_row(v, fill if where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
+        at.set_row(v, fill if fill is not None and where[0] < 0 else ir.FromScratch(value.dtype, column=where[0]))
     else:
         at.settle(v, st.InScratch(at.vector(table(where)), fill))
         at.materialize(v)

@@ -28,7 +28,8 @@ class Facts:
         self.readers = _readers(body, names)
         # (weight gradient, its operand, the sum over the rows that is made from the operand's panel)
         self.panel_sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
-        self.uses = _uses(body, names)  # value -> reads of it; a panel sum reads the panel, not the value
+        # value -> reads of it; a panel sum reads the panel, not the value
+        self.uses = Counter(names.get(x, x) for i in body if not names.keys() & i.outputs for x in _read(i))
         self.uses.subtract(names.get(v, v) for _, v, _ in self.panel_sums)
         # Concatenation with adjacent columns -> its parts; those that only products for each row, or other such concatenations,
         # read; and those that only matmuls read, whose parts need not be moved.
@@ -71,10 +72,6 @@ def _aliases(program: TileProgram, instrs: Iterable[Instr]) -> dict[int, int]:
 def _read(instr: Instr) -> tuple[int, ...]:
     """The operands of ``instr``, and the results of its block."""
     return (*instr.inputs, *(instr.block.results if instr.block else ()))
-
-
-def _uses(instrs: Iterable[Instr], names: dict[int, int]) -> Counter[int]:
-    return Counter(names.get(x, x) for i in instrs if not names.keys() & i.outputs for x in _read(i))
 
 
 def _readers(instrs: Iterable[Instr], names: dict[int, int]) -> dict[int, list[Instr]]:

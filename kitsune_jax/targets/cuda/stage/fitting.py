@@ -76,8 +76,6 @@ def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
 
 # --- The least depth of the ring of streamed weights ------------------------------------------------------------------------------
 
-ROLLING_GROUP = 2  # blocks of K between two waits of a rolling product (``Product::kGroup``)
-
 
 def least_ring_depth(nodes: Iterable[Node]) -> int:
     """Chunks that a ring needs so that lanes do not wait forever; 0 where no weights are streamed.
@@ -119,8 +117,8 @@ def _rolling_chunks(issue: st.Issue) -> tuple[int, int]:
     per, held, end, released = 2 if tiles.is_half(issue.dtype) else 1, 0, 0, 0
     for operand, first, done in issue.feeds:
         blocks = tiles.blocks(operand.width)
-        for start in range(0, blocks, ROLLING_GROUP):
-            end, released = first + min(start + ROLLING_GROUP, blocks), done // per
+        for start in range(0, blocks, chunks.ROLLING_GROUP):
+            end, released = first + min(start + chunks.ROLLING_GROUP, blocks), done // per
             held = max(held, -(-end // per) - released)
             done = end if operand.fetched else first + start
             released = done // per

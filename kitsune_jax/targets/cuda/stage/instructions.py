@@ -1,7 +1,7 @@
 """Lowering of each instruction of a tile program: to nodes of the device IR if it has an effect, otherwise to a home of its value.
 
-Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: nodes, and homes. Raises ``CannotLower`` for instructions
-without code; ``target.supports`` says the same of an op before a region is formed.
+Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: nodes, and homes. Raises ``CannotLower`` for
+instructions without code; ``target.supports`` says the same of an op before a region is formed.
 """
 
 from __future__ import annotations
@@ -490,9 +490,7 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
         return
     template = pointwise.rounded("dot_general", "{0}", value.dtype)
     if value.row:
-        ref = Ref("r", v, "_rounded")
-        at.add(st.SetRow(ref, value.dtype, ir.Apply(template, (at.row(v),))))
-        at.settle(v, st.InRegisters(ref, "row", ref))
+        at.set_row(v, ir.Apply(template, (at.row(v),)), "_rounded")
     else:
         at.settle(v, st.Expression(template, (at.unnamed(value),)))
 

@@ -1,6 +1,6 @@
 """Lowering of the instructions of a stage in order, of loops with carries, and of runs of equal layers as loops.
 
-Comes in: instructions, and the ``StageBuilder`` of their stage. Goes out: nodes, with a ``CountedLoop`` for each loop and a
+Comes in: instructions, and the ``StageCodeBuilder`` of their stage. Goes out: nodes, with a ``CountedLoop`` for each loop and a
 ``LayerLoop`` for each run of equal layers. Raises ``CannotLower``.
 """
 
@@ -170,7 +170,9 @@ def _update_carries(at: StageCodeBuilder, carries: Sequence[int], results: Seque
     direct = [(carry, made) for carry, made in moved if isinstance(at.value(carry).home, st.InImage) and _is_elementwise(at, made)]
     added = [(carry, made) for carry, made in moved if _is_added_in_place(at, carry, made, moved)]
     direct += added
-    for width, some in _by_width(at, [made for carry, made in moved if (carry, made) not in direct and _is_pending(at, made)]):
+    others = [made for carry, made in moved if (carry, made) not in direct]
+    pending = [made for made in others if isinstance(at.value(made).home, (st.Expression, st.Multiply))]
+    for width, some in _by_width(at, pending):
         at.evaluate(width, [at.keep(v) for v in some])
     copied = [(carry, _copied_tile(at, made, carries)) for carry, made in moved if (carry, made) not in direct]
     alone = [(at.value(carry).width, [carry]) for carry, _ in added[1:]]  # the accumulators of one product at a time are alive
@@ -191,10 +193,6 @@ def _by_width(at: StageCodeBuilder, values: Sequence[int]) -> list[tuple[int, li
     for v in dict.fromkeys(values):
         found.setdefault(at.value(v).width, []).append(v)
     return list(found.items())
-
-
-def _is_pending(at: StageCodeBuilder, v: int) -> bool:
-    return isinstance(at.value(v).home, (st.Expression, st.Multiply))
 
 
 def _is_elementwise(at: StageCodeBuilder, v: int) -> bool:
@@ -375,7 +373,7 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     value = at.value(entry)
     if value.row:
         raise CannotLower("a loop over layers of one column has no code on the GPU")
-    reads = sum(i.inputs.count(run.entry) for i in run.segments[0])
+    reads = sum(i.inputs.count(run.entry) for i in run.segments[0])  # by the first layer
     images = [_image(v, value.form) for v in (entry, out)] if at.shape.images & {entry, out} else []
     inside: _Kept = _registers(Ref("h", entry), value.form)
     after = inside
@@ -388,9 +386,11 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
     at.add(*(ir.Alive(image.owner, 0) for image in images[1:]))
     first_weight, per_layer = len(at.weights), sum(i.kind == "matmul" for i in run.segments[0])
     _vectors(at, run)
-    _weights(at, run)
+    at.next_weight = first_weight  # of all layers, layer by layer; the matmuls of layer 0 take theirs in order
+    at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
     with at.body_of_loop() as body:
-        at.add(*([ir.TurnImages(*(image.ref for image in images))] if images else ()))
+        if images:
+            at.add(ir.TurnImages(*(image.ref for image in images)))
         at.settle(entry, inside)
         for instr in run.segments[0]:
             instructions.lower_instruction(at, instr)
@@ -419,12 +419,6 @@ def _vectors(at: StageCodeBuilder, run: Run) -> None:
         vector = ir.StationaryVector(len(at.vectors) - 1, offset)
         at.layer_vectors[run.segments[0][k].outputs[0]] = ir.Address(vector, layer=stride)
         offset += recipe.words
-
-
-def _weights(at: StageCodeBuilder, run: Run) -> None:
-    """Add the recipes of all layers' weights, layer by layer; the matmuls of layer 0 take theirs in order."""
-    at.next_weight = len(at.weights)
-    at.weights += [instructions.weight_recipe(at, i) for segment in run.segments for i in segment if i.kind == "matmul"]
 
 
 # --- All instructions -------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """Lowering of a stage's outputs: pushes into queues, stores to arrays, sinks, weight gradients, and sums of a segment softmax.
 
-Comes in: an instruction, and the ``StageBuilder`` of its stage. Goes out: nodes.
+Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-
-import numpy as np
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.table import OPS
@@ -77,10 +75,8 @@ def _panels(at: StageCodeBuilder, instr: Instr) -> tuple[tuple[int, frame.Panel]
     x, y = reversed(instr.inputs) if _shape(at, instr).swapped else instr.inputs
     k, dtype, (x_width, y_width) = instr["sink"], at.program.values[x].dtype, (_width(at, v) for v in (x, y))
     behind = tiles.panel_bytes(x_width, tiles.is_half(dtype))
-    return (x, frame.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0)), (
-        y,
-        frame.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind),
-    )
+    panels = frame.Panel(ir.Ref("panel", k, "x"), dtype, x_width, 0), frame.Panel(ir.Ref("panel", k, "y"), dtype, y_width, behind)
+    return (x, panels[0]), (y, panels[1])
 
 
 def _width(at: StageCodeBuilder, v: int) -> int:
@@ -135,11 +131,7 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     at.setup.append(start)
     at.tops[v] = tops, runs
     at.add(st.FindTops(tops, runs))
-    if value.row:
-        at.set_row(v, ir.FromScratch(value.dtype, column=0))
-    else:
-        at.settle(v, st.InScratch(at.vector(columns.table(np.arange(value.n))), None))
-        at.materialize(v)
+    columns.from_scratch(at, v, range(value.n))
 
 
 def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:

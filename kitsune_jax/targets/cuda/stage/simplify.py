@@ -116,16 +116,11 @@ def loop_values_as_tiles(program: TileProgram) -> TileProgram:
 def _varying_values(program: TileProgram, body: Sequence[Instr]) -> set[int]:
     """Stationary values of ``body`` that are made from a loop's number or carries, or loaded by these or by a batch."""
     found: set[int] = set()
-
-    def visit(instrs: Iterable[Instr]) -> None:
-        for i in instrs:
-            if i.block is not None:
-                found.update((i.block.index, *i.block.carries, *i.outputs))
-                visit(i.block.body)
-            elif i.kind == "load_slice" or (i.kind == "load" and pack.loads_by_batch(program, i)) or not found.isdisjoint(i.inputs):
-                found.update(i.outputs)
-
-    visit(body)
+    for i in walk(body):
+        if i.block is not None:
+            found.update((i.block.index, *i.block.carries, *i.outputs))
+        elif i.kind == "load_slice" or (i.kind == "load" and pack.loads_by_batch(program, i)) or not found.isdisjoint(i.inputs):
+            found.update(i.outputs)
     return {v for v in found if not program.values[v].tile}
 
 
@@ -142,7 +137,7 @@ def _body_with_tiles(body: Sequence[Instr], found: set[int], program: TileProgra
                 dims = tuple(d for d in i["dims"] if d != 0)
                 i = dataclasses.replace(_with(i, dims=(0, *dims)), inputs=drop.outputs)
             else:
-                i = _for_tiles(i, found, program)
+                i = _for_tiles(i, program)
         made.append(i)
     return tuple(made)
 
@@ -158,7 +153,7 @@ def _without_rows(instr: Instr, values: list[TileType]) -> Instr:
     return Instr("reshape", (x,), (len(values) - 1,), make_params(new_sizes=kept.rows_first), instr.op)
 
 
-def _for_tiles(instr: Instr, found: set[int], program: TileProgram) -> Instr:
+def _for_tiles(instr: Instr, program: TileProgram) -> Instr:
     """``instr`` for operands that have become tiles."""
     stationary = bool(instr.outputs) and not program.values[instr.outputs[0]].tile
     spec = OPS.get(instr.kind)

@@ -231,14 +231,11 @@ def _split_alike(instr: Instr, program: TileProgram) -> list[list[int]]:
         count = len(instr.block.carries)
         places = zip(instr.inputs[-count:], instr.block.carries, instr.block.results, instr.outputs, strict=True) if count else ()
         groups = [[v for v in place if _is_wide(program, v)] for place in places]
-    elif instr.kind in ("slice", "concatenate", "store", "store_slice"):
-        groups = [[v] for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]
-    elif instr.kind == "matmul":
-        groups = [[v] for v in (instr.inputs[0], *instr.outputs) if _is_wide(program, v)]
     else:
-        groups = [[v for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]]
-        if len({_columns(program, v) for v in groups[0]}) > 1:
-            groups = [[v] for v in groups[0]]  # it moves columns, which has no code for slabs
+        wide = [v for v in (*instr.inputs, *instr.outputs) if _is_wide(program, v)]
+        moves = len({_columns(program, v) for v in wide}) > 1  # columns, which has no code for slabs
+        apart = moves or instr.kind in ("matmul", "slice", "concatenate", "store", "store_slice")
+        groups = [[v] for v in wide] if apart else [wide]
     return [group for group in groups if group]
 
 
@@ -275,14 +272,12 @@ def _pieces(x: int, joined: Joined) -> list[int]:
 def _equal_parts(instr: Instr, program: TileProgram, joined: Collection[int]) -> list[tuple[int, int]]:
     """(a value, an equal part of its columns) for a slice or a concatenation."""
     if instr.kind == "slice":
-        (x,), (part,) = instr.inputs, instr.outputs
-        if _is_wide(program, x) and len(program.values[x].shape) == 1:
-            return [(x, part)]
-    if instr.kind == "concatenate" and instr.outputs[0] not in joined and instr["dimension"] == 1:
-        (x,) = instr.outputs
-        if _is_wide(program, x) and len(program.values[x].shape) == 1:
-            return [(x, part) for part in instr.inputs]
-    return []
+        (x,), found = instr.inputs, instr.outputs
+    elif instr.kind == "concatenate" and instr.outputs[0] not in joined and instr["dimension"] == 1:
+        (x,), found = instr.outputs, instr.inputs
+    else:
+        return []
+    return [(x, part) for part in found] if _is_wide(program, x) and len(program.values[x].shape) == 1 else []
 
 
 # --- Exchanges of columns between CTAs --------------------------------------------------------------------------------------------
