@@ -272,7 +272,7 @@ def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str) -> N
     assert ".push_to(" in source
     for compiler in COMPILERS:
         made = compilers.cubin(source, "sm_90a", folder_of(compiler))
-        assert nvrtc.resources(made.log, made.cubin).spill_bytes == 0
+        assert sass.resources(made.log, made.cubin).spill_bytes == 0
         code = sass.disassemble(made.cubin, "kitsune_region").instructions
         assert any(i.opcode.startswith("STAS") for i in code)
         paths = flow(code)

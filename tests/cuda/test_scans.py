@@ -170,6 +170,6 @@ def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[i
     source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     for compiler, most in zip(COMPILERS, spilled, strict=True):
         made = compilers.cubin(source, "sm_90a", folder_of(compiler))
-        assert nvrtc.resources(made.log, made.cubin).spill_bytes <= most
+        assert sass.resources(made.log, made.cubin).spill_bytes <= most
         paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
         assert not in_flight(paths).hazards and not skipped(paths)

@@ -180,11 +180,7 @@ class LaneScratch(Node):
     at: Constant
     bytes: int
 
-    def mine(self, at: Spelling) -> str:
-        return f"shared + {at.constant(self.at)} + group * {self.bytes}"
-
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"u8* const scratch = {self.mine(at)};"]
+    code = ("u8* const scratch = shared + {at} + group * {bytes};",)
 
 
 class ScratchRows(Node):
@@ -294,9 +290,10 @@ class StagedArray(Node):
     def type(self) -> str:
         return f"StagedRows<Element<{pointwise.ELEMENT[self.dtype]}>::Bits, {self.columns}>"
 
-    def lines(self, at: Spelling) -> list[str]:
-        where = f"static_cast<const u8*>({at.constant(self.source)}), {self.lanes.mine(at)} + {self.at}"
-        return [f"const {self.type} {at.name(self.ref)}{{{where}, header.staged[{self.number}][group]}};"]
+    code = (
+        "const {type} {ref}{{static_cast<const u8*>({source}), "
+        "shared + {lanes.at} + group * {lanes.bytes} + {at}, header.staged[{number}][group]}};",
+    )
 
 
 class WeightRing(Node):

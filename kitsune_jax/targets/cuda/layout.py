@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kitsune_jax.errors import CannotLower
@@ -33,6 +33,7 @@ from kitsune_jax.targets.cuda.stage_ir import queue_form
 # --- Layout -----------------------------------------------------------------------------------------------------------------------
 
 _Kind = TypeVar("_Kind", bound=Node)
+_Key = TypeVar("_Key", bound=Hashable)
 _COUNTER_BYTES = 128
 _NEAR_BYTES = 16 << 20  # of weights that change with the batch: a third of an H100's L2, a part of which is farther from an SM
 
@@ -295,33 +296,41 @@ def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tupl
 def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...]) -> Workspace:
     pipelines, workers = a.instances(program) * a.lanes, a.instances(program) * a.tiles_at_once
     l2 = [q for q in range(len(program.queues)) if a.places[q] == "l2"]
-    counters: list[tuple[str, int, int]] = []
+    counters: list[tuple[tuple[str, int], int]] = []
     for s, stage in enumerate(stages):
         sinks, segments = in_setup(stage, frame.SinkStart), in_setup(stage, frame.SegmentStart)
-        counters += [("sinks", s, _COUNTER_BYTES)] if sinks or segments else []
+        counters += [(("sinks", s), _COUNTER_BYTES)] if sinks or segments else []
         groups = -(-workers // tiles.FAN_IN)
-        counters += [("groups", start.ref.of, groups * _COUNTER_BYTES) for start in segments if start.rows]
+        counters += [(("groups", start.ref.of), groups * _COUNTER_BYTES) for start in segments if start.rows]
     with_gradients = [s for s, stage in enumerate(stages) if in_setup(stage, frame.GradientStart)]
-    counters += [("gradients", s, a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
-    counters += [("ring", q, pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
-    rest: list[tuple[str, int, int]] = []
+    counters += [(("gradients", s), a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
+    counters += [(("ring", q), pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
+    rest: list[tuple[tuple[str, int], int]] = []
     for stage in stages:
         words = [(sink.ref.of, 4 * (sink.width or 1)) for sink in in_setup(stage, frame.SinkStart)]
         words += [(start.ref.of, start.partial_words) for start in in_setup(stage, frame.SegmentStart)]
-        rest += [("partial", sink, tiles.aligned(workers * n * 4, 128)) for sink, n in words]
+        rest += [(("partial", sink), tiles.aligned(workers * n * 4, 128)) for sink, n in words]
     for s in with_gradients:
         parts = a.split[s] * a.gradient_parts(program)
         for gradient in in_setup(stages[s], frame.GradientStart):
-            rest.append(("partial", gradient.gradient.of, parts * gradient.shape.words * 4))
+            rest.append((("partial", gradient.gradient.of), parts * gradient.shape.words * 4))
             sums = sums_of(stages[s], gradient)
-            rest += [("partial", total.sums.of, tiles.aligned(parts * total.panel.width * 4, 128)) for total in sums]
+            rest += [(("partial", total.sums.of), tiles.aligned(parts * total.panel.width * 4, 128)) for total in sums]
     for q in l2:
         slots = pipelines * program.queues[q].depth * entry_vectors(program, a, q)
-        rest.append(("slots", q, slots * tiles.GROUP_THREADS * 16))
-    ends = list(itertools.accumulate((size for _, _, size in (*counters, *rest)), initial=0))
-    at = {(what, number): start for (what, number, _), start in zip((*counters, *rest), ends[:-1], strict=True)}
-    size = max(ends[-1], _COUNTER_BYTES)  # never empty: see ``lower.call``
-    return Workspace(at, ends[len(counters)], size)
+        rest.append((("slots", q), slots * tiles.GROUP_THREADS * 16))
+    zeroed, zero_bytes = offsets(counters)
+    others, end = offsets(rest, zero_bytes)
+    return Workspace(zeroed | others, zero_bytes, max(end, _COUNTER_BYTES))  # never empty: see ``lower.call``
+
+
+def offsets(sizes: Iterable[tuple[_Key, int]], start: int = 0) -> tuple[dict[_Key, int], int]:
+    """(key -> byte, end) of things of so many bytes that lie one behind the other from byte ``start`` on."""
+    found = {}
+    for key, size in sizes:
+        found[key] = start
+        start += size
+    return found, start
 
 
 # --- Stages with all addresses ----------------------------------------------------------------------------------------------------

@@ -255,9 +255,7 @@ def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], v
     column chunk), or (recipe, -1) for a whole matrix, slab by slab."""
     if recipes[0].slices is not None:
         return _sliced_weights(recipes, order, values)
-    chunks: dict[int, list[jax.Array]] = {}
-    for k in {recipe for recipe, _ in order}:
-        chunks[k] = _weight(recipes[k], values[k])
+    chunks = {k: _weight(recipes[k], values[k]) for k in {recipe for recipe, _ in order}}
     parts = [part for k, chunk in order for part in (chunks[k] if chunk < 0 else [chunks[k][chunk]])]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -291,11 +289,8 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     half = is_half(shape.dtype)
     if not half:
         w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    rows = []
-    start = 0
-    for piece in shape.pieces:
-        rows.append(_blocks_of_k(w[start : start + piece], half))
-        start += piece
+    starts = itertools.accumulate(shape.pieces, initial=0)
+    rows = [_blocks_of_k(w[start : start + piece], half) for start, piece in zip(starts, shape.pieces, strict=False)]
     w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
     lanes = ROW_BYTES // (2 if half else 4)
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
@@ -318,11 +313,9 @@ def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> list[jax.Array]:
     w = jnp.pad(w, ((0, 0), (0, width - w.shape[1])))
     w = w.reshape(-1, width // b, 4, b // 8, 2).transpose(0, 1, 3, 2, 4).reshape(-1, width)  # [block, j, q, e]
     parts = []
-    start = 0
-    for columns in shape.chunks:
+    for start, columns in zip(itertools.accumulate(shape.chunks, initial=0), shape.chunks, strict=False):
         part = w[:, start : start + columns].reshape(shape.k_chunks, lanes, columns).transpose(0, 2, 1)
         parts.append(_swizzle(part.reshape(shape.k_chunks, columns // 8, 8, 8, lanes // 8)).reshape(-1))
-        start += columns
     return parts
 
 
@@ -344,7 +337,9 @@ def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
         words = jax.lax.bitcast_convert_type(recipe.how.of(jnp.asarray(value)).astype(jnp.int32).reshape(-1), jnp.uint32)
     else:
         value = jnp.asarray(value)
-        value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else _word_type(value.dtype))
+        unsigned = jnp.issubdtype(value.dtype, jnp.unsignedinteger) or value.dtype == jnp.bool_
+        integer = jnp.uint32 if unsigned else jnp.int32
+        value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else integer)
         words = jax.lax.broadcast_in_dim(value.reshape(recipe.shape), recipe.row_shape, recipe.dims).reshape(-1)
         words = jax.lax.bitcast_convert_type(words, jnp.uint32)
     words = slab_by_slab(words, recipe.groups, recipe.split)
@@ -353,7 +348,3 @@ def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
         words = jnp.pad(words, (0, recipe.split * per - words.shape[0])).reshape(recipe.split, per)
         words = jnp.pad(words, ((0, 0), (0, recipe.width - per))).reshape(-1)
     return jnp.pad(words, (0, recipe.words - words.shape[0]))
-
-
-def _word_type(dtype: Any) -> Any:
-    return jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) or dtype == jnp.bool_ else jnp.int32
