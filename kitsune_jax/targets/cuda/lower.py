@@ -291,11 +291,8 @@ def call(
 
 def _packed_args(packed: Packed, stationary: _StationaryValues) -> list[Any]:
     """The packed operands of a part."""
-    found, operands = list[Any](), packed.operands
-    for dtype, order in zip(operands.groups, operands.order, strict=True):
-        group = operands.of_group(dtype)
-        found.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
-    if vectors := operands.vectors:
+    found = [pack.weights(parts, stationary.value) for parts in packed.operands.weights.values()]
+    if vectors := packed.operands.vectors:
         found.append(pack.vectors(vectors, [None if r.value is None else stationary.value(r.value) for r in vectors]))
     return found + [stationary.value(v) for v in packed.tables]
 

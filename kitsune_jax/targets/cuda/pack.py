@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -250,28 +250,26 @@ class VectorRecipe:
         return -(-self.width * self.split // 32) * 32  # vectors start at multiples of 128 bytes, for aligned loads
 
 
-def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
-    """The image of several weight matrices in their own dtype: the parts of ``order``, one after the other. A part is (recipe,
-    column chunk), or (recipe, -1) for a whole matrix, slab by slab."""
-    if recipes[0].slices is not None:
-        return _sliced_weights(recipes, order, values)
-    chunks = {k: _weight(recipes[k], values[k]) for k in {recipe for recipe, _ in order}}
-    parts = [part for k, chunk in order for part in (chunks[k] if chunk < 0 else [chunks[k][chunk]])]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def weights(parts: Sequence[tuple[WeightRecipe, int]], value: Callable[[int], Any]) -> jax.Array:
+    """The image of several weight matrices in their own dtype: ``parts``, one after the other. A part is (recipe, column chunk), or
+    (recipe, -1) for a whole matrix, slab by slab. ``value`` gives a stationary value of the tile program.
 
-
-def _sliced_weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
-    """The image of sliced weights: batch by batch; in each the weights of every loop, iteration by iteration, and of no loop."""
-    chunks: dict[int, list[jax.Array]] = {}  # [batches, count, elements]
-    for k in {recipe for recipe, _ in order}:
-        slices = recipes[k].slices
-        assert slices is not None
-        pack_one = functools.partial(_weight, recipes[k])
-        chunks[k] = jax.vmap(jax.vmap(pack_one))(slices.blocks(values[k]))
+    Sliced weights lie batch by batch; in each the weights of every loop, iteration by iteration, and of no loop.
+    """
+    recipes = dict.fromkeys(recipe for recipe, _ in parts)
+    if parts[0][0].slices is None:
+        chunks = {recipe: _weight(recipe, value(recipe.value)) for recipe in recipes}
+        found = [part for recipe, chunk in parts for part in (chunks[recipe] if chunk < 0 else [chunks[recipe][chunk]])]
+        return found[0] if len(found) == 1 else jnp.concatenate(found)
+    chunks = {}  # [batches, count, elements]
+    for recipe in recipes:
+        assert recipe.slices is not None
+        pack_one = functools.partial(_weight, recipe)
+        chunks[recipe] = jax.vmap(jax.vmap(pack_one))(recipe.slices.blocks(value(recipe.value)))
     runs = []
-    for _, run in itertools.groupby(order, key=lambda part: recipes[part[0]].loop):
-        parts = jnp.concatenate([chunks[k][chunk] for k, chunk in run], axis=2)
-        runs.append(parts.reshape(parts.shape[0], -1))
+    for _, run in itertools.groupby(parts, key=lambda part: part[0].loop):
+        together = jnp.concatenate([chunks[recipe][chunk] for recipe, chunk in run], axis=2)
+        runs.append(together.reshape(together.shape[0], -1))
     return jnp.concatenate(runs, axis=1).reshape(-1)
 
 

@@ -11,7 +11,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import prefetch
@@ -207,30 +206,23 @@ def _entry(at: Layout) -> str:
     declared, section = [_GROUP, f"const Share share = {share};"], f"section(share.block % {at.a.ctas}, group);"
     load = f"if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);"
     consume = f"{mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);"
-    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [consume], at.ahead)
+    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [consume, *prefetch(at.ahead)])
 
 
 _GROUP = "const u32 group = thread_id() / kGroupThreads;"
 
 
 def _kernel(
-    at: Layout,
-    headers: str,
-    declared: list[str],
-    init: list[str],
-    start: list[str],
-    load: list[str],
-    consume: list[str],
-    ahead: Ahead | None,
+    at: Layout, headers: str, declared: list[str], init: list[str], start: list[str], load: list[str], consume: list[str]
 ) -> str:
-    """The kernel: after ``start`` its first warpgroup runs ``load``, and the others run ``consume`` and prefetch ``ahead``.
-    ``headers``: the struct of all barriers, which one thread initialises by ``init``."""
+    """The kernel: after ``start`` its first warpgroup runs ``load``, and the others run ``consume``. ``headers``: the struct of all
+    barriers, which one thread initialises by ``init``."""
     clusters, name = at.a.cluster > 1, headers.lower()
     lines = [f"{headers}& {name} = shared<{headers}>();", f"u8* const base = reinterpret_cast<u8*>(&{name});", *declared]
     lines += ["if (thread_id() == 0) {", *indented((*init, "fence_mbar_init();")), "}"]
     lines += ["cluster_sync();" if clusters else "block_sync();", *start]
     lines += ["if (group == 0) {", *indented(("become_loader<kLanes>();", *load))]
-    lines += ["} else {", *indented(("become_consumer<kLanes>();", *consume, *([prefetch(ahead)] if ahead else []))), "}"]
+    lines += ["} else {", *indented(("become_consumer<kLanes>();", *consume)), "}"]
     lines += ["cluster_sync();  // no CTA leaves while another still writes to its shared memory"] if clusters else []
     fits = f"static_assert(sizeof({headers}) <= {at.header_bytes});\n"
     return "\n".join([fits, f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{", *indented(lines), "}\n"])
@@ -313,18 +305,14 @@ def _types(part: PartLayout) -> tuple[str, ...]:
 def _given(call: CallLayout, group: _Group) -> str:
     """The function that makes the ``Params`` of a part. Pointers to data of earlier phases are opaque: it is read after the
     barrier."""
-    opaque = [any(s.made for s in sources) for sources in zip(*(m.sources for m in group.members), strict=True)]
-    if len(group.members) == 1:
-        lines, pointers = list[str](), [_pointer(call, s, t) for s, t in zip(group.members[0].sources, group.types, strict=True)]
-        title = f"{group.name}::Params {group.name}_params(const Params& p)"
-    else:
-        lines = [_table(group)]
-        pointers = [f"static_cast<{t}>(pointer(p, at[{k}]))" for k, t in enumerate(group.types)]
-        pointers = [x.replace("static_cast<const float*>", "reinterpret_cast<const float*>") for x in pointers]
-        title = f"{group.name}::Params {group.name}_params(const Params& p, u32 member)"
-    pointers = [f"opaque({x})" if hidden else x for x, hidden in zip(pointers, opaque, strict=True)]
-    lines += [f"KITSUNE_DEVICE {title} {{"]
-    lines += [f"  const Pointer* const at = k{group.name.title()}[member].pointers;"] if len(group.members) > 1 else []
+    several, name, pointers = len(group.members) > 1, group.name, list[str]()
+    for k, (type_, sources) in enumerate(zip(group.types, zip(*(m.sources for m in group.members), strict=True), strict=True)):
+        cast = "reinterpret" if type_ == "const float*" else "static"
+        x = f"{cast}_cast<{type_}>(pointer(p, at[{k}]))" if several else _pointer(call, sources[0], type_)
+        pointers.append(f"opaque({x})" if any(s.made for s in sources) else x)
+    lines = [_table(group)] if several else []
+    lines.append(f"KITSUNE_DEVICE {name}::Params {name}_params(const Params& p{', u32 member' if several else ''}) {{")
+    lines += [f"  const Pointer* const at = k{name.title()}[member].pointers;"] if several else []
     return "\n".join([*lines, "  return {", *(f"      {x}," for x in pointers), "  };", "}\n"])
 
 
@@ -357,7 +345,7 @@ def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
     consume = _role(
         call, groups, "{part}::consume({params}, header, base, share, group - 1);", "end_of_phase<kLanes>(arrived, {phase});"
     )
-    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, consume, call.ahead)
+    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, [*consume, *prefetch(call.ahead)])
 
 
 def _role(call: CallLayout, groups: list[_Group], run: str, barrier: str) -> list[str]:
