@@ -159,7 +159,7 @@ def buffer_names(kernel: Kernel, outputs: int) -> Callable[[str], str]:
     """
     operands = [f"in{k}" for k in kernel.inputs]
     for packed in kernel.packed:
-        operands += [f"weights{k}" for k in range(len(packed.operands.groups))]
+        operands += [f"weights{k}" for k in range(len(packed.operands.weights))]
         operands += ["vectors"] if packed.operands.vectors else []
         operands += [f"table{k}" for k in range(len(packed.tables))]
     operands += [f"filled{k}" for k, _ in kernel.filled]

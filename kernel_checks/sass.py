@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Instruction", "Sass", "available", "disassemble"]
+__all__ = ["Instruction", "Resources", "Sass", "available", "disassemble", "resources"]
 
 _FUNCTION = re.compile(r"^\s*Function : (\S+)$")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*?)\s*;")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USAGE = re.compile(r"^\s*Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", re.MULTILINE)
 
 
@@ -114,3 +115,46 @@ def _tool() -> str | None:
         if all((folder / name).is_file() for name in ("cuobjdump", "nvdisasm")):
             return str(folder / "cuobjdump")
     return None
+
+
+# --- What ptxas states in its log -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The resources of a kernel as ptxas states them: registers per thread, memory in bytes.
+
+    ``spill_bytes``: stores and loads of spills in the code, ``stack_bytes``: the frame per thread; both are 0 in a good kernel.
+    ``registers`` of a kernel with ``setmaxnreg`` are those of its launch. ``shared_static`` excludes dynamic shared memory.
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_static: int
+    barriers: int
+
+
+def resources(log: str, cubin: bytes) -> Resources:
+    """The resources of the only kernel of ``cubin``, read from ``log``. Raises ``ValueError`` if the log does not fit the cubin."""
+    entries = re.findall(r"Compiling entry function '(\w+)' for", log)
+    if len(entries) != 1:
+        raise ValueError(f"the log is of {len(entries)} kernels ({', '.join(entries) or 'none'}), not of one")
+    if f".text.{entries[0]}\0".encode() not in cubin:
+        raise ValueError(f"the log is of {entries[0]!r}, which is not in the cubin")
+    used = re.search(r"Used (\d+) registers.*", log)
+    frames = [tuple(map(int, frame)) for frame in _FRAME.findall(log)]
+    if used is None or not frames:
+        raise ValueError(f"the log does not state the resources of {entries[0]!r}:\n{log}")
+    return Resources(
+        registers=int(used[1]),
+        spill_bytes=sum(stores + loads for _, stores, loads in frames),  # each function that is not inlined has its own line
+        stack_bytes=max(_number(r"(\d+) bytes cumulative stack", used[0]), *(frame for frame, _, _ in frames)),
+        shared_static=_number(r"(\d+) bytes smem", used[0]),
+        barriers=_number(r"used (\d+) barriers", used[0]),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0

@@ -148,7 +148,7 @@ def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, fold
     start = time.process_time()  # of this process: others may load the machine
     compiled = nvrtc.compile(made.source, "sm_90a" if arrangement.sm == 900 else "sm_80", folder=folder)
     seconds = time.process_time() - start
-    code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
+    code, used = sass.disassemble(compiled.cubin, "kitsune_region"), sass.resources(compiled.log, compiled.cubin)
     products = in_flight(flow(code.instructions))
     waits = [(max(w.left_products), max(w.arriving_products)) for w in products.waits]
     left, arriving = max(waits, default=(0, 0))

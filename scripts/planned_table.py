@@ -116,7 +116,7 @@ def rows() -> Iterator[tuple[str, ...]]:
                 else lower.generate_call_kernel(region.program, arranged, "region")
             )
             compiled = nvrtc.compile(made.source, "sm_90a")
-            code, used = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
+            code, used = sass.disassemble(compiled.cubin, "kitsune_region"), sass.resources(compiled.log, compiled.cubin)
             plan, phases = plans[0], f", {len(plans)} phases" if len(plans) > 1 else ""
             where = f", clusters of {plan.cluster}" if plan.cluster > 1 else ""
             what = f"{k}: {plan.arrangement}, {'resident' if plan.stages[0].resident else 'streamed'}{where}{phases}"

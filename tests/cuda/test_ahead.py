@@ -260,7 +260,7 @@ def test_the_machine_code_asks_and_spills_nothing(device: str, arch: str, opcode
     for ahead in (None, region.ahead):
         made = lower._cached_kernel(region.program, plans, "region", ahead)
         result = compilers.cubin(made.source, arch, folder_of(compiler))
-        resources, code = nvrtc.resources(result.log, result.cubin), sass.disassemble(result.cubin, "kitsune_region")
+        resources, code = sass.resources(result.log, result.cubin), sass.disassemble(result.cubin, "kitsune_region")
         assert (code.count(opcode) > 0) == (ahead is not None)
         assert resources.spill_bytes == resources.stack_bytes == 0
         registers.append(resources.registers)

@@ -105,7 +105,7 @@ def test_the_machine_code_keeps_scores_and_result_in_registers(dtype: str, dim: 
     source = lower.generate_kernel(of(case), by_hand(of(case), 900, 2, 132, resident=False), "test").source
     made = compilers.cubin(source, "sm_90a", None)
     assert not re.search(r"\(C7\d\d\d\)", made.log), made.log
-    used = nvrtc.resources(made.log, made.cubin)
+    used = sass.resources(made.log, made.cubin)
     assert (used.stack_bytes, used.spill_bytes) == (0, 0)
     code = sass.disassemble(made.cubin, "kitsune_region")
     paths = flow(code.instructions)

@@ -188,7 +188,7 @@ def test_the_machine_code_of_planned_kernels(name: str, compiler: str) -> None:
             made = compilers.cubin(source, "sm_90a", folder_of(compiler))
             assert not re.search(r"\(C7\d\d\d\)", made.log), made.log
             by_keys = "SeenBlocks::kElements" in source
-            assert nvrtc.resources(made.log, made.cubin).spill_bytes <= (spilled if by_keys else 0)
+            assert sass.resources(made.log, made.cubin).spill_bytes <= (spilled if by_keys else 0)
             paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
             assert not in_flight(paths).hazards and not skipped(paths)
             checked += 1

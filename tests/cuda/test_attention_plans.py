@@ -383,7 +383,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     made = lower.generate_kernel(program, lower.arrangement(plan, program), "test")
     compiled = compilers.cubin(made.source, "sm_90a", None)
     assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
-    used = nvrtc.resources(compiled.log, compiled.cubin)
+    used = sass.resources(compiled.log, compiled.cubin)
     assert (used.stack_bytes, used.spill_bytes) == (0, 0)
     code = sass.disassemble(compiled.cubin, "kitsune_region")
     paths = flow(code.instructions)

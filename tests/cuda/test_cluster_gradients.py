@@ -273,7 +273,7 @@ def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str, comp
     source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     assert ".push_to(" in source
     made = compilers.cubin(source, "sm_90a", folder_of(compiler))
-    assert nvrtc.resources(made.log, made.cubin).spill_bytes == 0
+    assert sass.resources(made.log, made.cubin).spill_bytes == 0
     code = sass.disassemble(made.cubin, "kitsune_region").instructions
     assert any(i.opcode.startswith("STAS") for i in code)
     paths = flow(code)

@@ -245,20 +245,20 @@ def test_threads_compile_at_the_same_time(standin: Path) -> None:
 @needs_nvrtc
 def test_resources_are_what_ptxas_says(standin: Path) -> None:
     local, shared = nvrtc.compile(LOCAL, "sm_90a"), nvrtc.compile(SHARED, "sm_90a")
-    used = nvrtc.resources(local.log, local.cubin)
+    used = sass.resources(local.log, local.cubin)
     assert (used.stack_bytes, used.shared_static, used.spill_bytes, used.barriers) == (256, 0, 0, 0)
     assert f"Used {used.registers} registers" in local.log and used.registers > 0
-    used = nvrtc.resources(shared.log, shared.cubin)
+    used = sass.resources(shared.log, shared.cubin)
     assert (used.stack_bytes, used.shared_static, used.spill_bytes, used.barriers) == (0, 256, 0, 1)
 
 
 @needs_nvrtc
 def test_spills_are_counted(standin: Path) -> None:
     made = nvrtc.compile(many_live_values(32), "sm_90a", ["--maxrregcount=24"])
-    used = nvrtc.resources(made.log, made.cubin)
+    used = sass.resources(made.log, made.cubin)
     assert used.spill_bytes > 0 and used.stack_bytes > 0 and used.registers <= 24
     made = nvrtc.compile(many_live_values(32), "sm_90a")
-    assert nvrtc.resources(made.log, made.cubin).spill_bytes == 0
+    assert sass.resources(made.log, made.cubin).spill_bytes == 0
 
 
 def many_live_values(count: int) -> str:
@@ -275,7 +275,7 @@ def test_resources_of_another_or_of_no_kernel_are_refused(standin: Path) -> None
     one, other = nvrtc.compile(SHARED, "sm_80"), nvrtc.compile(SHARED.replace("kitsune_region", "other"), "sm_80")
     for log, cubin in ((one.log, other.cubin), ("", one.cubin), (one.log + other.log, one.cubin)):
         with pytest.raises(ValueError, match="log"):
-            nvrtc.resources(log, cubin)
+            sass.resources(log, cubin)
 
 
 def test_a_compiled_kernel_can_be_stored() -> None:
@@ -548,7 +548,7 @@ def test_instructions_are_read_with_predicate_and_operands(standin: Path) -> Non
     made = nvrtc.compile(SHARED, "sm_80")
     code = sass.disassemble(made.cubin)
     assert code.function == "kitsune_region"
-    assert code.registers == nvrtc.resources(made.log, made.cubin).registers
+    assert code.registers == sass.resources(made.log, made.cubin).registers
     assert (code.count("BAR.SYNC"), code.count("STS"), code.count("LDS"), code.count("NONSENSE")) == (1, 1, 1, 0)
     assert code.shared == 256
     addresses = [one.address for one in code.instructions]

@@ -155,7 +155,7 @@ def wrong_weights(pieces: tuple[int, ...], n: int, dtype: str, plant: str = "") 
     recipe = pack.WeightRecipe(0, (0, 1), 1, shape)
     wrong, first = [], 0
     for chunk, columns in enumerate(shape.chunks):
-        image = np.asarray(pack.weights([recipe], [(0, chunk)], [codes(k, n, dtype)])).view(np.uint8)
+        image = np.asarray(pack.weights([(recipe, chunk)], lambda _: codes(k, n, dtype))).view(np.uint8)
         type_, element = TYPES[dtype]
         widths = {f"K{i}": padded(p) for i, p in enumerate(pieces)}
         kernel = compiled("weights", plant, TYPE=type_, ELEMENT=element, N=columns, BYTES=image.size, **widths)

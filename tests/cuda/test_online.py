@@ -264,7 +264,7 @@ def test_the_machine_code(dtype: str, lanes: int, compiler: str) -> None:
     program, _ = program_of(made("random", 20_000, 8, 8, 500, dtype), 500)
     found = lower.generate_kernel(program, by_hand(program, 900, lanes, 132), "region")
     compiled = compilers.cubin(found.source, "sm_90a", folder_of(compiler))
-    code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
+    code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), sass.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0
     paths = flow(code.instructions)
     assert not in_flight(paths).hazards and not (skipped(paths) if code.count("CALL") == 0 else ())

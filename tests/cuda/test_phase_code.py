@@ -53,7 +53,7 @@ FAST = {("a graph network's step", 2), ("clipping by a norm", 3)}
 def test_a_call_of_several_phases(name: str, lanes: int, compiler: str) -> None:
     made = kernel_of(name, 900, lanes)
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))
-    code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), nvrtc.resources(compiled.log, compiled.cubin)
+    code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), sass.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0
     assert "warning" not in compiled.log and "(C7" not in compiled.log
     assert code.count("LDG") and not any(".CONSTANT" in i.opcode for i in code.instructions if i.opcode.startswith("LDG"))

@@ -28,7 +28,6 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.lower import Kernel
-from kitsune_jax.targets.cuda.nvrtc import Resources
 from tests.cuda.test_lowering import kernels_in
 from tests.support.cuda_cases import DTYPES, FAMILIES
 from tests.support.cuda_compilers import COMPILERS, NEWEST, folder_of
@@ -57,7 +56,7 @@ class Made:
     cubin: bytes
     log: str
     code: Sass
-    resources: Resources
+    resources: sass.Resources
     products: InFlight
     skipped: tuple[Skipped, ...]
 
@@ -67,7 +66,7 @@ def made(of: Subject, plan: Plan, compiler: str = NEWEST, arch: str | None = Non
     asked = lower.arrangement(plan, program)
     generated = lower.generate_kernel(program, asked, "region")
     result = compilers.cubin(generated.source, arch or ("sm_90a" if asked.sm == 900 else "sm_80"), folder_of(compiler))
-    resources = nvrtc.resources(result.log, result.cubin)
+    resources = sass.resources(result.log, result.cubin)
     code = sass.disassemble(result.cubin, "kitsune_region")
     # Nothing is asynchronous in the portable kernels' products, and the lint knows no later generation's opcodes.
     paths = flow(code.instructions if asked.sm == 900 else ())

@@ -171,6 +171,6 @@ def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[i
     assert program is not None and plan.lanes == 3
     source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
     made = compilers.cubin(source, "sm_90a", folder_of(compiler))
-    assert nvrtc.resources(made.log, made.cubin).spill_bytes <= spilled[COMPILERS.index(compiler)]
+    assert sass.resources(made.log, made.cubin).spill_bytes <= spilled[COMPILERS.index(compiler)]
     paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
     assert not in_flight(paths).hazards and not skipped(paths)

@@ -13,6 +13,7 @@ from benchmarks.micro import suite
 from benchmarks.micro.__main__ import main
 from benchmarks.micro.backends import Emulator, Geometry
 from benchmarks.micro.kernels import Kind, Multicast, QueueRing, WrongResult, run_atomics
+from kernel_checks import sass
 from kitsune_jax.targets.cuda import hostcc, nvrtc, runtime
 from tests.support.cuda_run import kernel_cache  # noqa: F401, a fixture
 
@@ -86,7 +87,7 @@ def test_a_wrong_checksum_is_no_measurement() -> None:
 )
 def test_what_is_timed_neither_spills_nor_serialises(source: str) -> None:
     made = nvrtc.compile(source, "sm_90a")
-    used = nvrtc.resources(made.log, made.cubin)
+    used = sass.resources(made.log, made.cubin)
     assert (used.spill_bytes, used.stack_bytes) == (0, 0)
     assert not re.search(r"\(C7\d\d\d\)", made.log), made.log
 

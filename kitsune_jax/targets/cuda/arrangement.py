@@ -88,8 +88,10 @@ def grid_with_prefetch(working: int, ctas: int, ahead: Ahead | None) -> int:
     return working if ahead is None else max(working, ahead.workers // ctas * ctas)
 
 
-def prefetch(ahead: Ahead) -> str:
+def prefetch(ahead: Ahead | None) -> list[str]:
     """The C++ with which every consumer warpgroup prefetches after its last tile (``cuda/include/kitsune/ahead.h``)."""
+    if ahead is None:
+        return []
     pieces = max(1, ahead.fetched_bytes // PIECE_BYTES)
     template = f"{ahead.first}, {ahead.weight_bytes}, {pieces}, {PIECE_BYTES}"
-    return f"fetch_ahead<{template}>(p.ahead, block_id() * kLanes + group - 1, grid_size() * kLanes);"
+    return [f"fetch_ahead<{template}>(p.ahead, block_id() * kLanes + group - 1, grid_size() * kLanes);"]

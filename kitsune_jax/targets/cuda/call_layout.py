@@ -230,9 +230,15 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
         buffers.add("const void* ahead", ahead.array_bytes)
     operands = len(buffers.sizes)
     where |= {n: buffers.add(f"void* result{n}", frame.array_bytes(call.arrays[n])) for n in (*results, *kept)}
-    workspace = _PhasesWorkspace(call, found, [n for n in range(results.stop, len(call.arrays)) if n not in kept])
-    memory = buffers.add("u8* workspace", workspace.bytes).buffer
-    where |= {n: Source(memory, byte) for n, byte in workspace.arrays.items()}
+    zeroed = [part.workspace.zero_bytes for part in found]  # in the workspace of a part by itself, at its start
+    heads, zero_bytes = layout.offsets(((k, tiles.aligned(size, 128)) for k, size in enumerate(zeroed)), _COUNTER_BYTES)
+    others = [tiles.aligned(part.workspace.bytes - size, _ARRAY_BYTES) for part, size in zip(found, zeroed, strict=True)]
+    rest, end = layout.offsets(enumerate(others), zero_bytes)
+    inner = {n: array for n, array in enumerate(call.arrays) if n >= results.stop and n not in kept}
+    sizes = ((n, tiles.aligned(frame.array_bytes(array), _ARRAY_BYTES)) for n, array in inner.items())
+    arrays, end = layout.offsets(sizes, tiles.aligned(end, _ARRAY_BYTES))
+    memory = buffers.add("u8* workspace", end).buffer
+    where |= {n: Source(memory, byte) for n, byte in arrays.items()}
     grid, shares = _shares(call, found)
     parts = []
     for k, (part, at) in enumerate(zip(call.parts, found, strict=True)):
@@ -240,7 +246,7 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
         sources = [*(read[i] for i in at.operands.inputs), *packed[k]]
         sources += [tables[k][v] if v in tables[k] else read[table_input(at, v) or 0] for v in at.operands.tables]
         sources += [where[n] for n in part.writes]
-        sources += [Source(memory, workspace.rest[k]), Source(memory, workspace.heads[k])]
+        sources += [Source(memory, rest[k] - zeroed[k]), Source(memory, heads[k])]
         parts.append(PartLayout(part.phase, at, *shares[k], tuple(sources)))
     return CallLayout(
         name=name,
@@ -252,7 +258,7 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
         operands=operands,
         filled=tuple((where[n].buffer - operands, how) for n, how in filled.items()),
         kept=tuple(call.arrays[n] for n in kept),
-        zero_bytes=workspace.zero_bytes,
+        zero_bytes=zero_bytes,
         ahead=ahead,
     )
 
@@ -283,29 +289,6 @@ def _direct(at: Layout) -> list[int]:
     """The inputs that a part reads in their own layout."""
     tables = [table_input(at, v) for v in at.operands.tables]
     return [*at.operands.inputs, *(k for k in tables if k is not None)]
-
-
-class _PhasesWorkspace:
-    """Offsets in the workspace: ``heads``, the counters of each part; ``rest``, its other memory (minus the size of its counters,
-    as the part's offsets count from these); ``arrays`` between parts."""
-
-    def __init__(self, call: Program, found: list[Layout], inner: list[int]):
-        at = _COUNTER_BYTES
-        self.heads, self.rest = list[int](), list[int]()
-        for part in found:
-            self.heads.append(at)
-            at += tiles.aligned(part.workspace.zero_bytes, 128)
-        self.zero_bytes = at
-        for part in found:
-            used = part.workspace.zero_bytes
-            self.rest.append(at - used)
-            at += tiles.aligned(part.workspace.bytes - used, _ARRAY_BYTES)
-        at = tiles.aligned(at, _ARRAY_BYTES)
-        self.arrays: dict[int, int] = {}
-        for n in inner:
-            self.arrays[n] = at
-            at += tiles.aligned(frame.array_bytes(call.arrays[n]), _ARRAY_BYTES)
-        self.bytes = at
 
 
 def _shares(call: Program, found: list[Layout]) -> tuple[int, list[tuple[int, int]]]:

@@ -180,11 +180,7 @@ class LaneScratch(Node):
     at: Constant
     bytes: int
 
-    def mine(self, at: Spelling) -> str:
-        return f"shared + {at.constant(self.at)} + group * {self.bytes}"
-
-    def lines(self, at: Spelling) -> list[str]:
-        return [f"u8* const scratch = {self.mine(at)};"]
+    code = ("u8* const scratch = shared + {at} + group * {bytes};",)
 
 
 class ScratchRows(Node):
@@ -294,9 +290,10 @@ class StagedArray(Node):
     def type(self) -> str:
         return f"StagedRows<Element<{pointwise.ELEMENT[self.dtype]}>::Bits, {self.columns}>"
 
-    def lines(self, at: Spelling) -> list[str]:
-        where = f"static_cast<const u8*>({at.constant(self.source)}), {self.lanes.mine(at)} + {self.at}"
-        return [f"const {self.type} {at.name(self.ref)}{{{where}, header.staged[{self.number}][group]}};"]
+    code = (
+        "const {type} {ref}{{static_cast<const u8*>({source}), "
+        "shared + {lanes.at} + group * {lanes.bytes} + {at}, header.staged[{number}][group]}};",
+    )
 
 
 class WeightRing(Node):
@@ -334,24 +331,11 @@ class ExchangeRing(Node):
 
 # --- Consumers --------------------------------------------------------------------------------------------------------------------
 
-_ROWS_OF_TILE = (
-    "const i64 first_row = tile * kTileRows + lane.row;",
-    "const bool valid[2] = {first_row < kRows, first_row + 8 < kRows};",
-)
-_OWN_ROWS = (
-    "const i64 first_row = tile * kOwnRows + lane.row;",
-    "const bool valid[2] = {first_row < kRows, first_row + kOwnRows / 2 < kRows};",
-)
 _ROUNDS = (
     "KITSUNE_NO_UNROLL",
     "for (u32 n = 0, tile; (tile = first_tile<kLanes, kTiles, kBatchTiles, kTogether>(share, n)) < kTiles; ++n) {",
 )
 _BATCH = "const BatchRows rows_at = BatchRows::of<kLanes, kBatchTiles>(tile, kBatchRows);"
-_ROWS_OF_BATCH = (
-    "const i64 of_batch = rows_at.first + group * kTileRows + lane.row;",
-    "const i64 first_row = rows_at.batch * kBatchRows + of_batch;",
-    "const bool valid[2] = {of_batch < kBatchRows, of_batch + 8 < kBatchRows};",
-)
 
 
 class TileLoop(Node):
@@ -374,6 +358,7 @@ class TileLoop(Node):
         # Computing a lane's tile from ``n`` needs no register for its number.
         lines, more, tile = list[str](), "n * workers + worker < kTiles", "static_cast<i64>(n) * workers + worker"
         first, following = "worker", "(tile + workers)"
+        tile_rows, apart = ("kOwnRows", "kOwnRows / 2") if self.scalar_rows else ("kTileRows", "8")
         if self.uniform or self.consecutive:
             lines.append("const u32 rounds = rounds_of(workers, kTiles);")
         if self.consecutive:
@@ -385,11 +370,14 @@ class TileLoop(Node):
         lines += [f"{s}.fetch(lane, 0, {first}, kRows);" for s in staged]
         if self.batches:
             lines += ["(void)workers, (void)worker;", *_ROUNDS]
-            body = [_BATCH, *_ROWS_OF_BATCH]
+            body = [_BATCH, "const i64 of_batch = rows_at.first + group * kTileRows + lane.row;"]
+            body.append("const i64 first_row = rows_at.batch * kBatchRows + of_batch;")
+            body.append("const bool valid[2] = {of_batch < kBatchRows, of_batch + 8 < kBatchRows};")
         else:
             lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
-            body = [f"const i64 tile = {tile};", *(_OWN_ROWS if self.scalar_rows else _ROWS_OF_TILE)]
-        rows = ["first_row", f"first_row + {'kOwnRows / 2' if self.scalar_rows else '8'}"]
+            body = [f"const i64 tile = {tile};", f"const i64 first_row = tile * {tile_rows} + lane.row;"]
+            body.append(f"const bool valid[2] = {{first_row < kRows, first_row + {apart} < kRows}};")
+        rows = ["first_row", f"first_row + {apart}"]
         if self.order is not None:
             rows = [f"row_of({at.constant(self.order)}, {row}, valid[{h}])" for h, row in enumerate(rows)]
         body += ["(void)valid;", f"const i64 row[2] = {{{', '.join(rows)}}};"]

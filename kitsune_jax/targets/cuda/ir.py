@@ -415,25 +415,21 @@ class Rows(Node):
 
     def load(self, at: Spelling, to: Ref, owned: int, column: str) -> str:
         where = f"{at.name(to)}[h], {self.name(at)}[h], {column}, {self.columns}, valid[h]"
-        if self.pairs:
-            return f"load_halves<{owned}, {self.access}>({where});"
-        if self.strides:
-            return f"load_strided<{pointwise.ELEMENT[self.dtype]}, {owned}>({where}, {self._offset()});"
-        return f"load_row<{pointwise.ELEMENT[self.dtype]}, {owned}, {self.access}>({where});"
+        return f"load_halves<{owned}, {self.access}>({where});" if self.pairs else self._access("load", owned, where)
 
     def store(self, at: Spelling, owned: int, column: str, out: str) -> str:
-        where = f"{self.name(at)}[h], {column}, {self.columns}, valid[h], {out}[h]"
-        if self.strides:
-            return f"store_strided<{pointwise.ELEMENT[self.dtype]}, {owned}>({where}, {self._offset()});"
-        return f"store_row<{pointwise.ELEMENT[self.dtype]}, {owned}, {self.access}>({where});"
+        return self._access("store", owned, f"{self.name(at)}[h], {column}, {self.columns}, valid[h], {out}[h]")
 
-    def _offset(self) -> str:
-        """A C++ lambda from a logical column to its element offset, for an array whose columns are not contiguous."""
+    def _access(self, verb: str, owned: int, where: str) -> str:
+        element = pointwise.ELEMENT[self.dtype]
+        if not self.strides:
+            return f"{verb}_row<{element}, {owned}, {self.access}>({where});"
+        # A lambda from a logical column to its element offset.
         terms, inner = [], 1
         for extent, stride in self.strides:
             terms.append(f"static_cast<i64>(column / {inner} % {extent}) * {stride}")
             inner *= extent
-        return f"[](int column) {{ return {' + '.join(terms)}; }}"
+        return f"{verb}_strided<{element}, {owned}>({where}, [](int column) {{ return {' + '.join(terms)}; }});"
 
 
 class Slab(Node):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kitsune_jax.errors import CannotLower
@@ -33,29 +33,23 @@ from kitsune_jax.targets.cuda.stage_ir import queue_form
 # --- Layout -----------------------------------------------------------------------------------------------------------------------
 
 _Kind = TypeVar("_Kind", bound=Node)
+_Key = TypeVar("_Key", bound=Hashable)
 _COUNTER_BYTES = 128
 _NEAR_BYTES = 16 << 20  # of weights that change with the batch: a third of an H100's L2, a part of which is farther from an SM
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operands:
-    """``weights``: of all stages; those of stage s start at ``first_weight[s]``. ``groups``: their dtypes. Each group is an
-    operand, which holds the parts of ``order``: (weight of the group, column chunk or -1 for all). ``resident_at``: resident matrix
-    -> (operand, byte). ``vector_at[s]``: words at which the groups of vectors of stage s start. ``tables``: stationary values that
-    are gathered from by row, in their own layout."""
+    """``weights``: an operand for each dtype of weights, with its parts in their order: (recipe, column chunk or -1 for all).
+    ``resident_at``: (stage, resident one of its weights) -> (operand, byte). ``vector_at[s]``: words at which the groups of vectors
+    of stage s start. ``tables``: stationary values that are gathered from by row, in their own layout."""
 
     inputs: tuple[int, ...]
-    weights: tuple[WeightRecipe, ...]
-    first_weight: tuple[int, ...]
-    groups: tuple[str, ...]
-    order: tuple[tuple[tuple[int, int], ...], ...]
-    resident_at: dict[int, tuple[int, int]]
+    weights: dict[str, list[tuple[WeightRecipe, int]]]
+    resident_at: dict[tuple[int, int], tuple[int, int]]
     vectors: tuple[VectorRecipe, ...]
     vector_at: tuple[tuple[int, ...], ...]
     tables: tuple[int, ...]
-
-    def of_group(self, dtype: str) -> tuple[WeightRecipe, ...]:
-        return tuple(r for r in self.weights if r.shape.dtype == dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,11 +112,8 @@ class Layout:
     @property
     def weight_bytes(self) -> list[int]:
         """Bytes of each operand that holds weights."""
-        found, o = [], self.operands
-        for dtype, order in zip(o.groups, o.order, strict=True):
-            recipes = o.of_group(dtype)
-            found.append(sum(recipes[k].shape.part_bytes(chunk) * recipes[k].count for k, chunk in order))
-        return found
+        groups = self.operands.weights.values()
+        return [sum(recipe.shape.part_bytes(chunk) * recipe.count for recipe, chunk in parts) for parts in groups]
 
     @property
     def packed(self) -> list[tuple[str, str, int]]:
@@ -248,28 +239,20 @@ def _operands(program: TileProgram, stages: tuple[Fitted, ...]) -> Operands:
     loads = [(i["array"], program.values[i.outputs[0]].tile) for i in body if i.kind == "load"]
     read = {k for k, tile in loads if tile or program.inputs[k].streamed}
     sliced = {i["array"] for i in body if i.kind == "load_slice" and program.values[i.outputs[0]].tile}
-    weights = tuple(r for stage in stages for r in stage.lowered.weights)
-    counts = [len(stage.lowered.weights) for stage in stages]
-    first = tuple(sum(counts[:s]) for s in range(len(stages)))
-    groups = tuple(dict.fromkeys(r.shape.dtype for r in weights))
-    within = [[k for k, r in enumerate(weights) if r.shape.dtype == d] for d in groups]
-    order: list[list[tuple[int, int]]] = [[] for _ in groups]
-    resident_at: dict[int, tuple[int, int]] = {}
-    at = [0] * len(groups)
-    for stage, base in zip(stages, first, strict=True):
-        parts = [(base + i.weight, i.chunk) for i in stage.packed]  # in the order of use, so that the loader reads consecutively
-        if stage.resident:
-            parts = [(w, -1) for w in sorted({w for w, _ in parts})]
-        for w, chunk in parts:
-            g = groups.index(weights[w].shape.dtype)
-            order[g].append((within[g].index(w), chunk))
-            if chunk < 0:
-                resident_at[w] = (g, at[g])
-                at[g] += weights[w].shape.bytes
+    weights: dict[str, list[tuple[WeightRecipe, int]]] = {r.shape.dtype: [] for stage in stages for r in stage.lowered.weights}
+    resident_at: dict[tuple[int, int], tuple[int, int]] = {}
+    for s, stage in enumerate(stages):
+        parts = [(i.weight, i.chunk) for i in stage.packed]  # in the order of use, so that the loader reads consecutively
+        for w, chunk in [(w, -1) for w in sorted({w for w, _ in parts})] if stage.resident else parts:
+            recipe = stage.lowered.weights[w]
+            before = weights[recipe.shape.dtype]
+            if stage.resident:
+                resident_at[s, w] = list(weights).index(recipe.shape.dtype), sum(r.shape.bytes for r, _ in before)
+            before.append((recipe, chunk))
     vectors, vector_at = _vectors(stages)
     inputs = tuple(sorted(read.union(sliced, () if program.order is None else (program.order,))))
     tables = tuple(dict.fromkeys(v for stage in stages for v in stage.lowered.tables))
-    return Operands(inputs, weights, first, groups, tuple(map(tuple, order)), resident_at, vectors, vector_at, tables)
+    return Operands(inputs, weights, resident_at, vectors, vector_at, tables)
 
 
 def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tuple[tuple[int, ...], ...]]:
@@ -295,33 +278,41 @@ def _vectors(stages: tuple[Fitted, ...]) -> tuple[tuple[VectorRecipe, ...], tupl
 def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...]) -> Workspace:
     pipelines, workers = a.instances(program) * a.lanes, a.instances(program) * a.tiles_at_once
     l2 = [q for q in range(len(program.queues)) if a.places[q] == "l2"]
-    counters: list[tuple[str, int, int]] = []
+    counters: list[tuple[tuple[str, int], int]] = []
     for s, stage in enumerate(stages):
         sinks, segments = in_setup(stage, frame.SinkStart), in_setup(stage, frame.SegmentStart)
-        counters += [("sinks", s, _COUNTER_BYTES)] if sinks or segments else []
+        counters += [(("sinks", s), _COUNTER_BYTES)] if sinks or segments else []
         groups = -(-workers // tiles.FAN_IN)
-        counters += [("groups", start.ref.of, groups * _COUNTER_BYTES) for start in segments if start.rows]
+        counters += [(("groups", start.ref.of), groups * _COUNTER_BYTES) for start in segments if start.rows]
     with_gradients = [s for s, stage in enumerate(stages) if in_setup(stage, frame.GradientStart)]
-    counters += [("gradients", s, a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
-    counters += [("ring", q, pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
-    rest: list[tuple[str, int, int]] = []
+    counters += [(("gradients", s), a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
+    counters += [(("ring", q), pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
+    rest: list[tuple[tuple[str, int], int]] = []
     for stage in stages:
         words = [(sink.ref.of, 4 * (sink.width or 1)) for sink in in_setup(stage, frame.SinkStart)]
         words += [(start.ref.of, start.partial_words) for start in in_setup(stage, frame.SegmentStart)]
-        rest += [("partial", sink, tiles.aligned(workers * n * 4, 128)) for sink, n in words]
+        rest += [(("partial", sink), tiles.aligned(workers * n * 4, 128)) for sink, n in words]
     for s in with_gradients:
         parts = a.split[s] * a.gradient_parts(program)
         for gradient in in_setup(stages[s], frame.GradientStart):
-            rest.append(("partial", gradient.gradient.of, parts * gradient.shape.words * 4))
+            rest.append((("partial", gradient.gradient.of), parts * gradient.shape.words * 4))
             sums = sums_of(stages[s], gradient)
-            rest += [("partial", total.sums.of, tiles.aligned(parts * total.panel.width * 4, 128)) for total in sums]
+            rest += [(("partial", total.sums.of), tiles.aligned(parts * total.panel.width * 4, 128)) for total in sums]
     for q in l2:
         slots = pipelines * program.queues[q].depth * entry_vectors(program, a, q)
-        rest.append(("slots", q, slots * tiles.GROUP_THREADS * 16))
-    ends = list(itertools.accumulate((size for _, _, size in (*counters, *rest)), initial=0))
-    at = {(what, number): start for (what, number, _), start in zip((*counters, *rest), ends[:-1], strict=True)}
-    size = max(ends[-1], _COUNTER_BYTES)  # never empty: see ``lower.call``
-    return Workspace(at, ends[len(counters)], size)
+        rest.append((("slots", q), slots * tiles.GROUP_THREADS * 16))
+    zeroed, zero_bytes = offsets(counters)
+    others, end = offsets(rest, zero_bytes)
+    return Workspace(zeroed | others, zero_bytes, max(end, _COUNTER_BYTES))  # never empty: see ``lower.call``
+
+
+def offsets(sizes: Iterable[tuple[_Key, int]], start: int = 0) -> tuple[dict[_Key, int], int]:
+    """(key -> byte, end) of things of so many bytes that lie one behind the other from byte ``start`` on."""
+    found = {}
+    for key, size in sizes:
+        found[key] = start
+        start += size
+    return found, start
 
 
 # --- Stages with all addresses ----------------------------------------------------------------------------------------------------
@@ -332,16 +323,7 @@ def place_stage(at: Layout, s: int) -> StageCode:
     stage = at.stages[s]
     ring = frame.WeightRing(at.header_bytes)
     staged = tuple(_staged(at, s))
-    setup, exchanged = [*_memory(at, s), *_queues(at, s), *staged], 0
-    for node in _with_places(at, s, stage.lowered.setup):
-        if isinstance(node, frame.SegmentStart):
-            node = frame.SegmentMemory(node, _result(at, node.ref.of), stage.memory.segments + node.at)
-        elif isinstance(node, st.Exchange):
-            offset, exchanged = stage.memory.exchanges + exchanged, exchanged + node.bytes
-            node = frame.ExchangeRing(node.ring, node.vectors, node.depth, offset, at.a.ctas)
-        elif isinstance(node, frame.TopsStart):
-            node = dataclasses.replace(node, at=stage.memory.segments + node.at)
-        setup.append(node)
+    setup = [*_memory(at, s), *_queues(at, s), *staged, *_with_places(at, s, stage.lowered.setup)]
     if not stage.resident:
         setup.append(ring)
     elif stage.fetches:
@@ -365,9 +347,17 @@ def place_stage(at: Layout, s: int) -> StageCode:
 def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """``nodes`` with the offsets and parameters of this layout."""
     stage, vectors = at.stages[s], at.operands.vector_at[s]
+    rings = ((x.ring, x.bytes) for x in fitting.exchanges_of(stage.lowered))
+    exchanges, _ = offsets(rings, stage.memory.exchanges)
 
     def change(x: Any) -> Any:
         match x:
+            case frame.SegmentStart():
+                return frame.SegmentMemory(x, _result(at, x.ref.of), stage.memory.segments + x.at)
+            case frame.TopsStart():
+                return dataclasses.replace(x, at=stage.memory.segments + x.at)
+            case st.Exchange(ring, entries, depth):
+                return frame.ExchangeRing(ring, entries, depth, exchanges[ring], at.a.ctas)
             case ir.StationaryVector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
@@ -480,7 +470,7 @@ def _result(at: Layout, sink: int) -> frame.Result:
 def _resident(at: Layout, s: int) -> frame.LoadResident:
     stage, found = at.stages[s], list[frame.FetchResident]()
     for w in sorted({i.weight for i in stage.fetches}):
-        group, source = at.operands.resident_at[at.operands.first_weight[s] + w]
+        group, source = at.operands.resident_at[s, w]
         shape, to = stage.lowered.weights[w].shape, _resident_offset(at, s, w)
         where = number("resident", to, to), group, number("weights", w, source)
         found.append(frame.FetchResident(*where, shape.slab_bytes, shape.split > 1))
@@ -517,8 +507,8 @@ def _runs(at: Layout, s: int, fetches: Sequence[st.Issue]) -> tuple[tuple[int, i
     """(operand, chunks, bytes of a chunk) of ``fetches``, where consecutive ones of equal chunks are one run."""
     chunks = []
     for i in fetches:
-        shape = at.stages[s].lowered.weights[i.weight].shape
-        chunks.append((at.operands.groups.index(shape.dtype), shape.chunk_bytes(i.columns), i.k_chunks))
+        recipe = at.stages[s].lowered.weights[i.weight]
+        chunks.append((list(at.operands.weights).index(recipe.shape.dtype), recipe.shape.chunk_bytes(i.columns), i.k_chunks))
     runs = itertools.groupby(chunks, key=lambda c: c[:2])
     return tuple((group, sum(count for _, _, count in run), size) for (group, size), run in runs)
 

@@ -232,7 +232,7 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
     """Raise ``InvalidProgram`` where ``setmaxnreg`` would wait forever for registers that the launch does not have."""
     _, sm, _, threads, *_ = made.launch
     if sm == 900 and threads > 2 * tiles.GROUP_THREADS:  # several lanes
-        has, needs = nvrtc.resources(compiled.log, compiled.cubin).registers, 65536 // threads // 8 * 8
+        has, needs = compiled.registers, 65536 // threads // 8 * 8
         if has < needs:
             raise InvalidProgram(f"the compiler launches the kernel with {has} registers a thread; its roles need {needs}")
 
@@ -291,11 +291,8 @@ def call(
 
 def _packed_args(packed: Packed, stationary: _StationaryValues) -> list[Any]:
     """The packed operands of a part."""
-    found, operands = list[Any](), packed.operands
-    for dtype, order in zip(operands.groups, operands.order, strict=True):
-        group = operands.of_group(dtype)
-        found.append(pack.weights(group, order, [stationary.value(r.value) for r in group]))
-    if vectors := operands.vectors:
+    found = [pack.weights(parts, stationary.value) for parts in packed.operands.weights.values()]
+    if vectors := packed.operands.vectors:
         found.append(pack.vectors(vectors, [None if r.value is None else stationary.value(r.value) for r in vectors]))
     return found + [stationary.value(v) for v in packed.tables]
 
@@ -311,13 +308,8 @@ class _StationaryValues:
         }
         # Instructions in a loop of the graph, and those that make its carries, have the loop's op number.
         self.loops = {i.op for s in program.stages for i in walk(s.body) if i.kind == "loop"}
-        self.known: dict[int, Any] = {}
         self.by_op: dict[int, Any] = {}  # makers are repeated in every stage that needs them
-
-    def value(self, v: int) -> Any:
-        if v not in self.known:
-            self.known[v] = self._value(v)
-        return self.known[v]
+        self.value = functools.cache(self._value)
 
     def _value(self, v: int) -> Any:
         if v in self.literals:

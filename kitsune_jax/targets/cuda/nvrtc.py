@@ -1,7 +1,7 @@
 """NVRTC, the CUDA compiler as a library, through ctypes. It needs no GPU and no toolkit.
 
-Comes in: generated CUDA C++ and an architecture. Goes out: a cubin and ptxas's log, from which ``resources`` reads registers and
-memory; or PTX, for an architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is
+Comes in: generated CUDA C++ and an architecture. Goes out: a cubin and ptxas's log; or PTX, for an
+architecture such as "compute_80". Invariants: importing this module loads nothing; where the library is
 missing, ``why_not()`` says what to install; a kernel can include only headers whose fingerprint is in the cache key.
 
 Without a ``folder`` the functions use the NVRTC of ``KITSUNE_NVRTC_DIR``, or the best one on this machine. A ``folder`` holds
@@ -32,7 +32,6 @@ _BUILTIN_OPERATION_FAILURE = 7  # nvrtc.h: the library of builtins was not found
 _ADVICE = "to compile kernels for NVIDIA GPUs: pip install kitsune_jax[cuda13]"
 # 177, "variable was declared but never referenced": generated code declares all that a stage may need. Other warnings are kept.
 _QUIET = ("--diag-suppress=177",)
-_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _ARCH = re.compile(r"sm_(\d+)[af]?|compute_(\d+)")
 
 
@@ -49,25 +48,18 @@ class Compiled:
     def pack(self) -> bytes:
         return self.cubin + self.log.encode() + struct.pack("<Q", len(self.cubin))
 
+    @property
+    def registers(self) -> int:
+        """Registers of a thread at the launch of the only kernel, as ptxas states them."""
+        used = re.search(r"Used (\d+) registers", self.log)
+        if used is None:
+            raise ValueError(f"the log does not state the registers of a kernel:\n{self.log}")
+        return int(used[1])
+
     @classmethod
     def unpack(cls, packed: bytes) -> Compiled:
         (size,) = struct.unpack("<Q", packed[-8:])
         return cls(packed[:size], packed[size:-8].decode())
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The resources of a kernel as ptxas states them: registers per thread, memory in bytes.
-
-    ``spill_bytes``: stores and loads of spills in the code, ``stack_bytes``: the frame per thread; both are 0 in a good kernel.
-    ``registers`` of a kernel with ``setmaxnreg`` are those of its launch. ``shared_static`` excludes dynamic shared memory.
-    """
-
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    shared_static: int
-    barriers: int
 
 
 def available(folder: Path | None = None) -> bool:
@@ -121,31 +113,6 @@ def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | 
             name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.failed.cu"
             raise CompileError(f"NVRTC ({_error(library, status)})", log, source, cache.default().keep(name, source))
         return Compiled(_fetch(library, "PTX" if arch.startswith("compute_") else "CUBIN", program), log)
-
-
-def resources(log: str, cubin: bytes) -> Resources:
-    """The resources of the only kernel of ``cubin``, read from ``log``. Raises ``ValueError`` if the log does not fit the cubin."""
-    entries = re.findall(r"Compiling entry function '(\w+)' for", log)
-    if len(entries) != 1:
-        raise ValueError(f"the log is of {len(entries)} kernels ({', '.join(entries) or 'none'}), not of one")
-    if f".text.{entries[0]}\0".encode() not in cubin:
-        raise ValueError(f"the log is of {entries[0]!r}, which is not in the cubin")
-    used = re.search(r"Used (\d+) registers.*", log)
-    frames = [tuple(map(int, frame)) for frame in _FRAME.findall(log)]
-    if used is None or not frames:
-        raise ValueError(f"the log does not state the resources of {entries[0]!r}:\n{log}")
-    return Resources(
-        registers=int(used[1]),
-        spill_bytes=sum(stores + loads for _, stores, loads in frames),  # each function that is not inlined has its own line
-        stack_bytes=max(_number(r"(\d+) bytes cumulative stack", used[0]), *(frame for frame, _, _ in frames)),
-        shared_static=_number(r"(\d+) bytes smem", used[0]),
-        barriers=_number(r"used (\d+) barriers", used[0]),
-    )
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
 
 
 # --- The library ------------------------------------------------------------------------------------------------------------------

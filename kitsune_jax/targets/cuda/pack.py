@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -250,30 +250,26 @@ class VectorRecipe:
         return -(-self.width * self.split // 32) * 32  # vectors start at multiples of 128 bytes, for aligned loads
 
 
-def weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
-    """The image of several weight matrices in their own dtype: the parts of ``order``, one after the other. A part is (recipe,
-    column chunk), or (recipe, -1) for a whole matrix, slab by slab."""
-    if recipes[0].slices is not None:
-        return _sliced_weights(recipes, order, values)
-    chunks: dict[int, list[jax.Array]] = {}
-    for k in {recipe for recipe, _ in order}:
-        chunks[k] = _weight(recipes[k], values[k])
-    parts = [part for k, chunk in order for part in (chunks[k] if chunk < 0 else [chunks[k][chunk]])]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def weights(parts: Sequence[tuple[WeightRecipe, int]], value: Callable[[int], Any]) -> jax.Array:
+    """The image of several weight matrices in their own dtype: ``parts``, one after the other. A part is (recipe, column chunk), or
+    (recipe, -1) for a whole matrix, slab by slab. ``value`` gives a stationary value of the tile program.
 
-
-def _sliced_weights(recipes: Sequence[WeightRecipe], order: Sequence[tuple[int, int]], values: Sequence[Any]) -> jax.Array:
-    """The image of sliced weights: batch by batch; in each the weights of every loop, iteration by iteration, and of no loop."""
-    chunks: dict[int, list[jax.Array]] = {}  # [batches, count, elements]
-    for k in {recipe for recipe, _ in order}:
-        slices = recipes[k].slices
-        assert slices is not None
-        pack_one = functools.partial(_weight, recipes[k])
-        chunks[k] = jax.vmap(jax.vmap(pack_one))(slices.blocks(values[k]))
+    Sliced weights lie batch by batch; in each the weights of every loop, iteration by iteration, and of no loop.
+    """
+    recipes = dict.fromkeys(recipe for recipe, _ in parts)
+    if parts[0][0].slices is None:
+        chunks = {recipe: _weight(recipe, value(recipe.value)) for recipe in recipes}
+        found = [part for recipe, chunk in parts for part in (chunks[recipe] if chunk < 0 else [chunks[recipe][chunk]])]
+        return found[0] if len(found) == 1 else jnp.concatenate(found)
+    chunks = {}  # [batches, count, elements]
+    for recipe in recipes:
+        assert recipe.slices is not None
+        pack_one = functools.partial(_weight, recipe)
+        chunks[recipe] = jax.vmap(jax.vmap(pack_one))(recipe.slices.blocks(value(recipe.value)))
     runs = []
-    for _, run in itertools.groupby(order, key=lambda part: recipes[part[0]].loop):
-        parts = jnp.concatenate([chunks[k][chunk] for k, chunk in run], axis=2)
-        runs.append(parts.reshape(parts.shape[0], -1))
+    for _, run in itertools.groupby(parts, key=lambda part: part[0].loop):
+        together = jnp.concatenate([chunks[recipe][chunk] for recipe, chunk in run], axis=2)
+        runs.append(together.reshape(together.shape[0], -1))
     return jnp.concatenate(runs, axis=1).reshape(-1)
 
 
@@ -291,11 +287,8 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
     half = is_half(shape.dtype)
     if not half:
         w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    rows = []
-    start = 0
-    for piece in shape.pieces:
-        rows.append(_blocks_of_k(w[start : start + piece], half))
-        start += piece
+    starts = itertools.accumulate(shape.pieces, initial=0)
+    rows = [_blocks_of_k(w[start : start + piece], half) for start, piece in zip(starts, shape.pieces, strict=False)]
     w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
     lanes = ROW_BYTES // (2 if half else 4)
     w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
@@ -318,11 +311,9 @@ def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> list[jax.Array]:
     w = jnp.pad(w, ((0, 0), (0, width - w.shape[1])))
     w = w.reshape(-1, width // b, 4, b // 8, 2).transpose(0, 1, 3, 2, 4).reshape(-1, width)  # [block, j, q, e]
     parts = []
-    start = 0
-    for columns in shape.chunks:
+    for start, columns in zip(itertools.accumulate(shape.chunks, initial=0), shape.chunks, strict=False):
         part = w[:, start : start + columns].reshape(shape.k_chunks, lanes, columns).transpose(0, 2, 1)
         parts.append(_swizzle(part.reshape(shape.k_chunks, columns // 8, 8, 8, lanes // 8)).reshape(-1))
-        start += columns
     return parts
 
 
@@ -344,7 +335,9 @@ def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
         words = jax.lax.bitcast_convert_type(recipe.how.of(jnp.asarray(value)).astype(jnp.int32).reshape(-1), jnp.uint32)
     else:
         value = jnp.asarray(value)
-        value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else _word_type(value.dtype))
+        unsigned = jnp.issubdtype(value.dtype, jnp.unsignedinteger) or value.dtype == jnp.bool_
+        integer = jnp.uint32 if unsigned else jnp.int32
+        value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else integer)
         words = jax.lax.broadcast_in_dim(value.reshape(recipe.shape), recipe.row_shape, recipe.dims).reshape(-1)
         words = jax.lax.bitcast_convert_type(words, jnp.uint32)
     words = slab_by_slab(words, recipe.groups, recipe.split)
@@ -353,7 +346,3 @@ def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
         words = jnp.pad(words, (0, recipe.split * per - words.shape[0])).reshape(recipe.split, per)
         words = jnp.pad(words, ((0, 0), (0, recipe.width - per))).reshape(-1)
     return jnp.pad(words, (0, recipe.words - words.shape[0]))
-
-
-def _word_type(dtype: Any) -> Any:
-    return jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) or dtype == jnp.bool_ else jnp.int32

@@ -11,7 +11,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import TileProgram, walk
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import prefetch
@@ -26,12 +25,18 @@ from kitsune_jax.targets.cuda.stage import facts
 def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
     """(the consumers' function, the loader's function)."""
     spelling = Spelling(frozenset((c.name, c.key) for c in kind.fields), _operators(program, kind))
-    common = "const Params& p, Header& header, u8* shared, "
-    arguments = f"{common}Share share, u32 group, u32 instance, u32 slab"
-    consume = _role_function(f"consume{kind.number}", arguments, kind, kind.code.consumer.lines(spelling))
+    given, place = (
+        "const Params& p, Header& header, u8* shared, Share share",
+        f", const Place{kind.number}& at" if kind.fields else "",
+    )
+
+    def function(title: str, lines: list[str]) -> str:
+        unused = ["(void)at;"] if place and not any("at." in line for line in lines) else []
+        return _function(f"{title}, u32 slab{place})", [*unused, *lines])
+
     loader = ["(void)slab, (void)p, (void)header, (void)shared, (void)share;", *kind.code.loader.lines(spelling)]
-    load = _role_function(f"load{kind.number}", f"{common}Share share, u32 slab", kind, loader)
-    return "\n".join([*_comment(program, kind), consume]), load
+    consume = function(f"consume{kind.number}({given}, u32 group, u32 instance", kind.code.consumer.lines(spelling))
+    return "\n".join([*_comment(program, kind), consume]), function(f"load{kind.number}({given}", loader)
 
 
 # Operators in words, where the name of the operator says too little or too much. Others go by their own names.
@@ -70,12 +75,6 @@ def _comment(program: TileProgram, kind: Kind) -> list[str]:
 
 def _listed(word: str, numbers: Sequence[int]) -> str:
     return f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _role_function(title: str, arguments: str, kind: Kind, lines: list[str]) -> str:
-    at = f", const Place{kind.number}& at" if kind.fields else ""
-    body = ["(void)at;", *lines] if at and not any("at." in line for line in lines) else lines
-    return "\n".join([f"KITSUNE_DEVICE void {title}({arguments}{at}) {{", *indented(body), "}\n"])
 
 
 # --- A kernel of one phase --------------------------------------------------------------------------------------------------------
@@ -144,11 +143,9 @@ def _function(title: str, lines: list[str]) -> str:
 
 def _ranks(at: Layout, kinds: list[Kind]) -> list[str]:
     """Declares this CTA's place in its pipeline instance, and its role."""
-    ctas = at.a.ctas
-    place = f"const u32 instance = share.block / {ctas}, rank = share.block % {ctas};"
-    if ctas == 1:
-        place = "const u32 instance = share.block, rank = 0;"
-    return [place, "(void)instance, (void)rank;", *(["const Role role = kRoles[rank];"] if len(kinds) < len(at.stages) else [])]
+    ctas, role = at.a.ctas, ["const Role role = kRoles[rank];"] if len(kinds) < len(at.stages) else []
+    instance, rank = ("share.block", "0") if ctas == 1 else (f"share.block / {ctas}", f"share.block % {ctas}")
+    return [f"const u32 instance = {instance}, rank = {rank};", "(void)instance, (void)rank;", *role]
 
 
 def _barriers(at: Layout) -> list[tuple[str, list[str]]]:
@@ -173,32 +170,32 @@ def _barriers(at: Layout) -> list[tuple[str, list[str]]]:
     return found
 
 
+def _constants(type_: str, fields: list[str], name: str, rows: list[str]) -> list[str]:
+    """A struct, and an array of such structs in constant memory."""
+    head = [f"struct {type_} {{", *(f"  {field};" for field in fields), "};", f"KITSUNE_CONSTANT {type_} {name}[] = {{"]
+    return [*head, *(f"    {row}" for row in rows), "};"]
+
+
 def _places(kind: Kind) -> str:
     """The table of the constants in which stages of one kind differ."""
-    stages = ", ".join(map(str, kind.stages))
-    lines = [f"// Where things lie for stages {stages}, which run the same code", f"struct Place{kind.number} {{"]
-    lines += [f"  {c.declaration.format(f'{c.name}{c.key}')};" for c in kind.fields]
-    lines += ["};", f"KITSUNE_CONSTANT Place{kind.number} kPlaces{kind.number}[] = {{"]
-    lines += [f"    {{{', '.join(place)}}}," for place in kind.places]
-    return "\n".join([*lines, "};\n"])
+    head = f"// Where things lie for stages {', '.join(map(str, kind.stages))}, which run the same code"
+    fields = [c.declaration.format(f"{c.name}{c.key}") for c in kind.fields]
+    rows = [f"{{{', '.join(place)}}}," for place in kind.places]
+    return "\n".join([head, *_constants(f"Place{kind.number}", fields, f"kPlaces{kind.number}", rows), ""])
 
 
 def _role_table(at: Layout, kinds: list[Kind]) -> str:
     """The table of what the CTA of each rank runs, for kernels in which stages share code."""
-    lines = [
+    head = [
         "// What each CTA of an instance runs: the functions of a kind of stages, named for the first of them, with a row of its",
         "// places, on a slab.",
-        "struct Role {",
-        "  u32 kind, place, slab;",
-        "};",
-        "KITSUNE_CONSTANT Role kRoles[] = {",
     ]
     where = {s: (kind.number, place) for kind in kinds for place, s in enumerate(kind.stages)}
-    for s in range(len(at.stages)):
+    rows = []
+    for s, split in enumerate(at.a.split):
         kind, place = where[s]
-        roles = ", ".join(f"{{{kind}, {place}, {slab}}}" for slab in range(at.a.split[s]))
-        lines.append(f"    {roles},  // stage {s}")
-    return "\n".join([*lines, "};\n"])
+        rows.append(f"{', '.join(f'{{{kind}, {place}, {slab}}}' for slab in range(split))},  // stage {s}")
+    return "\n".join([*head, *_constants("Role", ["u32 kind, place, slab"], "kRoles", rows), ""])
 
 
 def _entry(at: Layout) -> str:
@@ -207,30 +204,23 @@ def _entry(at: Layout) -> str:
     declared, section = [_GROUP, f"const Share share = {share};"], f"section(share.block % {at.a.ctas}, group);"
     load = f"if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);"
     consume = f"{mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);"
-    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [consume], at.ahead)
+    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [consume, *prefetch(at.ahead)])
 
 
 _GROUP = "const u32 group = thread_id() / kGroupThreads;"
 
 
 def _kernel(
-    at: Layout,
-    headers: str,
-    declared: list[str],
-    init: list[str],
-    start: list[str],
-    load: list[str],
-    consume: list[str],
-    ahead: Ahead | None,
+    at: Layout, headers: str, declared: list[str], init: list[str], start: list[str], load: list[str], consume: list[str]
 ) -> str:
-    """The kernel: after ``start`` its first warpgroup runs ``load``, and the others run ``consume`` and prefetch ``ahead``.
-    ``headers``: the struct of all barriers, which one thread initialises by ``init``."""
+    """The kernel: after ``start`` its first warpgroup runs ``load``, and the others run ``consume``. ``headers``: the struct of all
+    barriers, which one thread initialises by ``init``."""
     clusters, name = at.a.cluster > 1, headers.lower()
     lines = [f"{headers}& {name} = shared<{headers}>();", f"u8* const base = reinterpret_cast<u8*>(&{name});", *declared]
     lines += ["if (thread_id() == 0) {", *indented((*init, "fence_mbar_init();")), "}"]
     lines += ["cluster_sync();" if clusters else "block_sync();", *start]
     lines += ["if (group == 0) {", *indented(("become_loader<kLanes>();", *load))]
-    lines += ["} else {", *indented(("become_consumer<kLanes>();", *consume, *([prefetch(ahead)] if ahead else []))), "}"]
+    lines += ["} else {", *indented(("become_consumer<kLanes>();", *consume)), "}"]
     lines += ["cluster_sync();  // no CTA leaves while another still writes to its shared memory"] if clusters else []
     fits = f"static_assert(sizeof({headers}) <= {at.header_bytes});\n"
     return "\n".join([fits, f"KITSUNE_KERNEL(kitsune_region, Params, p, {at.a.threads}) {{", *indented(lines), "}\n"])
@@ -257,12 +247,16 @@ def _calls(at: Layout, kinds: list[Kind], call: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """Parts that run the same code, in the order of their phases. ``types``: of the pointers of their ``Params``."""
+    """Parts that run the same code, in the order of their phases."""
 
     name: str
     text: str
-    types: tuple[str, ...]
     members: tuple[PartLayout, ...]
+
+    @property
+    def types(self) -> list[str]:
+        """The types of the pointers of their ``Params``."""
+        return [field.rsplit(" ", 1)[0] for field in _part_params(self.members[0].layout)]
 
 
 def source_of_phases(call: CallLayout, kinds: list[list[Kind]]) -> str:
@@ -290,41 +284,29 @@ def _groups(call: CallLayout, kinds: list[list[Kind]]) -> list[_Group]:
     """The groups of parts, in the order of their first parts."""
     by_text: dict[str, list[int]] = {}
     for k, (part, own) in enumerate(zip(call.parts, kinds, strict=True)):
-        by_text.setdefault(_text(part, own), []).append(k)
-    return [
-        _Group(f"part{members[0]}", text, _types(call.parts[members[0]]), tuple(call.parts[k] for k in members))
-        for text, members in by_text.items()
-    ]
+        at = part.layout
+        fields = struct("Params", [*_part_params(at), "KITSUNE_DEVICE u8* zeroed() const { return counters; }"])
+        text = "\n".join([f"// {summary(at)}\n{constants(at)}", fields, *roles(at, own)])
+        by_text.setdefault(text, []).append(k)
+    return [_Group(f"part{members[0]}", text, tuple(call.parts[k] for k in members)) for text, members in by_text.items()]
 
 
-def _text(part: PartLayout, kinds: list[Kind]) -> str:
-    at = part.layout
-    fields = [*params(at), *(f"void* out{k};" for k in range(len(at.program.outputs)))]
-    fields += ["u8* workspace;", "u8* counters;", "KITSUNE_DEVICE u8* zeroed() const { return counters; }"]
-    head = f"// {summary(at)}\n{constants(at)}"
-    return "\n".join([head, struct("Params", fields), *roles(at, kinds)])
-
-
-def _types(part: PartLayout) -> tuple[str, ...]:
-    given = [field.rsplit(" ", 1)[0] for field in params(part.layout)]
-    return (*given, *("void*" for _ in part.layout.program.outputs), "u8*", "u8*")
+def _part_params(at: Layout) -> list[str]:
+    """The fields of a part's ``Params``, in the order of its ``sources``."""
+    return [*params(at), *(f"void* out{k};" for k in range(len(at.program.outputs))), "u8* workspace;", "u8* counters;"]
 
 
 def _given(call: CallLayout, group: _Group) -> str:
     """The function that makes the ``Params`` of a part. Pointers to data of earlier phases are opaque: it is read after the
     barrier."""
-    opaque = [any(s.made for s in sources) for sources in zip(*(m.sources for m in group.members), strict=True)]
-    if len(group.members) == 1:
-        lines, pointers = list[str](), [_pointer(call, s, t) for s, t in zip(group.members[0].sources, group.types, strict=True)]
-        title = f"{group.name}::Params {group.name}_params(const Params& p)"
-    else:
-        lines = [_table(group)]
-        pointers = [f"static_cast<{t}>(pointer(p, at[{k}]))" for k, t in enumerate(group.types)]
-        pointers = [x.replace("static_cast<const float*>", "reinterpret_cast<const float*>") for x in pointers]
-        title = f"{group.name}::Params {group.name}_params(const Params& p, u32 member)"
-    pointers = [f"opaque({x})" if hidden else x for x, hidden in zip(pointers, opaque, strict=True)]
-    lines += [f"KITSUNE_DEVICE {title} {{"]
-    lines += [f"  const Pointer* const at = k{group.name.title()}[member].pointers;"] if len(group.members) > 1 else []
+    several, name, pointers = len(group.members) > 1, group.name, list[str]()
+    for k, (type_, sources) in enumerate(zip(group.types, zip(*(m.sources for m in group.members), strict=True), strict=True)):
+        cast = "reinterpret" if type_ == "const float*" else "static"
+        x = f"{cast}_cast<{type_}>(pointer(p, at[{k}]))" if several else _pointer(call, sources[0], type_)
+        pointers.append(f"opaque({x})" if any(s.made for s in sources) else x)
+    lines = _table(group) if several else []
+    lines.append(f"KITSUNE_DEVICE {name}::Params {name}_params(const Params& p{', u32 member' if several else ''}) {{")
+    lines += [f"  const Pointer* const at = k{name.title()}[member].pointers;"] if several else []
     return "\n".join([*lines, "  return {", *(f"      {x}," for x in pointers), "  };", "}\n"])
 
 
@@ -335,15 +317,13 @@ def _pointer(call: CallLayout, source: Source, type_: str) -> str:
     return f"p.{field}"
 
 
-def _table(group: _Group) -> str:
+def _table(group: _Group) -> list[str]:
     """The table of the CTAs and pointers of each member of a group."""
-    name = group.name.title()
-    lines = [f"struct {name} {{", "  u32 first, ctas;", f"  Pointer pointers[{len(group.types)}];", "};"]
-    lines.append(f"KITSUNE_CONSTANT {name} k{name}[] = {{")
+    name, rows = group.name.title(), list[str]()
     for m in group.members:
         pointers = ", ".join(f"{{{s.buffer}, {s.byte}}}" for s in m.sources)
-        lines.append(f"    {{{m.first}, {m.ctas}, {{{pointers}}}}},")
-    return "\n".join([*lines, "};"])
+        rows.append(f"{{{m.first}, {m.ctas}, {{{pointers}}}}},")
+    return _constants(name, ["u32 first, ctas", f"Pointer pointers[{len(group.types)}]"], f"k{name}", rows)
 
 
 def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
@@ -357,7 +337,7 @@ def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
     consume = _role(
         call, groups, "{part}::consume({params}, header, base, share, group - 1);", "end_of_phase<kLanes>(arrived, {phase});"
     )
-    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, consume, call.ahead)
+    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, [*consume, *prefetch(call.ahead)])
 
 
 def _role(call: CallLayout, groups: list[_Group], run: str, barrier: str) -> list[str]:

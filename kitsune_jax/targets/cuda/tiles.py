@@ -109,10 +109,6 @@ class WeightShape:
     most: int = 128
 
     @property
-    def k(self) -> int:
-        return sum(self.pieces)
-
-    @property
     def slab(self) -> int:
         """Padded columns of one slab."""
         return padded(self.n) if self.split == 1 else padded(-(-self.n // self.split))
@@ -126,12 +122,8 @@ class WeightShape:
         return sum(blocks(padded(p)) for p in self.pieces)
 
     @property
-    def blocks_per_chunk(self) -> int:
-        return 2 if is_half(self.dtype) else 1
-
-    @property
     def k_chunks(self) -> int:
-        return -(-self.k_blocks // self.blocks_per_chunk)
+        return -(-self.k_blocks // (2 if is_half(self.dtype) else 1))
 
     def chunk_bytes(self, columns: int) -> int:
         return columns * ROW_BYTES
@@ -147,10 +139,6 @@ class WeightShape:
     def part_bytes(self, chunk: int) -> int:
         """Bytes of column chunk ``chunk``, counted through the slabs, or of the whole packed matrix for -1."""
         return self.bytes if chunk < 0 else self.k_chunks * self.chunk_bytes(self.chunks[chunk % len(self.chunks)])
-
-    @property
-    def elements(self) -> int:
-        return self.bytes // (2 if is_half(self.dtype) else 4)
 
 
 def segment_bytes(width: int) -> int:
