@@ -77,6 +77,7 @@ def test_distributions(impl: str) -> None:
     check(f, jax.random.key(3, impl=impl), jnp.linspace(0, 1, 101 * 7).reshape(101, 7), tolerance=2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("rows", [1, 257])
 def test_keys_split_in_every_step(impl: str, rows: int) -> None:
