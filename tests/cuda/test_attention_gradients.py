@@ -275,7 +275,7 @@ def backward_of(heads: int, dim: int, dtype: str, is_causal: bool) -> tuple[Grap
     return graph, route(graph, "cuda", RouteOptions(device="h200", code=False))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_are_chosen(name: str, is_causal: bool) -> None:

@@ -147,7 +147,7 @@ def attention(of_sender: jax.Array, of_receiver: jax.Array, h: jax.Array, sender
     return jax.ops.segment_sum(weights[:, :, None] * h[senders], receivers, n)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_layer_of_gat_is_one_pass_over_its_edges(dtype: str) -> None:
     edges, n, heads, width = 500, 40, 4, 8
     s, r, h = (jnp.asarray(RNG.standard_normal(shape), dtype) for shape in ((n, heads), (n, heads), (n, heads, width)))
