@@ -183,7 +183,7 @@ def training_step(penalty: str, optimiser: Any) -> Function:
     return step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimiser", ["sgd", "clipped"])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_training_step_with_a_penalty_in_its_loss(penalty: str, optimiser: str, force: bool) -> None:

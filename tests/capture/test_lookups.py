@@ -214,6 +214,7 @@ def test_no_id_one_id_and_equal_ids(ids):
     check(lambda t, i, u: jax.vjp(lambda t: t[i], t)[1](u), TABLE, ids, u)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64"])
 def test_indices_of_every_integer_out_of_range(dtype, mode):

@@ -86,6 +86,7 @@ def test_second_derivatives() -> None:
     close(jax.jit(kj.pipeline(gradient, force=True))(*args), in_float64(gradient, *args))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("normalised", [softmax, finite_softmax])
 @pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan, "segment"])
 def test_scores_that_are_no_numbers(normalised: Any, bad: Any) -> None:

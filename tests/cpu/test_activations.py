@@ -144,6 +144,7 @@ def test_powers_are_rounded_after_each_product_as_jit_does(programs, name, y):
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("spelling", OTHER_ROUNDINGS)
 def test_what_is_rounded_more_often_is_left_to_the_vector_code(programs, spelling, name):

@@ -56,6 +56,7 @@ def test_a_maximum_that_leaves_is_of_rounded_values(name: str) -> None:
     np.testing.assert_array_equal(native(t, x, y, dtype=DTYPES[name]), ((x + y) * (y * y)).max(0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("argument", [0, 1, 2])
 def test_softmax_over_segments_by_one_argument(name: str, argument: int) -> None:

@@ -66,6 +66,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", [steps, gradient])
 @pytest.mark.parametrize(("nodes", "edges"), [(1, 1), (1, 37), (101, 1), (101, 1009)])
 def test_merged_calls_give_the_bits_of_calls_apart(fn: Callable[..., Any], nodes: int, edges: int) -> None:

@@ -21,6 +21,7 @@ def by_default(ids: jax.Array, n: int) -> jax.Array:
     return Target.order(CPU, ids, n)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", [CPU.order, by_default])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
 def test_against_numpy(order, dtype: str) -> None:

@@ -24,6 +24,7 @@ def check(fn, *args, rtol: float = 0.0, atol: float = 0.0) -> None:
         np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), rtol=rtol, atol=atol)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("partitionable", [True, False])
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_one_key(make, partitionable):

@@ -104,7 +104,7 @@ def test_errors_of_sums_are_found(name: str) -> None:
     assert np.count_nonzero(error) > 1000
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "float16" else ()) for n in DTYPES])
 def test_a_loop_with_a_compensated_carry_has_the_bits_of_jit(name: str) -> None:
     def kahan(xs: Array) -> Any:
         def step(carry: Any, x: Array) -> Any:
@@ -247,6 +247,7 @@ def test_powers_of_two_round_nothing_in_bfloat16() -> None:
     assert Rounding().rounds("mul", "bfloat16", (None, 0.3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize(
     "function", ["exp", "log1p", "tanh", "sin", "sqrt", "erf", "erfc", "erf_inv", "sinh", "cosh", "lgamma", "digamma"]

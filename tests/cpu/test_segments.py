@@ -54,6 +54,7 @@ def check(how: str, x: jax.Array, ids: np.ndarray, n: int, ordered: bool) -> Non
     assert not wrong.any(), (got[wrong][:8], want[wrong][:8])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ids", list(IDS))
 @pytest.mark.parametrize("ordered", [True, False], ids=["in order", "in no order"])
 @pytest.mark.parametrize(("how", "dtype", "width"), [
@@ -92,6 +93,7 @@ def test_a_nan_wins_and_zeros_have_signs(how: str) -> None:
     np.testing.assert_array_equal(np.signbit(got[at]), sign[at] < 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ordered", [True, False], ids=["in order", "in no order"])
 @pytest.mark.parametrize(("rows", "width", "n"), [(1, 64, 5), (1, 1, 1), (0, 64, 5), (257, 64, 100_000), (97, 1024, 3)])
 def test_odd_sizes(rows: int, width: int, n: int, ordered: bool) -> None:
@@ -118,6 +120,7 @@ def test_rows_that_lie_in_memory(how: str) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ids", ["even", "half of one segment", "negative and beyond", "all beyond", "a few segments of many"])
 @pytest.mark.parametrize(("how", "dtype"), [("sum", "float32"), ("max", "float32"), ("sum", "bfloat16")])
 def test_rows_that_are_wide(how: str, dtype: str, ids: str) -> None:

@@ -98,7 +98,7 @@ def graph_of(edges: int, n: int, width: int, dtype: str) -> tuple[jax.Array, ...
     return w, nodes, *(jnp.asarray(RNG.integers(0, n, edges), jnp.int32) for _ in range(2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float16"))])
 def test_the_gradient_by_senders_into_a_large_table(dtype: str) -> None:
     """A table that no lane has room for."""
     args = graph_of(300, 1_500, 16, dtype)
@@ -193,6 +193,7 @@ def test_the_emulator_sees_it(bug: str, tmp_path: pathlib.Path, monkeypatch: pyt
     assert all(re.search(r"race: |outside global memory|not aligned", why) for why in found), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])

@@ -197,6 +197,7 @@ def test_it_is_found(bug: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 # -- machine code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])

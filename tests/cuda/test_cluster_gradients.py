@@ -159,8 +159,7 @@ def gradient(cell: str) -> Any:
     "cell, dtype",
     [
         ("lstm", "float32"),
-        ("gru", "bfloat16"),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("lstm", "float16"), ("gru", "float32"))),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("gru", "bfloat16"), ("lstm", "float16"), ("gru", "float32"))),
     ],
 )
 def test_both_loops_are_over_clusters(cell: str, dtype: str) -> None:
@@ -206,7 +205,10 @@ def test_columns_of_a_product_that_are_cut_apart() -> None:
         assert np.abs(np.asarray(g, np.float32) - right).max() < 2 * TOLERANCE["bfloat16"] * np.abs(right).max()
 
 
-@pytest.mark.parametrize("loop, dtype, width", [(padded, "float32", 128), (stacked, "bfloat16", 256), (heun, "float16", 256)])
+@pytest.mark.parametrize(
+    "loop, dtype, width",
+    [(padded, "float32", 128), (stacked, "bfloat16", 256), pytest.param(heun, "float16", 256, marks=pytest.mark.slow)],
+)
 def test_gradients_of_what_a_step_may_do(loop: Callable[..., Any], dtype: str, width: int) -> None:
     """Sums of products that wait for each other, of carries, and beside columns that are handed on."""
     rng, (steps, rows) = np.random.default_rng(3), (3, 67)

@@ -183,7 +183,7 @@ WEIGHTS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("pieces", "n"), WEIGHTS, ids=str)
 def test_descriptors_of_weights_find_every_element_where_it_was_packed(pieces: tuple[int, ...], n: int, dtype: str) -> None:
@@ -244,7 +244,7 @@ PANELS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("x", "y", "n", "lanes"), PANELS)
 def test_descriptors_of_panels_find_every_element_where_it_was_put(x: int, y: int, n: int, lanes: int, dtype: str) -> None:

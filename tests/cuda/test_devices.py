@@ -230,22 +230,26 @@ def planned(device: str | None, force: bool = True) -> list[tuple[Any, Any]]:
     return found
 
 
-def launched(words: tuple[int, ...], found: list[Gpu], driver: pathlib.Path) -> list[Any]:
-    """For each device the launch that the driver is asked for and accepts, or the error."""
+def launched(kernels: list[tuple[int, ...]], found: list[Gpu], driver: pathlib.Path) -> list[list[Any]]:
+    """For each kernel by its launch words, and for each device, the launch that the driver is asked for and accepts, or the error."""
     program = f"""
-    launch = np.array({list(map(int, words))}, np.int64)
-    k = _cuda.Kernel(b"image", launch, "region")
-    buffers = [(0x10000 * (i + 1), int(n)) for i, n in enumerate(launch[12:])]
-    def tried(stream):
+    def tried(k, buffers, stream):
         k.load(stream)
         k.launch(buffers, stream)
     answers = []
-    for d in range({len(found)}):
-        failed = error(lambda: tried(100 * (d + 1)))
-        answers.append(journal()[-1] if failed == "no error" else failed)
+    for words in {[list(map(int, words)) for words in kernels]}:
+        launch = np.array(words, np.int64)
+        k = _cuda.Kernel(b"image", launch, "region")
+        buffers = [(0x10000 * (i + 1), int(n)) for i, n in enumerate(launch[12:])]
+        answers.append([])
+        for d in range({len(found)}):
+            failed = error(lambda: tried(k, buffers, 100 * (d + 1)))
+            answers[-1].append(journal()[-1] if failed == "no error" else failed)
     print(json.dumps(answers))
     """
-    result: list[Any] = run(program, driver, ",".join([f"devices={len(found)}", *(gpu.fake(i) for i, gpu in enumerate(found))]))
+    result: list[list[Any]] = run(
+        program, driver, ",".join([f"devices={len(found)}", *(gpu.fake(i) for i, gpu in enumerate(found))])
+    )
     return result
 
 
@@ -265,11 +269,12 @@ def test_kernels_launch_on_every_device(monkeypatch: pytest.MonkeyPatch, fake_dr
     machine_with(monkeypatch, *found)
     kernels = planned(None)
     assert kernels, "nothing was planned"
-    for plan, words in kernels:
+    answers = launched([words for _, words in kernels], found, fake_driver)
+    for (plan, words), of_devices in zip(kernels, answers, strict=True):
         sm, grid, cluster, shared, instance = words[1], words[2], words[4], words[5], words[7]
         assert shared <= min(gpu.shared_bytes for gpu in found) and grid <= min(gpu.multiprocessors for gpu in found), plan
         assert sm == (900 if all(gpu.capability == 90 for gpu in found) else 800)
-        for gpu, answer in zip(found, launched(words, found, fake_driver), strict=True):
+        for gpu, answer in zip(found, of_devices, strict=True):
             want = min(grid, holds(gpu, cluster) // instance * instance)
             assert want > 0 and answer.startswith(f"launch grid={want} "), f"{gpu.name}: {answer}"
 
@@ -279,10 +284,11 @@ def test_kernels_launch_on_every_device(monkeypatch: pytest.MonkeyPatch, fake_dr
 @pytest.mark.parametrize("gpu", [H200_UNEVEN, H100_PCIE, H100_SLICE, H200_SLICE, H20, GH200], ids=lambda gpu: gpu.name)
 def test_what_was_planned_for_a_h200_launches_on_other_devices_of_its_architecture(fake_driver: pathlib.Path, gpu: Gpu) -> None:
     """An exported program, or one whose plan was asked for by name; every arrangement that the planner knows."""
-    for name, plan, words in every_arrangement():
+    every = every_arrangement()
+    answers = launched([words for _, _, words in every], [gpu], fake_driver)
+    for (name, plan, words), (answer,) in zip(every, answers, strict=True):
         cluster, instance = words[4], words[7]
         fits = holds(gpu, cluster) // instance * instance
-        (answer,) = launched(words, [gpu], fake_driver)
         if fits:
             assert answer.startswith(f"launch grid={min(words[2], fits)} "), f"{name}: {answer}"
         elif plan.queues and plan.queues[0].place == "l2":

@@ -86,45 +86,53 @@ def check(name: str, dtype: str, rows: int, arrangement: str, seeds: tuple[int, 
 
 SAMPLE = [
     ("dense", "bfloat16", 257, "sm90-spatial-cluster-lanes1"),
-    ("dense", "float32", 7, "sm80-vertical-streamed-cluster1-lanes1"),
     ("mlp", "bfloat16", 130, "sm90-vertical-streamed-cluster2-lanes2"),
     ("mlp", "float16", 257, "sm80-spatial-l2-lanes2"),
     ("mlp", "float32", 65, "sm90-vertical-resident-lanes3"),
-    ("nerf-small", "bfloat16", 257, "sm90-vertical-streamed-cluster2-lanes1"),
     ("nerf-small", "float16", 65, "sm90-spatial-cluster-lanes2"),
     ("nerf-small", "bfloat16", 1, "sm80-vertical-resident-lanes2"),
-    ("edge-update-small", "bfloat16", 130, "sm90-vertical-resident-lanes2"),
     ("edge-update-small", "float32", 257, "sm90-spatial-l2-lanes1"),
     ("edge-phase-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
-    ("edge-phase-small", "float32", 130, "sm80-vertical-streamed-cluster1-lanes1"),
     ("edge-phase-small", "bfloat16", 257, "sm90-vertical-resident-lanes2-unordered"),
     ("heads", "float32", 130, "sm80-vertical-resident-lanes1-unordered"),
     ("edge-phase-small", "float16", 65, "sm90-spatial-cluster-lanes1"),
     ("interaction-small", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
-    ("interaction-small", "float32", 63, "sm90-vertical-streamed-cluster2-lanes1"),
     ("interaction-small", "float16", 65, "sm90-spatial-cluster-lanes1"),
     ("interaction-small", "float32", 130, "sm80-spatial-l2-lanes2"),
     ("heads", "bfloat16", 257, "sm90-vertical-resident-lanes3"),
-    ("heads", "float32", 63, "sm80-vertical-resident-lanes2"),
-    ("swiglu-small", "bfloat16", 63, "sm90-vertical-streamed-cluster1-lanes2"),
     ("swiglu-small", "float16", 130, "sm90-spatial-cluster-lanes3"),
     ("loss", "bfloat16", 257, "sm90-spatial-l2-lanes1-split2"),
     ("loss", "float32", 130, "sm90-vertical-streamed-cluster2-lanes3"),
-    ("loss", "float16", 63, "sm80-vertical-streamed-cluster1-lanes3"),
     ("loss", "bfloat16", 1, "sm90-vertical-resident-lanes1"),
     ("softmax", "bfloat16", 65, "sm90-vertical-resident-lanes3"),
-    ("softmax", "float32", 257, "sm80-vertical-resident-lanes1"),
     ("rms-norm", "float16", 130, "sm90-vertical-resident-lanes1"),
     ("activations", "bfloat16", 65, "sm90-spatial-l2-lanes3"),
-    ("activations", "float32", 130, "sm90-vertical-streamed-cluster1-lanes1"),
     ("mixed", "bfloat16", 130, "sm90-spatial-cluster-lanes1"),
-    ("mixed", "float16", 7, "sm80-spatial-l2-lanes1"),
     ("diamond", "bfloat16", 65, "sm90-vertical-resident-lanes2"),
+]
+
+# Much like others of the sample.
+MORE = [
+    ("dense", "float32", 7, "sm80-vertical-streamed-cluster1-lanes1"),
+    ("nerf-small", "bfloat16", 257, "sm90-vertical-streamed-cluster2-lanes1"),
+    ("edge-update-small", "bfloat16", 130, "sm90-vertical-resident-lanes2"),
+    ("edge-phase-small", "float32", 130, "sm80-vertical-streamed-cluster1-lanes1"),
+    ("interaction-small", "float32", 63, "sm90-vertical-streamed-cluster2-lanes1"),
+    ("heads", "float32", 63, "sm80-vertical-resident-lanes2"),
+    ("swiglu-small", "bfloat16", 63, "sm90-vertical-streamed-cluster1-lanes2"),
+    ("loss", "float16", 63, "sm80-vertical-streamed-cluster1-lanes3"),
+    ("activations", "float32", 130, "sm90-vertical-streamed-cluster1-lanes1"),
     ("diamond", "float32", 63, "sm90-vertical-streamed-cluster1-lanes3"),
+    ("mixed", "float16", 7, "sm80-spatial-l2-lanes1"),
+    ("softmax", "float32", 257, "sm80-vertical-resident-lanes1"),
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "rows", "arrangement"), SAMPLE, ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows", "arrangement"),
+    [*SAMPLE, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
+    ids=lambda v: str(v),
+)
 def test_sample(name: str, dtype: str, rows: int, arrangement: str) -> None:
     check(name, dtype, rows, arrangement)
 
@@ -191,6 +199,7 @@ def test_families_admit_what_their_kind_should(name: str, dtype: str) -> None:
 EXACT = Family("exact", dense_relu, (Arg((32, 64)), Arg((64,)), Arg((-1, 32))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", ["sm90", "sm80"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_integers_are_multiplied_exactly(dtype: str, sm: str) -> None:

@@ -66,15 +66,15 @@ def check(name: str, dtype: str, rows: int, arrangement: str) -> None:
     ("name", "dtype", "rows", "arrangement"),
     [
         ("simple-loop", "float32", 2, "sm90-vertical-resident-lanes3"),
-        ("simple-loop", "bfloat16", 257, "sm90-vertical-resident-lanes2"),
+        pytest.param("simple-loop", "bfloat16", 257, "sm90-vertical-resident-lanes2", marks=pytest.mark.slow),
         ("simple-loop-by-rows", "float16", 131, "sm80-vertical-resident-lanes2"),
         ("lstm-loop", "bfloat16", 70, "sm90-vertical-resident-lanes2"),
-        ("lstm-loop", "float32", 70, "sm90-vertical-resident-lanes1"),
+        pytest.param("lstm-loop", "float32", 70, "sm90-vertical-resident-lanes1", marks=pytest.mark.slow),
         ("gru-loop", "float16", 63, "sm90-vertical-resident-lanes2"),
         ("heun-loop", "float32", 193, "sm90-vertical-resident-lanes3"),
-        ("heun-loop", "bfloat16", 65, "sm80-vertical-resident-lanes1"),
+        pytest.param("heun-loop", "bfloat16", 65, "sm80-vertical-resident-lanes1", marks=pytest.mark.slow),
         ("pendulum-loop", "float32", 700, "sm90-vertical-resident-lanes2"),  # a thread has rows of its own
-        ("pendulum-loop", "float32", 5, "sm80-vertical-resident-lanes1"),
+        pytest.param("pendulum-loop", "float32", 5, "sm80-vertical-resident-lanes1", marks=pytest.mark.slow),
     ],
 )
 def test_reverse_loops(name: str, dtype: str, rows: int, arrangement: str) -> None:
@@ -207,7 +207,7 @@ USERS: dict[str, tuple[Callable[..., Any], int, tuple[tuple[int, ...], ...]]] = 
 }
 
 
-@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "heun" else ()) for name in USERS])
 def test_the_gradient_of_a_loop_is_made_of_kernels(name: str) -> None:
     recurrence, count, shapes = USERS[name]
     function = jax.grad(functools.partial(loss, recurrence), tuple(range(count)))
@@ -279,7 +279,7 @@ def test_the_machine_code(name: str, dtype: str, arrangement: str, compiler: str
 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
-@pytest.mark.parametrize("compiler, most", list(zip(COMPILERS, (8, 136), strict=True)))
+@pytest.mark.parametrize("compiler, most", [(COMPILERS[0], 8), pytest.param(COMPILERS[1], 136, marks=pytest.mark.slow)])
 def test_what_a_wide_loop_spills(compiler: str, most: int) -> None:
     """Addresses and descriptors of panels are made where they are used; in front of the loop they were 176 and 592 bytes."""
     family = RECURRENT["wide-lstm-loop"]

@@ -44,6 +44,7 @@ def check(program: TileProgram, arrays: list[np.ndarray], **how: int) -> None:
         np.testing.assert_array_equal(*(np.asarray(x).astype(np.float64) for x in (g, w)), err_msg=f"result {k}\n{program}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", HOW)
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_simulator_whose_state_is_carried_in_registers(columns: bool, sm: int, lanes: int) -> None:
@@ -59,6 +60,7 @@ def test_recurrences_whose_weights_stay(hidden: int, features: int, dtype: str) 
         check_case(lstm(131, 3, features, hidden, dtype), dtype, sm=sm, lanes=lanes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [0, 1, 6])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_trip_counts_and_directions(steps: int, reverse: bool) -> None:

@@ -109,6 +109,7 @@ def test_pads() -> None:
     check_program(t, a)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("low, high, interior", [(0, 39, 0), (3, 0, 0), (1, -1, 0), (2, -1, 0), (-1, 3, 0), (0, 0, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_pads_of_one_column(dtype: str, low: int, high: int, interior: int) -> None:
@@ -246,6 +247,7 @@ def test_tiles_of_every_type_pass_through_queues(sm: int) -> None:
     check_program(t, *(array(200, n, dtype=dtype) for dtype, n in values), array(200), sm=sm)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", [(900, 2), (800, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_reductions_over_a_part_of_a_row(dtype: str, sm: int, lanes: int) -> None:

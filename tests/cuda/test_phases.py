@@ -45,6 +45,7 @@ def check(case: Case, **how: Any) -> list[bytes]:
     return [x.tobytes() for x in got]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_step_of_a_graph_network(dtype: str, sm: int) -> None:
@@ -74,6 +75,7 @@ def test_numbers_and_rows_between_phases(dtype: str, rows: int, width: int, sm: 
     check(clipped(rows, width, dtype), sm=sm, lanes=2, replicas=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 @pytest.mark.parametrize("how", ["sum", "max"])
 def test_a_table_that_an_earlier_phase_makes(how: str, mode: str) -> None:

@@ -58,7 +58,7 @@ def check(pool: RegisterPool, lanes: int) -> None:
     assert pool.fits, pool
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @needs_compilers
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_the_gradient_of_an_interaction(rows: int, count: int, width: int, dtype
     check(t.program(), arrays, sm=sm, lanes=lanes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, count, width, sm, lanes", [(67, 5, 64, 900, 2), (131, 3, 12, 800, 1)])
 def test_the_operands_of_a_product_are_kept_for_a_gradient(

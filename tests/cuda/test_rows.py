@@ -57,6 +57,7 @@ def test_rows_of_every_width(dtype: str, sm: int, lanes: int) -> None:
     check(*in_and_out(523, dtype), sm=sm, lanes=lanes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm", [900, 800])
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 128])
 def test_few_rows(rows: int, sm: int) -> None:

@@ -138,7 +138,7 @@ def plans(name: str, dtype: str) -> Arrangements:
 # --- every arrangement
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "family, dtype, arrangement",
     [

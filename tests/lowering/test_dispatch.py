@@ -38,6 +38,7 @@ def test_python_does_not_wait_for_a_long_call() -> None:
     np.testing.assert_allclose(out, simulated(np.ones(4096, np.float32), 20_000), rtol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
 @pytest.mark.parametrize("shape", [(), (3,), (5, 0), (2, 3, 7)])
 def test_long_calls_of_any_operands(monkeypatch: pytest.MonkeyPatch, dtype: str, shape: tuple[int, ...]) -> None:

@@ -97,7 +97,7 @@ def work(name, n, target, device):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("gradient", "message passing's gradient") else ()) for n in CASES]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("training step", "message passing's gradient") else ()) for n in CASES]
 )
 def test_four_times_the_layers_are_at_most_five_times_the_work(name):
     work(name, 1, "cpu", "avx512-2")  # whatever is worked out once

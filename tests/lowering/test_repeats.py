@@ -163,7 +163,7 @@ def test_sixteen_bits(name: str, dtype: Any) -> None:
         assert error < 2 * allowed + 1e-3 * float(jnp.abs(want).max())
 
 
-@pytest.mark.sampled(4, way="grad")
+@pytest.mark.sampled(6, way="grad")
 @pytest.mark.parametrize("way", ["grad", "jvp", "second", "vmap", "checkpoint", "scan", "dots_saveable", "value"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_those_of_the_function(name: str, way: str) -> None:

@@ -40,6 +40,7 @@ def _gathers(text: str) -> int:
     return len(re.findall(r"= \S+ all-gather", text))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_keeps_its_pipelines(check_vma: bool, force: bool) -> None:
     p = _sharded(kj.pipeline(mlp, force=force), check_vma=check_vma)
@@ -66,6 +67,7 @@ def test_scan_inside_shard_map() -> None:
     close(f(X, W1, W2), in_float64(scanned, X, W1, W2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("force", [True, False])
 def test_the_gradient_of_a_loop_inside_shard_map(check_vma: bool, force: bool) -> None:

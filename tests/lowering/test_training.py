@@ -298,6 +298,7 @@ def test_gradients_summed_by_the_transposition_of_shard_map() -> None:
 # --- determinism ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_are_bit_equal(way: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:

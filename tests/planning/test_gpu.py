@@ -154,6 +154,7 @@ def test_rings_in_shared_memory_are_four_deep_where_they_fit() -> None:
     assert any(q.depth == 2 for p in plans for q in p.queues)  # for a target whose need is larger than the planner's count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("machine", [H200, H100, A100], ids=lambda m: m.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)

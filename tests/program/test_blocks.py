@@ -118,6 +118,7 @@ def test_hidden_blocks_are_left_out() -> None:
     assert [sorted(a + b) for a, b in zip(whole, edges, strict=True)] == [[0, 1], [1, 2, 3], [3, 4, 5], [5, 6, 7]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fill", [-math.inf, -1e30])
 @pytest.mark.parametrize("mask, within", [("placed", (None, 0)), ("placed window", (-4, 0))])
 def test_bounds_that_are_known_when_it_runs(mask: str, within: tuple[int | None, int], fill: float) -> None:

@@ -18,7 +18,7 @@ from kitsune_jax.targets.cpu.planning.machines import cpu_model
 from kitsune_jax.targets.cpu.planning.planner import plan
 from reference.check import check_deadlock_free
 from reference.interpret import interpret
-from tests.support.checks import enable_x64
+from tests.support.checks import enable_x64, in_float64
 from tests.support.graphs import graph_of, layer_norm, nerf, nerf_params, quotient_order
 from tests.support.irregular import order_of
 
@@ -118,10 +118,10 @@ def test_tile_program_equals_jax(name):
     fn, *args = CASES[name]()
     got, regions = run_through_interpreter(fn, *args)
     assert regions, "nothing was pipelined"
-    want = jax.tree.leaves(fn(*args))
-    for g, w in zip(got, want, strict=True):
-        assert g.dtype == w.dtype and g.shape == w.shape
-        np.testing.assert_allclose(g, np.asarray(w), rtol=3e-4, atol=3e-5)
+    want, like = jax.tree.leaves(in_float64(fn, *args)), jax.tree.leaves(jax.eval_shape(fn, *args))
+    for g, w, x in zip(got, want, like, strict=True):
+        assert g.dtype == x.dtype and g.shape == x.shape == w.shape
+        np.testing.assert_allclose(g, w, rtol=3e-4, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,7 +131,7 @@ def test_tile_program_equals_jax_in_float64(name):
         args = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
         got, regions = run_through_interpreter(fn, *args, seed=1)
         assert regions, "nothing was pipelined"
-        for g, w in zip(got, jax.tree.leaves(fn(*args)), strict=True):
+        for g, w in zip(got, jax.tree.leaves(in_float64(fn, *args)), strict=True):
             assert g.dtype == w.dtype
             np.testing.assert_allclose(g, np.asarray(w), rtol=1e-11, atol=1e-12)
 

@@ -117,6 +117,7 @@ def pipelined(f: Callable[..., Any], *args: Any) -> Any:
 IDS = ("any", "equal", "negative", "beyond", "sorted", "half")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values(name: str, ids: str) -> None:
@@ -124,6 +125,7 @@ def test_values(name: str, ids: str) -> None:
     check_close(pipelined(force(f), *args), f, args, "float32", 32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ids", ["any", "negative", "half"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients(name: str, ids: str) -> None:
@@ -131,6 +133,7 @@ def test_gradients(name: str, ids: str) -> None:
     check_close(pipelined(force(gradients(f)), *args), gradients(f), args, "float32", 64, per_array=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by", [(0,), (1,), (2,), (0, 2), (1, 2)])
 @pytest.mark.parametrize("name", ["message_passing", "attention", "interaction"])
 def test_gradients_by_some_arguments(name: str, by: tuple[int, ...]) -> None:
@@ -138,6 +141,7 @@ def test_gradients_by_some_arguments(name: str, by: tuple[int, ...]) -> None:
     check_close(pipelined(gradients(force(f), by), *args), gradients(f, by), args, "float32", 64, per_array=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_in_16_bits(name: str, dtype: str) -> None:

@@ -294,6 +294,7 @@ def test_a_reduction_of_nothing_is_its_identity(kind, identity):
     np.testing.assert_array_equal(got, np.full(3, identity, np.float32))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype,axis", [("int32", 0), ("float32", 1), ("float32", 2), ("bfloat16", 1)])
 @pytest.mark.parametrize("kind", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
 def test_cumulative_ops_equal_jax(kind, dtype, axis):

@@ -23,6 +23,7 @@ def _identity(f: Any, **_: Any) -> Any:
     return f
 
 
+@pytest.mark.sampled(2, force=True)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_plain_function(name: str, force: bool) -> None:
     build, args = CASES[name]

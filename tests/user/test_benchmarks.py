@@ -28,6 +28,7 @@ EMPTY_TABLES = "".join(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("app", list(APPS))
 @pytest.mark.parametrize("column", list(COLUMNS))
 def test_every_column_computes_the_reference(app: str, column: str) -> None:

@@ -165,6 +165,7 @@ def test_function_is_the_reference(name: str) -> None:
     np.testing.assert_allclose(exact, want, rtol=1e-5 if want.ndim == 3 and "l" in name else 1e-9, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [n for n in SEQUENCE_APPS if SEQUENCE_APPS[n].by_hand])
 @pytest.mark.parametrize("rows", [1, 13, 512, 700])
 def test_by_hand_is_the_same_function(name: str, rows: int) -> None:
