@@ -308,7 +308,7 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
         clusters = [cluster for cluster in (1, _PAIR) if cluster <= machine.max_cluster]
         ways += [_Weights(cluster, False, _RING_CHUNKS * _CHUNK_BYTES) for cluster in clusters]
     # The steps of the bodies of loops, or of a stage without loops. The code itself accounts for what loops carry.
-    steps = [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops)]
+    steps = [StageSteps(body, body.region.ops) for _, body in loops] or [region.steps(ops, 1)]
     found, least = list[Arranged](), None
     for lanes, registers in enumerate(machine.lane_registers, 1):
         storage = largest_storage(steps, registers, lanes)
