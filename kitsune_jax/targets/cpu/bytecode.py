@@ -235,7 +235,7 @@ PRODUCTS = ("best", "widened", "dots", "tiles")
 #   store: operand ``a`` (an index into Vector.stores) <- register ``b``, converted to its storage dtype
 #   const: dst <- imm[0]; convert: dst <- register ``a`` of type ``from_type``
 #   index: dst <- (position in loop dimension ``a`` // b) % c, an int64 unless ``type`` says otherwise; dimension 0 is the row of
-# the     whole stream, 1.. are the extents, -1.. the numbers of the enclosing loops, outermost first
+#     the whole stream, 1.. are the extents, -1.. the numbers of the enclosing loops, outermost first
 SPECIAL_OPS = ("load", "store", "const", "convert", "index")
 OPCODES = (*SPECIAL_OPS, *(name for spec in OPS.values() for name in spec.opcodes))
 OPCODE = {name: code for code, name in enumerate(OPCODES)}

@@ -292,8 +292,8 @@ def _store(stage: StageLowering, i: int, instr: Instr) -> None:
     if stage.delivered((i, 0), x):
         return
     array = stage.border(instr)
-    if array.view is not None:
-        stage.write(x, array.view)
+    if (whole := array.view) is not None:
+        stage.write(x, whole)
         return
     tile = stage.view_that(lambda view: view.ref.dtype == array.ref.dtype, x, bc.DTYPES[array.ref.dtype])
     stage.code.append(bc.StridedStore(array.ref, array.axis_strides, array.shape, array.strides, tile.operand()))
@@ -386,13 +386,8 @@ def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
         kept, steps, sum_steps = (1,), (0,), (1,)  # one accumulator of several; no loop would stand for a sink of one
     reduced, reduced_steps, _ = _loops(x, sorted(axes, key=lambda d: -abs(x.strides[d])), (0,) * len(axes))
     operand = x.operand((*steps, *reduced_steps))
-    stage.code.append(bc.Accumulate(instr["sink"], kept, reduced, operand, _sums(stage, instr, dense), sum_steps))
-
-
-def _sums(stage: StageLowering, instr: Instr, strides: Sequence[int]) -> bc.Sums:
-    """The part of the accumulators that a ``sink`` folds into."""
-    dims = instr.get("dims", ())
-    return bc.Sums(*stage.moves(instr.inputs[1:], instr.get("steps", ()), [strides[d] for d in dims]))
+    sums = bc.Sums(*stage.moves(instr.inputs[1:], instr.get("steps", ()), [dense[d] for d in instr.get("dims", ())]))
+    stage.code.append(bc.Accumulate(instr["sink"], kept, reduced, operand, sums, sum_steps))
 
 
 Handler = Callable[[StageLowering, int, Instr], None]

@@ -145,7 +145,7 @@ class StageLowering:
         return fits and (size < _VECTOR or not kinds.isdisjoint(_COPIES))
 
     def _reader_kinds(self, v: int) -> Iterator[str]:
-        """The kinds of the readers of ``v``, through views."""
+        """The kinds of the readers of ``v``, through views; a slice is both."""
         for i, _ in self.uses.get(v, ()):
             instr = self.flow.instruction(i)
             if instr.kind in _COPIES or instr.kind not in VIEWS:
@@ -240,8 +240,8 @@ class StageLowering:
         instr = self.flow.makers[r]
         if instr.kind in ("load", "load_slice"):
             source = self.border(instr)
-            if source.view is not None:
-                return source.view
+            if (view := source.view) is not None:
+                return view
             tile = self.place(r)
             self.code.append(bc.StridedLoad(source.ref, source.axis_strides, source.shape, source.strides, tile.operand()))
             return tile
