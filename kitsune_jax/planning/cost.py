@@ -394,13 +394,8 @@ def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collec
     taken from a table, as often as they need it. Nothing fuses across matmuls and scatters."""
     written = _written(cost, into).union(arrays)
     while True:
-        kernels = [
-            _kernel(cost, v, written, into)
-            for i in cost.region.ops
-            if cost.family(i) != "loop"
-            for v in cost.graph.ops[i].outputs
-            if v in written
-        ]
+        roots = [v for i in cost.region.ops if cost.family(i) != "loop" for v in cost.graph.ops[i].outputs if v in written]
+        kernels = [_kernel(cost, v, written, into) for v in roots]
         again = _expensive_twice(cost, kernels)
         if not again:
             break

@@ -21,6 +21,7 @@ from kitsune_jax.ops.table import NO_OPERATOR, OPS, scores_of
 # --- Stream spaces and regions ----------------------------------------------------------------------------------------------------
 
 DimLabels = tuple[tuple[int, ...], ...]  # per dimension of a value: the stream axes it runs over
+Supports = Callable[[int], str | None]  # op index -> the reason why a target cannot run the op, or None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -363,7 +364,7 @@ def spread(
     graph: Graph,
     seed: Seed,
     allowed: Container[int],
-    supports: Callable[[int], str | None],
+    supports: Supports,
     wiring: Wiring | None = None,
     barred: Mapping[int, str] | None = None,
 ) -> Spread:
@@ -372,8 +373,8 @@ def spread(
     Labels only grow. An op passes labels on while it is legal; if it turns out to be illegal after that, it is barred and
     everything starts again, so no stale label survives. Each restart bars at least one op.
 
-    ``supports(op index)``: the reason why a target cannot run the op, or None. ``wiring``: may be shared between calls. ``barred``:
-    of a round of another spread that reached ``seed`` with these labels, and would be found again.
+    ``wiring``: may be shared between calls. ``barred``: of a round of another spread that reached ``seed`` with these labels, and
+    would be found again.
     """
     wiring = wiring or Wiring(graph)
     shape = graph.values[seed.value].shape
@@ -405,9 +406,7 @@ Implied = list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 
 class _Spreader:
-    def __init__(
-        self, space: StreamSpace, allowed: Container[int], supports: Callable[[int], str | None], wiring: Wiring, apart: bool
-    ):
+    def __init__(self, space: StreamSpace, allowed: Container[int], supports: Supports, wiring: Wiring, apart: bool):
         self.graph, self.space, self.sizes = wiring.graph, space, space.sizes
         self.allowed, self.supports, self.wiring, self.apart = allowed, supports, wiring, apart
         self.looks = 0

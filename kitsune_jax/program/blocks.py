@@ -310,21 +310,16 @@ def moves(types: list[TileType], instr: Instr, v: int) -> dict[int, int]:
 def _placed(part: FactoredPart, moved: Mapping[int, int | None]) -> FactoredPart | None:
     """``part`` with its places moved along; None where a dimension of one of them is gone."""
 
-    def on(place: Place) -> Place | None:
-        to = tuple(None if d is None else moved.get(d) for d in place)
-        return to if all((a is None) == (b is None) for a, b in zip(place, to, strict=True)) else None
-
-    outer = [on(o.place) for o in part.outer]
-    kept = [on(place) for _, _, place in part.kept]
-    top = on(part.top.place) if part.top else ()
-    if None in outer or None in kept or top is None:
+    places = [*(o.place for o in part.outer), *(place for _, _, place in part.kept), *((part.top.place,) if part.top else ())]
+    if any(d is not None and moved.get(d) is None for place in places for d in place):
         return None
-    return FactoredPart(
-        part.value,
-        tuple(dataclasses.replace(o, place=p) for o, p in zip(part.outer, outer, strict=True) if p is not None),
-        dataclasses.replace(part.top, place=top) if part.top else None,
-        tuple((w, k, p) for (w, k, _), p in zip(part.kept, kept, strict=True) if p is not None),
-    )
+
+    def on(place: Place) -> Place:
+        return tuple(None if d is None else moved[d] for d in place)
+
+    outer = tuple(dataclasses.replace(o, place=on(o.place)) for o in part.outer)
+    top = part.top and dataclasses.replace(part.top, place=on(part.top.place))
+    return FactoredPart(part.value, outer, top, tuple((w, k, on(place)) for w, k, place in part.kept))
 
 
 def after_fold(types: list[TileType], part: FactoredPart, fold: Instr, v: int, inner: int) -> FactoredPart | None:

@@ -16,7 +16,7 @@ from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.spec import Dims, LocalOp, is_narrow
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.streams import DimLabels, Region, StreamSpace, row_shape, row_strides
+from kitsune_jax.planning.streams import DimLabels, Region, row_shape, row_strides
 from kitsune_jax.program.blocks import blocked
 from kitsune_jax.program.instructions import Writer
 from kitsune_jax.program.ir import (
@@ -42,17 +42,9 @@ class StageBuilder(Writer):
     graph value -> its SSA value here. ``repeated``: graph value -> the tile that repeats it for each row.
     """
 
-    def __init__(
-        self,
-        types: list[TileType],
-        literals: dict[int, Scalar],
-        number: int,
-        graph: Graph,
-        labels: Mapping[int, DimLabels],
-        space: StreamSpace,
-    ):
-        super().__init__(types, literals)
-        self.number, self.graph, self.labels, self.space = number, graph, labels, space
+    def __init__(self, builder: _TileProgramBuilder, number: int, graph: Graph, labels: Mapping[int, DimLabels]):
+        super().__init__(builder.values, builder.literals)
+        self.number, self.graph, self.labels, self.space = number, graph, labels, builder.region.space
         self.ids: dict[int, int] = {}
         self.repeated: dict[int, int] = {}
 
@@ -261,7 +253,7 @@ class _TileProgramBuilder:
 
     def stage(self, s: int) -> StageBuilder:
         """Stage number ``s``, empty."""
-        return StageBuilder(self.values, self.literals, s, self.graph, self.labels, self.region.space)
+        return StageBuilder(self, s, self.graph, self.labels)
 
     def _array(self, v: int) -> ArrayType:
         value, labels = self.graph.values[v], self.labels.get(v)
@@ -415,7 +407,7 @@ class _TileProgramBuilder:
         whether anybody reads it; the others are not computed. ``sums``: the graph's sums over its steps, as ops of its body."""
         p, carries = parts(op), op["carries"]
         labels = labels_inside(OPS, op, [stage.labels.get(v) for v in (*op.inputs, *op.outputs)])
-        inner = StageBuilder(self.values, self.literals, stage.number, body_of(op), labels, stage.space)
+        inner = StageBuilder(self, stage.number, body_of(op), labels)
         inner.about = stage.about
         deeper = [_sums_of(body_op, sums) for body_op in inner.graph.ops]
         here = {k: step for k, step in sums.items() if not any(k in d for d in deeper)}

@@ -253,33 +253,30 @@ class Visible:
         if instr is None:
             return None
         if instr.kind == "select_n" and len(instr.inputs) == 3:
-            which, no, yes = instr.inputs
-            when = self._when(which)
-            for case, shown in ((no, when[0]), (yes, when[1])):
-                fill = self._constant(case)
-                if fill is not None and fill < 0 and shown is not None and self._hides(fill, shown):
-                    return shown
-            inner = [self._shown(x) for x in (no, yes) if self._constant(x) != -math.inf]
+            if (shown := self._unmasked(instr)) is not None:
+                return shown
+            inner = [self._shown(x) for x in instr.inputs[1:] if self._constant(x) != -math.inf]
             return inner[0] if len(inner) == 1 else None
         if instr.kind == "add":
             return next((r for x in instr.inputs if (r := self._minus_infinity(x)) is not None), None)
         return self._shown(instr.inputs[0]) if instr.kind in _SAME and instr.inputs[0] in self.inner else None
 
-    def _hides(self, fill: float, shown: Range) -> bool:
-        if fill == -math.inf:
-            return True
-        return fill <= _LOW and shown.exact and self._relying_on("rows", shown) is not None
+    def _unmasked(self, select: Instr, low: float = _LOW) -> Range | None:
+        """The elements that a selection does not set to -inf, or to another number of at most ``low`` that hides them."""
+        which, *cases = select.inputs
+        for case, shown in zip(cases, self._when(which), strict=True):
+            fill = self._constant(case)
+            if shown is None or fill is None or fill > low:
+                continue
+            if fill == -math.inf or shown.exact and self._relying_on("rows", shown) is not None:
+                return shown
+        return None
 
     def _minus_infinity(self, v: int) -> Range | None:
         """The elements where the addend ``v`` is not -inf."""
         instr = self.makers.get(self._behind_same(v))
-        if instr is None or instr.kind != "select_n" or len(instr.inputs) != 3:
-            return None
-        which, no, yes = instr.inputs
-        when = self._when(which)
-        if self._constant(yes) == -math.inf:
-            return when[1]
-        return when[0] if self._constant(no) == -math.inf else None
+        selects = instr is not None and instr.kind == "select_n" and len(instr.inputs) == 3
+        return self._unmasked(instr, -math.inf) if instr is not None and selects else None
 
     def _constant(self, v: int) -> float | None:
         found = self.writer.literals.get(self._behind_same(v))

@@ -654,24 +654,16 @@ class _Folding:
             if len(instr.outputs) != 1 or flow.shape(instr.outputs[0]) != flow.shape(out):
                 break
             other = instr.inputs[1 - p] if instr.kind in ("add", "max") else -1
+            may_add = instr.kind == "add" and bias is None and activation == "none"
+            addend = bias_of(flow, makers, self.program, other, product) if may_add else None
             if instr.kind == "convert_element_type":
                 x, y = flow.dtype(instr.inputs[0]), flow.dtype(instr.outputs[0])
-                narrower = y in _FLOATS and np.dtype(y).itemsize < np.dtype(x).itemsize
-                wider = y in _FLOATS and np.dtype(y).itemsize > np.dtype(x).itemsize
-                if (
-                    "float64" in (x, y)
-                    or y not in _FLOATS
-                    or (wider and (rounded or rounds == x or not self.rounding.keeps_digits(x, y)))
-                ):
+                wider = np.dtype(y).itemsize - np.dtype(x).itemsize if {x, y} <= _FLOATS - {"float64"} else None
+                if wider is None or wider > 0 and (rounded or rounds == x or not self.rounding.keeps_digits(x, y)):
                     break
-                rounded = rounded or narrower
-            elif (
-                instr.kind == "add"
-                and bias is None
-                and activation == "none"
-                and (found_bias := bias_of(flow, makers, self.program, other, product))
-            ):
-                bias, rounds = found_bias, own
+                rounded = rounded or wider < 0
+            elif addend is not None:
+                bias, rounds = addend, own
             elif instr.kind == "max" and self.activated and activation == "none" and flow.literal(other) == 0:
                 activation = "relu"
             else:

@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 
 from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, streamed_axes
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, compared_extremes, needed, region_of, regions_of
-from kitsune_jax.regions.joining import Chosen, estimate_text, gain_of_splitting, pays, seconds_gained, total_gain
+from kitsune_jax.regions.joining import (
+    Chosen,
+    PlanOf,
+    SpreadOver,
+    estimate_text,
+    gain_of_splitting,
+    pays,
+    seconds_gained,
+    total_gain,
+)
 
 # --- cuts: a training step at its loss, a network behind its products for each row ------------------------------------------------
 
 Pass = tuple[Seed, frozenset[int]]
-PlanOf = Callable[[Region], Plan | str]  # or the reason why there is none
 _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
 
 
 def best_cut(
-    region: Region,
-    planned: bool,
-    index: GraphIndex,
-    order: Order,
-    free: Set[int],
-    spread: Callable[[Seed, Set[int]], Spread],
-    planner: PlanOf,
+    region: Region, planned: bool, index: GraphIndex, order: Order, free: Set[int], spread: SpreadOver, planner: PlanOf
 ) -> list[Chosen]:
     """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``planned``: the
     whole region has a plan. ``order``: that of the chosen calls; ``free``: ops that none of them has."""
@@ -186,18 +188,12 @@ def _without_results(index: GraphIndex, now: Sequence[Planned], k: int, outside:
 
 
 def _changed(
-    index: GraphIndex,
-    now: Sequence[Planned],
-    k: int,
-    alike: dict[int, Region],
-    gone: set[int],
-    stored: frozenset[int],
-    plan_of: PlanOf,
+    index: GraphIndex, now: Sequence[Planned], k: int, alike: dict[int, Region], gone: set[int], stored: Set[int], plan_of: PlanOf
 ) -> dict[int, Planned]:
     """Region ``k`` without its results ``gone`` and with the results ``stored``, and its readers ``alike``; empty if one of them
     has no plan."""
     maker = now[k][0]
-    outputs = [*(v for v in maker.outputs if v not in gone), *sorted(stored.difference(maker.outputs))]
+    outputs = [*(v for v in maker.outputs if v not in gone), *sorted(stored - set(maker.outputs))]
     changed: dict[int, Planned] = {}
     for j, region in {k: maker, **alike}.items():
         new = _reduced(index, maker, outputs) if j == k else _grown(index, region, maker, gone, outputs)

@@ -552,6 +552,9 @@ def seed_order(graph: Graph, ops: Collection[int]) -> list[int]:
     return sorted((i for i in ops if graph.ops[i].kind not in NEVER_SEEDS), key=lambda i: (*(-w for w in work(i)), i))
 
 
+SpreadFrom = Callable[[Seed, Container[int], Mapping[int, str]], Spread]  # of (seed, allowed ops, barred ops)
+
+
 @dataclasses.dataclass(eq=False)
 class CachedSpread:
     """A spread and the groups of its ops. ``group_of``: op -> its number among ``groups``; ``chosen``: the number of calls chosen
@@ -568,7 +571,7 @@ class CachedSpread:
 class SpreadCache:
     """A cache of spreads, for seeds that are asked for one after the other while regions are chosen.
 
-    ``spread(seed, barred)`` makes a spread of ops that no region has (``free``). ``few``: see ``candidate_seeds``. A region that is
+    ``spread`` makes a spread of ops that no region has (``free``). ``few``: see ``candidate_seeds``. A region that is
     handed out is legal beside all calls chosen so far. A seed that lies in a known spread, with the dimensions that stream there,
     would lead to the same spread, which is used again until a region is chosen. A budget of op visits keeps the work linear in the
     length of the network: when it is spent, spreads are used even then, only their groups are made anew, and only the most
@@ -576,13 +579,7 @@ class SpreadCache:
     """
 
     def __init__(
-        self,
-        index: GraphIndex,
-        order: Order,
-        free: Collection[int],
-        spread: Callable[[Seed, Mapping[int, str]], Spread],
-        few: bool = False,
-        scores: Container[int] = (),
+        self, index: GraphIndex, order: Order, free: Collection[int], spread: SpreadFrom, few: bool, scores: Container[int]
     ):
         self.index, self.order, self.free, self._spread, self._few, self._scores = index, order, free, spread, few, scores
         self._budget = max(_LEAST_LOOKS, _LOOKS * len(index.graph.ops))
@@ -610,7 +607,7 @@ class SpreadCache:
             if kept.spread.labels.get(seed.value) == labels and kept.spread.space == space and kept.apart == seed.apart:
                 return kept, False
         looks = self.order.looks
-        made = self._spread(seed, self._barred(seed, space, labels))
+        made = self._spread(seed, self.free, self._barred(seed, space, labels))
         groups = groups_of(self.index, made, self.order)
         kept = CachedSpread(made, groups, {i: k for k, group in enumerate(groups) for i in group}, self._chosen, seed.apart)
         self._budget -= made.looks + self.order.looks - looks

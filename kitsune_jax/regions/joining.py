@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from kitsune_jax.ops.graph import Graph, reached, topological
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Phase, Plan
-from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, has_few_rows
+from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, Supports, has_few_rows
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, levels_up_to, regions_of
 
 # --- a call -----------------------------------------------------------------------------------------------------------------------
@@ -62,6 +62,8 @@ class Chosen:
         return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
 
 
+PlanOf = Callable[[Region], Plan | str]  # a plan, or the reason why there is none
+SpreadOver = Callable[[Seed, Container[int]], Spread]  # a stream from a seed over some ops
 MergePhases = Callable[[Chosen], Chosen | str]  # the call with the plans of its phases in it, or why they cannot be one call
 
 
@@ -296,41 +298,53 @@ _SCALAR = frozenset({"pointwise", "convert"})
 _COMPUTES = _SCALAR | {"reduce"}  # a follower has an op of one of these families; one that only moved data would save nothing
 
 
-@dataclasses.dataclass(frozen=True)
 class FollowerSearch:
-    """A search for followers of regions, while the regions of a graph are being chosen.
-
-    ``free``: ops that no region has. ``order``: that of all chosen calls. ``spread(seed, free)`` spreads a stream over ops of
-    ``free``; ``supports(op)`` is a reason or None.
+    """The followers of ``region``: pointwise work and sums over the elements of a gradient, and the scalar work between two of
+    them, such as the factor of clipping by the global norm. The call with all of its followers is convex; a follower reads
+    results of earlier phases, or values that do not depend on the call. ``free``: ops that no region has. ``order``: that of all
+    chosen calls.
     """
 
-    index: GraphIndex
-    free: Collection[int]
-    order: Order
-    spread: Callable[[Seed, Container[int]], Spread]
-    supports: Callable[[int], str | None]
+    def __init__(
+        self, index: GraphIndex, region: Region, free: Collection[int], order: Order, spread: SpreadOver, supports: Supports
+    ):
+        self.index, self.graph, self.region, self.free = index, index.graph, region, free
+        self.order, self.spread, self.supports = order.copy(), spread, supports  # candidates become nodes of this order
+        self.inside = set(region.ops)
+        self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
+        self.behind: set[int] = set()  # values that ops outside compute from results of the call
+        self.joined: list[Region] = []
+        self.scalars: dict[int, int] = {}  # scalar op -> phase
 
-    def followers(self, region: Region) -> list[Region]:
-        """The followers of ``region``: pointwise work and sums over the elements of a gradient, and the scalar work between two of
-        them, such as the factor of clipping by the global norm. The call with all of its followers is convex; a follower reads
-        results of earlier phases, or values that do not depend on the call."""
-        order = self.order.copy()
-        candidates = self._candidates(region, order)
-        return _FollowerWalk(self, region, candidates, order).run() if candidates else []
+    def run(self) -> list[Region]:
+        """One walk over the ops that depend on the region, to find those that can run behind its barrier."""
+        candidates, order = self._candidates(), self.order
+        first = order.node(anchored(self.graph, self.region)[0])
+        behind = order.behind([first], len(self.graph.ops)) - {first} if candidates else ()
+        for number in sorted(behind, key=order.position):
+            node = order.members(number)
+            candidate = candidates.get(node)
+            if candidate is not None:
+                self._region(candidate)
+            elif len(node) == 1 and self._is_scalar(node[0]):
+                self._scalar(node[0])
+            else:
+                self._outside(node)
+        return [*self.joined, *self._scalar_regions()]
 
-    def _candidates(self, region: Region, order: Order) -> list[Region]:
-        """Regions over the elements of the sinks' results, and of values computed from these. Each becomes a node of ``order``."""
-        graph, free, call = self.index.graph, set(self.free), anchored(self.index.graph, region)[0]
-        found: list[Region] = []
-        for v in self._gradients(region):
+    def _candidates(self) -> dict[tuple[int, ...], Region]:
+        """Regions over the elements of the sinks' results, and of values computed from these, by their anchored ops."""
+        graph, order, free = self.graph, self.order, set(self.free)
+        found: dict[tuple[int, ...], Region] = {}
+        for v in self._gradients():
             if free.isdisjoint(self.index.consumers.get(v, ())):
                 continue
-            elementwise = _Elementwise(graph, free, graph.values[v].size, order, call)
+            elementwise = _Elementwise(graph, free, graph.values[v].size, order, anchored(graph, self.region)[0])
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
                 computes = any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops)
                 if candidate.outputs and computes and not any(map(self._is_spread_out, candidate.inputs)):
-                    found.append(candidate)
+                    found[anchored(graph, candidate)] = candidate
                     order.join(anchored(graph, candidate))
                     free.difference_update(candidate.ops)
         return found
@@ -339,16 +353,14 @@ class FollowerSearch:
         """Is ``v`` rows of numbers (a score per head, a sum per node) repeated over more elements? Its reader streams over these
         rows, and repeats a number where it reads it: as a follower it would have XLA write all elements first."""
         i = self.index.producers.get(v)
-        if i is None or i not in self.free or OPS[self.index.graph.ops[i].kind].family != "broadcast":
+        if i is None or i not in self.free or OPS[self.graph.ops[i].kind].family != "broadcast":
             return False
-        of = [self.index.graph.values[w] for w in self.index.graph.ops[i].inputs]
-        return any(1 < value.size < self.index.graph.values[v].size for value in of)
+        return any(1 < self.graph.values[w].size < self.graph.values[v].size for w in self.graph.ops[i].inputs)
 
-    def _gradients(self, region: Region) -> list[int]:
+    def _gradients(self) -> list[int]:
         """Results of the sinks that are arrays; for a scalar result, arrays of one element that are made of it (a parameter's)."""
-        graph = self.index.graph
-        found: list[int] = []
-        for i in region.sinks:
+        graph, found = self.graph, list[int]()
+        for i in self.region.sinks:
             v = graph.ops[i].outputs[0]
             if graph.values[v].shape:
                 found.append(v)
@@ -356,6 +368,61 @@ class FollowerSearch:
                 made = [w for c in self.index.consumers.get(v, ()) if c in self.free for w in graph.ops[c].outputs]
                 found += [w for w in made if graph.values[w].shape and graph.values[w].size == 1]
         return found
+
+    def _after(self, values: Iterable[int]) -> int | None:
+        """The last phase that makes one of ``values``; None if one of them is made outside of the call, after the call began."""
+        values = tuple(values)
+        if any(v in self.behind or self._made_again(v) for v in values):
+            return None
+        return max((self.phase[v] for v in values if v in self.phase), default=None)
+
+    def _made_again(self, v: int) -> bool:
+        """Is ``v`` made by a maker of the call? Such a value is no result of the call: readers outside compute it again."""
+        return v not in self.phase and self.index.producers.get(v) in self.inside
+
+    def _region(self, candidate: Region) -> None:
+        after = self._after(candidate.inputs)
+        if after is None:
+            self._outside(candidate.ops)
+            return
+        self.joined.append(candidate)
+        self.inside.update(candidate.ops)
+        self.phase.update(dict.fromkeys(candidate.outputs, after + 1))
+
+    def _is_scalar(self, i: int) -> bool:
+        op = self.graph.ops[i]
+        if i not in self.free or op.kind == "opaque" or OPS[op.kind].family not in _SCALAR or self.supports(i):
+            return False
+        return not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs))
+
+    def _scalar(self, i: int) -> None:
+        """Scalar ops of one phase are one region, so they may read each other; their other operands come from earlier phases."""
+        op = self.graph.ops[i]
+        if self._after(op.inputs) is None:
+            self._outside((i,))
+            return
+        producers = self.index.producers
+        phase = max(self.phase[v] + (producers[v] not in self.scalars) for v in op.inputs if v in self.phase)
+        self.scalars[i] = phase
+        self.inside.add(i)
+        self.phase.update(dict.fromkeys(op.outputs, phase))
+
+    def _outside(self, node: Sequence[int]) -> None:
+        ops = [self.graph.ops[i] for i in node]
+        if any(v in self.phase or v in self.behind or self._made_again(v) for op in ops for v in op.inputs):
+            self.behind.update(v for op in ops for v in op.outputs)
+
+    def _scalar_regions(self) -> list[Region]:
+        """One region per phase, of the scalar ops that followers need; XLA runs the others."""
+
+        def makers(values: Iterable[int]) -> set[int]:
+            return self.index.makers(values) & self.scalars.keys()
+
+        needed = reached(makers(v for region in self.joined for v in region.inputs), lambda i: makers(self.graph.ops[i].inputs))
+        by_phase: dict[int, list[int]] = {}
+        for i in sorted(needed):
+            by_phase.setdefault(self.scalars[i], []).append(i)
+        return [_one_row(self.index, ops) for ops in by_phase.values()]
 
 
 class _Elementwise:
@@ -379,92 +446,6 @@ class _Elementwise:
         if any(value.shape and value.size != self.size for value in (self.graph.values[v] for v in of)):
             return False
         return not self.order.leads_to(self.order.node(i), self.call)
-
-
-class _FollowerWalk:
-    """One walk over the ops that depend on ``region``, in ``order``, where it and the candidates are nodes, to find those that can
-    run behind the region's barrier."""
-
-    def __init__(self, given: FollowerSearch, region: Region, candidates: Sequence[Region], order: Order):
-        self.given, self.region, self.order = given, region, order
-        self.graph = given.index.graph
-        self.candidates = {anchored(self.graph, c): c for c in candidates}
-        self.inside = set(region.ops)
-        self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
-        self.behind: set[int] = set()  # values that ops outside compute from results of the call
-        self.joined: list[Region] = []
-        self.scalars: dict[int, int] = {}  # scalar op -> phase
-
-    def run(self) -> list[Region]:
-        order = self.order
-        first = order.node(anchored(self.graph, self.region)[0])
-        for number in sorted(order.behind([first], len(self.graph.ops)), key=order.position):
-            if number == first:
-                continue
-            node = order.members(number)
-            candidate = self.candidates.get(node)
-            if candidate is not None:
-                self._region(candidate)
-            elif len(node) == 1 and self._is_scalar(node[0]):
-                self._scalar(node[0])
-            else:
-                self._outside(node)
-        return [*self.joined, *self._scalar_regions()]
-
-    def _after(self, values: Iterable[int]) -> int | None:
-        """The last phase that makes one of ``values``; None if one of them is made outside of the call, after the call began."""
-        values = tuple(values)
-        if any(v in self.behind or self._made_again(v) for v in values):
-            return None
-        return max((self.phase[v] for v in values if v in self.phase), default=None)
-
-    def _made_again(self, v: int) -> bool:
-        """Is ``v`` made by a maker of the call? Such a value is no result of the call: readers outside compute it again."""
-        return v not in self.phase and self.given.index.producers.get(v) in self.inside
-
-    def _region(self, candidate: Region) -> None:
-        after = self._after(candidate.inputs)
-        if after is None:
-            self._outside(candidate.ops)
-            return
-        self.joined.append(candidate)
-        self.inside.update(candidate.ops)
-        self.phase.update(dict.fromkeys(candidate.outputs, after + 1))
-
-    def _is_scalar(self, i: int) -> bool:
-        op = self.graph.ops[i]
-        if i not in self.given.free or op.kind == "opaque" or OPS[op.kind].family not in _SCALAR or self.given.supports(i):
-            return False
-        return not any(self.graph.values[v].shape for v in (*op.inputs, *op.outputs))
-
-    def _scalar(self, i: int) -> None:
-        """Scalar ops of one phase are one region, so they may read each other; their other operands come from earlier phases."""
-        op = self.graph.ops[i]
-        if self._after(op.inputs) is None:
-            self._outside((i,))
-            return
-        producers = self.given.index.producers
-        phase = max(self.phase[v] + (producers[v] not in self.scalars) for v in op.inputs if v in self.phase)
-        self.scalars[i] = phase
-        self.inside.add(i)
-        self.phase.update(dict.fromkeys(op.outputs, phase))
-
-    def _outside(self, node: Sequence[int]) -> None:
-        ops = [self.graph.ops[i] for i in node]
-        if any(v in self.phase or v in self.behind or self._made_again(v) for op in ops for v in op.inputs):
-            self.behind.update(v for op in ops for v in op.outputs)
-
-    def _scalar_regions(self) -> list[Region]:
-        """One region per phase, of the scalar ops that followers need; XLA runs the others."""
-
-        def makers(values: Iterable[int]) -> set[int]:
-            return self.given.index.makers(values) & self.scalars.keys()
-
-        needed = reached(makers(v for region in self.joined for v in region.inputs), lambda i: makers(self.graph.ops[i].inputs))
-        by_phase: dict[int, list[int]] = {}
-        for i in sorted(needed):
-            by_phase.setdefault(self.scalars[i], []).append(i)
-        return [_one_row(self.given.index, ops) for ops in by_phase.values()]
 
 
 # --- regions that pay only as an extra phase of a chosen call ---------------------------------------------------------------------
@@ -554,12 +535,7 @@ _SAVED = 4e-6
 
 
 def find_decode_glue(
-    index: GraphIndex,
-    chosen: Sequence[Chosen],
-    order: Order,
-    free: Collection[int],
-    supports: Callable[[int], str | None],
-    plan_of: Callable[[Region], Plan | str],
+    index: GraphIndex, chosen: Sequence[Chosen], order: Order, free: Collection[int], supports: Supports, plan_of: PlanOf
 ) -> list[Chosen]:
     """Calls of one region each, streams of one row, that a merge may make phases of neighbouring calls of products of few rows.
 

@@ -18,7 +18,18 @@ from kitsune_jax.ops.loops import as_step, body_of, parts
 from kitsune_jax.ops.spec import Dims
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, Wiring, has_few_rows, is_batched, relations_of, spread
+from kitsune_jax.planning.streams import (
+    Region,
+    Seed,
+    Spread,
+    StreamSpace,
+    Supports,
+    Wiring,
+    has_few_rows,
+    is_batched,
+    relations_of,
+    spread,
+)
 from kitsune_jax.regions.alternatives import best_cut, drop_costly_ops, recompute
 from kitsune_jax.regions.grow import (
     NEVER_SEEDS,
@@ -39,6 +50,7 @@ from kitsune_jax.regions.joining import (
     FollowerSearch,
     MergePhases,
     PhaseSavings,
+    SpreadOver,
     anchored_call,
     estimate_text,
     find_decode_glue,
@@ -59,12 +71,7 @@ _VIEWS = frozenset({"reshape", "broadcast", "iota"})  # families of ops
 
 
 def loop_regions(
-    index: GraphIndex,
-    i: int,
-    free: Collection[int],
-    order: Order,
-    spread: Callable[[Seed, Container[int]], Spread],
-    sums_behind: bool = False,
+    index: GraphIndex, i: int, free: Collection[int], order: Order, spread: SpreadOver, sums_behind: bool
 ) -> Iterator[Region | str]:
     """The regions that loop ``i`` may be, most promising first, or reasons why a stream cannot pass through it.
 
@@ -182,7 +189,7 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
 class _Search:
     """The arguments of ``select``."""
 
-    supports: Callable[[int], str | None]
+    supports: Supports
     planner: Planner
     capabilities: TargetCapabilities
     force: bool
@@ -193,7 +200,7 @@ class _Search:
 
 def select(
     graph: Graph,
-    supports: Callable[[int], str | None],
+    supports: Supports,
     planner: Planner,
     capabilities: TargetCapabilities = SIMPLEST,
     *,
@@ -229,14 +236,8 @@ class _Selector:
         self.why = updated_in_place(graph)
         free = {i for i in self.index.live if graph.ops[i].kind != "opaque" and graph.ops[i].body is None}
         self.free = free - self.why.keys()
-        self.spreads = SpreadCache(
-            self.index,
-            self.order,
-            self.free,
-            lambda seed, barred: self._spread(seed, self.free, barred),
-            self.capabilities.few_rows,
-            wiring.scores,
-        )
+        few_rows, scores = self.capabilities.few_rows, wiring.scores
+        self.spreads = SpreadCache(self.index, self.order, self.free, self._spread, few_rows, scores)
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
         self.reduced: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
@@ -313,13 +314,8 @@ class _Selector:
         planned = i in self.closest
         around = self.index, i, self.free, self.order, self._spread, self.capabilities.sums_behind
         for region in (why,) if why else loop_regions(*around):
-            if (
-                self.capabilities.sums_behind
-                and isinstance(region, Region)
-                and best is not None
-                and best.region.sinks
-                and not region.sinks
-            ):
+            more = best is not None and isinstance(region, Region) and len(best.region.sinks) > len(region.sinks) == 0
+            if more and self.capabilities.sums_behind:
                 continue  # its sums, with which the loop pays, would be left out
             plan = region if isinstance(region, str) else self._plan_of(region)
             if isinstance(plan, str):
@@ -343,9 +339,8 @@ class _Selector:
     def _follow(self, first: int = 0) -> None:
         """Add followers to the regions chosen from number ``first`` on."""
         for k in range(first, len(self.chosen)) if self.capabilities.runs_phases else ():
-            search = FollowerSearch(self.index, self.free, self.order, self._spread, self.supports)
             try:
-                found = search.followers(self.chosen[k].region)
+                found = FollowerSearch(self.index, self.chosen[k].region, self.free, self.order, self._spread, self.supports).run()
             except Exception as error:
                 self.failed(error, self.chosen[k].ops)
                 continue
@@ -390,23 +385,18 @@ class _Selector:
             found: list[Chosen] = []
             if self.capabilities.few_rows and not self.force:
                 found = find_decode_glue(self.index, self.chosen, self.order, self.free, self.supports, self._plan_of)
-            bridges = Bridges(
-                self.index,
-                lambda more: merge_calls(
-                    self.index, [*self.chosen, *more, *found], self.merge_phases, self.capabilities.most_merged
-                ),
-                self.fresh,
-            )
+
+            def merged(more: Sequence[Chosen]) -> list[Chosen]:
+                calls = [*self.chosen, *more, *found]
+                return merge_calls(self.index, calls, self.merge_phases, self.capabilities.most_merged)
+
+            bridges = Bridges(self.index, merged, self.fresh)
             if len(bridges.calls) > 1 and self.fresh and not self.force:
                 self.phase_savings = PhaseSavings(self.index, bridges.calls, self.fresh, bridges.border)
                 self._choose(seeds, bridges.accepts)
-            calls = bridges.calls
-            alone = [
-                *found,
-                *(c for c in self.chosen if has_few_row_product(self.index, c.regions)),
-                *(c for c in calls if extra.issuperset(c.ops)),
-            ]
-            self.chosen = [c for c in calls if self.force or c not in alone or pays(c.plan)]  # some pay only as phases
+            phases = [*found, *(c for c in self.chosen if has_few_row_product(self.index, c.regions))]
+            alone = [c for c in bridges.calls if c in phases or extra.issuperset(c.ops)]  # some pay only as phases
+            self.chosen = [c for c in bridges.calls if self.force or c not in alone or pays(c.plan)]
         except Exception as error:
             self.failed(error, sorted(i for c in self.chosen for i in c.ops))
 
@@ -486,12 +476,9 @@ class _Selector:
             for i in region.ops if first else ():
                 self.why[i] = plan
             return None, {seed_op}
-        near = (
-            self.phase_savings.pays(region, plan)
-            or self.capabilities.few_rows
-            and pays_as_decode_phase(self.index, self.chosen, region, plan)
-        )
-        if self.force or pays(plan) or near:
+        few_rows = self.capabilities.few_rows
+        decodes = few_rows and pays_as_decode_phase(self.index, self.chosen, region, plan)
+        if self.force or pays(plan) or self.phase_savings.pays(region, plan) or decodes:
             return Chosen.of([(region, plan)]), set()
         text = f"{estimate_text(plan)}; force=True pipelines it anyway"
         speedup = plan.baseline_seconds / plan.seconds
@@ -499,13 +486,9 @@ class _Selector:
             if speedup > self.closest.get(i, 0.0):
                 self.closest[i], self.why[i] = speedup, text
         # Products of a batch may stream in another way, with keys and values in place; products of few rows in ways of their own.
-        batched = set() if region.space.batch else {i for i in region.ops if i != seed_op and is_batched(self.graph, i)}
-        few = {
-            i
-            for i in region.ops
-            if self.capabilities.few_rows and i != seed_op and has_few_rows(self.graph, self.index.producers, i)
-        }
-        return None, set(region.ops) - batched - few
+        batched = {i for i in region.ops if not region.space.batch and is_batched(self.graph, i)}
+        few = {i for i in region.ops if few_rows and has_few_rows(self.graph, self.index.producers, i)}
+        return None, set(region.ops) - batched - few | {seed_op}
 
     def _plan_of(self, region: Region) -> Plan | str:
         """The plan of ``region``, or the reason why it has none.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, kept_dims, with_params
 from kitsune_jax.ops.graph import Graph, Op, Param, make_params
@@ -129,7 +130,12 @@ class CutValues:
         dtype: str = "",
     ) -> int:
         """The product of cut operands; the dimension of its parts, if that comes first, is brought to ``to``."""
-        sides = {"lhs_batch": batches[0], "rhs_batch": batches[1], "lhs_contract": contracts[0], "rhs_contract": contracts[1]}
+        sides: dict[str, Any] = {
+            "lhs_batch": batches[0],
+            "rhs_batch": batches[1],
+            "lhs_contract": contracts[0],
+            "rhs_contract": contracts[1],
+        }
         made = at.copy(op, inputs, dtype, **sides)
         in_batch = any(self.dims.get(v, -1) in op[f"{side}_batch"] for v, side in zip(op.inputs, ("lhs", "rhs"), strict=True))
         shape = self.editor.shape(made)

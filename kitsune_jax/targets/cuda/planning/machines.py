@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import re
+from typing import Any
 
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
 
@@ -44,7 +45,7 @@ class GpuMachine(Machine):
         return max(self.shared_bandwidth, self.dram_bandwidth) if moved <= self.shared_bytes // 2 else self.dram_bandwidth
 
 
-def _rates(half: float, single: float, lanes: float) -> dict[str, Rates]:
+def _rates(half: float, single: float, lanes: float) -> dict[str, Any]:
     """The rates of an SM: 16-bit and tf32 products, and its FP32 lanes."""
     tensor = (("bfloat16", half), ("float16", half), ("float32", single), ("other", lanes))
     return {"tensor_rates": tensor, "simt_rates": (("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes))}
