@@ -231,7 +231,7 @@ def planned(device: str | None, force: bool = True) -> list[tuple[Any, Any]]:
 
 
 def launched(kernels: list[tuple[int, ...]], found: list[Gpu], driver: pathlib.Path) -> list[list[Any]]:
-    """For each kernel by its launch words, and for each device, the launch that the driver is asked for and accepts, or the error."""
+    """For each kernel, by its launch words, and each device the launch that the driver is asked for and accepts, or the error."""
     program = f"""
     def tried(k, buffers, stream):
         k.load(stream)
@@ -247,7 +247,9 @@ def launched(kernels: list[tuple[int, ...]], found: list[Gpu], driver: pathlib.P
             answers[-1].append(journal()[-1] if failed == "no error" else failed)
     print(json.dumps(answers))
     """
-    result: list[list[Any]] = run(program, driver, ",".join([f"devices={len(found)}", *(gpu.fake(i) for i, gpu in enumerate(found))]))
+    result: list[list[Any]] = run(
+        program, driver, ",".join([f"devices={len(found)}", *(gpu.fake(i) for i, gpu in enumerate(found))])
+    )
     return result
 
 
