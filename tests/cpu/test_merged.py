@@ -23,6 +23,7 @@ from kitsune_jax.targets.cpu import call as cpu_call
 from kitsune_jax.targets.cpu import call as runtime
 from kitsune_jax.targets.cpu import lower as cpu_lower
 from tests.support.checks import in_float64
+from tests.support.draws import drawn_by_numpy
 
 pytestmark = pytest.mark.skipif(not cpu_call.available(), reason="the extension is not built")
 WIDTH = 24
@@ -161,7 +162,8 @@ def test_calls_between_side_effects_stay_apart() -> None:
 
 def test_all_of_mesh_graph_nets_is_one_call() -> None:
     """15 steps of message passing: edges, nodes, edges again."""
-    case = case_of(GRAPH_APPS["meshgraphnets"], "f32", 2_000)
+    with drawn_by_numpy():
+        case = case_of(GRAPH_APPS["meshgraphnets"], "f32", 2_000)
     graph = capture(jax.make_jaxpr(case.function)(case.params, *case.inputs)).graph
     found = route(graph, "cpu", RouteOptions(device="zen5-2", code=False, strict=True))
     (call,) = found.regions
@@ -174,7 +176,8 @@ def test_all_of_mesh_graph_nets_is_one_call() -> None:
 
 @pytest.mark.slow
 def test_the_forward_pass_of_a_gradient_of_mesh_graph_nets_is_one_call() -> None:
-    case = case_of(GRAPH_APPS["meshgraphnets"], "f32", 2_000)
+    with drawn_by_numpy():
+        case = case_of(GRAPH_APPS["meshgraphnets"], "f32", 2_000)
     step = loss_and_grads(case, case.function)
     graph = capture(jax.make_jaxpr(step)(case.params, case.inputs, case.targets)).graph
     whole, apart = (route(graph, "cpu", RouteOptions(device="zen5-2", code=False, strict=True, merge=m)) for m in (True, False))

@@ -231,7 +231,7 @@ def planned(device: str | None, force: bool = True) -> list[tuple[Any, Any]]:
 
 
 def launched(kernels: list[tuple[int, ...]], found: list[Gpu], driver: pathlib.Path) -> list[list[Any]]:
-    """For each kernel by its launch words, and for each device, the launch that the driver is asked for and takes, or the error."""
+    """For each kernel, by its launch words, and each device the launch that the driver is asked for and accepts, or the error."""
     program = f"""
     def tried(k, buffers, stream):
         k.load(stream)

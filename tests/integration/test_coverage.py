@@ -12,6 +12,7 @@ import kitsune_jax as kj
 from benchmarks.graphs.apps import GRAPH_APPS, case_of
 from benchmarks.graphs.measure import loss_and_grads
 from benchmarks.sequences.apps import SEQUENCE_APPS
+from tests.support.draws import drawn_by_numpy
 
 ROWS = {"meshgraphnets": 3000, "graphcast": 5_100, "dlrm": 1024, "gat": 20_000, "attention": 512, "transformer_layer": 512}
 # Operators pipelined, bytes saved: inference, then loss and gradients.
@@ -35,7 +36,8 @@ def reports(name: str) -> tuple[kj.Report, kj.Report]:
     """Of inference, and of the loss with its gradients."""
     for needed in ("matplotlib", "optax", "rich"):
         pytest.importorskip(needed)
-    case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], "f32", ROWS[name])
+    with drawn_by_numpy():
+        case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], "f32", ROWS[name])
     whole = kj.explain(loss_and_grads(case, case.function), force=True)(case.params, case.inputs, case.targets)
     return kj.explain(case.function, force=True)(case.params, *case.inputs), whole
 

@@ -16,6 +16,7 @@ import kitsune_jax as kj
 from benchmarks.graphs.apps import GraphApp, GraphCase, case_of
 from benchmarks.graphs.measure import loss_and_grads
 from tests.support.checks import in_float64
+from tests.support.draws import drawn_by_numpy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class LibraryModels:
     def case(self, name: str, dtype: str = "f32", rows: int | None = None) -> GraphCase:
         for library in self.needs[name]:
             pytest.importorskip(library)
-        return case_of(self.apps[name], dtype, self.rows if rows is None else rows)
+        with drawn_by_numpy():
+            return case_of(self.apps[name], dtype, self.rows if rows is None else rows)
 
     def named(self, slow: tuple[str, ...] = (), trained: bool = False) -> Any:
         """The models as parameters of a test, those of ``slow`` with the mark."""

@@ -19,6 +19,7 @@ from benchmarks.graphs.apps import GRAPH_APPS, GraphCase, case_of, click_error, 
 from benchmarks.graphs.libraries import LIBRARY_APPS, NEEDS
 from benchmarks.graphs.measure import in_float64, loss_and_grads, max_relative_error
 from tests.support import checks
+from tests.support.draws import drawn_by_numpy
 
 SMALL = {"meshgraphnets": 150, "graphcast": 300, "graphcast_processor": 300, "dlrm": 23, "gat": 200, "graph_transformer": 200}
 
@@ -26,7 +27,8 @@ SMALL = {"meshgraphnets": 150, "graphcast": 300, "graphcast_processor": 300, "dl
 def small_case(name: str) -> GraphCase:
     for needed in ("matplotlib", "optax", "rich"):
         pytest.importorskip(needed)
-    return case_of(GRAPH_APPS[name], "f32", SMALL[name])
+    with drawn_by_numpy():
+        return case_of(GRAPH_APPS[name], "f32", SMALL[name])
 
 
 def normalised(p: Any, x: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from benchmarks.graphs.apps import GraphCase, case_of, example
 from benchmarks.graphs.measure import max_relative_error
 from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS, llama_sizes
 from tests.support import checks
+from tests.support.draws import drawn_by_numpy
 
 ROWS = 13
 WIDE = {"lstm_256", "gru_256", "lstm_64", "gru_64"}  # the same functions as of 16, for longer
@@ -28,7 +29,8 @@ WIDE = {"lstm_256", "gru_256", "lstm_64", "gru_64"}  # the same functions as of 
 def small_case(name: str, rows: int = ROWS) -> GraphCase:
     for needed in ("matplotlib", "optax", "rich"):
         pytest.importorskip(needed)
-    return case_of(SEQUENCE_APPS[name], "f32", rows)
+    with drawn_by_numpy():
+        return case_of(SEQUENCE_APPS[name], "f32", rows)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
