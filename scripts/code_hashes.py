@@ -53,14 +53,14 @@ def _cuda_families() -> Iterator[Code]:
 
 def _sources(family: Any, dtype: str, batches: bool) -> dict[str, bytes]:
     """The sources of a family, by its arrangements."""
-    from kitsune_jax.program.ir import Program
     from kitsune_jax.targets.cuda import lower
     from tests.support.cuda_run import arrangements, subject
 
     of = subject(family.function, *family.arguments(_FAMILY_ROWS, dtype), batches=batches)
     found = {}
     for name, plan in arrangements(of).items():
-        found[name] = lower.source(Program.of(of.program(plan)), (plan,), _TITLE).encode()
+        program = of.program(plan)
+        found[name] = lower.generate_kernel(program, lower.arrangement(plan, program), _TITLE).source.encode()
     return found
 
 

@@ -66,7 +66,7 @@ def depth_with(program: TileProgram, lanes: int, shared_bytes: int) -> int:
     """Of the ring; 0 where there is no kernel with so much shared memory."""
     a = dataclasses.replace(by_hand(program, 900, lanes, 2, resident=False), shared_bytes=shared_bytes)
     try:
-        return layout.lay_out(program, a, "program").depth
+        return layout.lay_out(program, a, "program").streaming.depth
     except CannotLower:
         return 0
 

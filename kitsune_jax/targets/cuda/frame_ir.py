@@ -194,9 +194,7 @@ class PanelMemory(Node):
     lanes: LaneScratch
     at: int
 
-    def lines(self, at: Spelling) -> list[str]:
-        behind = f" + {self.at}" if self.at else ""
-        return [f"const Panels panels{{shared + {at.constant(self.lanes.at)}{behind}, {self.lanes.bytes}, group}};"]
+    code = ("const Panels panels{{shared + {lanes.at}{at: + {at}|}, {lanes.bytes}, group}};",)
 
 
 class Result(Node):
@@ -499,10 +497,7 @@ class FetchResident(Node):
     bytes: int
     slabs: bool
 
-    def lines(self, at: Spelling) -> list[str]:
-        slab = f" + slab * {self.bytes}" if self.slabs else ""
-        source = f"p.weights{self.group} + {at.constant(self.source)}{slab}"
-        return [f"fetch_resident(shared + {at.constant(self.to)}, {source}, {self.bytes}, header.resident);"]
+    code = ("fetch_resident(shared + {to}, p.weights{group} + {source}{slabs: + slab * {bytes}|}, {bytes}, header.resident);",)
 
 
 class LoadResident(Node):

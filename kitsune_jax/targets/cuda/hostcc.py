@@ -11,7 +11,6 @@ import atexit
 import collections
 import contextlib
 import functools
-import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitsune_jax import cache
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
@@ -125,8 +123,7 @@ def compile(source: str, sm: int) -> bytes:
             include = [] if header is None else ["-include", str(header)]
             return _run(compiler, [*options, *include], [f"{KERNEL}.cc"], folder)
         except _Failed as failure:
-            name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.failed.cc"
-            raise CompileError(Path(compiler.path).name, str(failure), source, cache.default().keep(name, source)) from None
+            raise CompileError(Path(compiler.path).name, str(failure), source, ".cc") from None
 
 
 def build_emulator() -> bytes:

@@ -26,7 +26,7 @@ class Node:
     A node that is a statement has ``code``, its lines of C++ with fields in braces (``Spelling``), or its own method ``lines``.
     """
 
-    code: ClassVar[Sequence[str]] = ()
+    code: ClassVar[Sequence[str] | None] = None
     stepped: ClassVar[tuple[str, ...]] = ()  # fields that may grow from one iteration of a ``ChunkLoop`` to the next
 
     def __init_subclass__(cls) -> None:
@@ -39,7 +39,7 @@ class Node:
 
     def lines(self, at: Spelling) -> list[str]:
         """The C++ of a node that is a statement."""
-        if not self.code:
+        if self.code is None:
             raise AssertionError(f"{type(self).__name__} is no statement")
         return [at.vformat(line, (self,), {}) for line in self.code]
 
@@ -178,7 +178,7 @@ class Spelling(string.Formatter):
 
     In a node's ``code``, ``{x}`` is its attribute x. ``{dtype:type}`` is the C++ type in which a dtype is computed,
     ``{dtype:element}`` that of an element in memory, ``{dtype:operand}`` that of a product's operand; ``{x:0}`` and ``{x:rows}``
-    are a row value for row 0 and for both rows; ``{x:yes|no}`` is "yes" if x is true, else "no".
+    are a row value for row 0 and for both rows; ``{x:yes|no}`` is "yes" if x is true or given, else "no".
     """
 
     def __init__(self, fields: frozenset[tuple[str, object]] = frozenset(), operators: Mapping[int, str] | None = None):
@@ -213,6 +213,8 @@ class Spelling(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec in _TYPES:
             return _TYPES[format_spec][value]
+        if "|" in format_spec:
+            return format_spec.split("|")[not value]
         match value:
             case Ref():
                 return self.name(value)
@@ -226,8 +228,6 @@ class Spelling(string.Formatter):
                 return ", ".join(value.of_row(self, h) for h in (range(2) if format_spec == "rows" else [int(format_spec)]))
             case Expr():
                 return value.text(self)
-            case bool() if format_spec:
-                return format_spec.split("|")[not value]
         return str(value)
 
     def lines(self, nodes: Iterable[Node]) -> list[str]:
@@ -491,13 +491,10 @@ class TableRows(Declaration):
     otherwise: Address | None
 
     registers = 4  # two addresses
-
-    def lines(self, at: Spelling) -> list[str]:
-        assert isinstance(self.table, Constant)
-        table, sizes = at.constant(self.table), f"{self.rows}ll, {self.bytes}ll"
-        otherwise = "" if self.otherwise is None else f", {at.address(self.otherwise)}"
-        rows = [f"table_row({table}, {self.index.of_row(at, h)}, {sizes}{otherwise})" for h in range(2)]
-        return [f"const void* const {at.name(self.ref)}_row[2] = {{{', '.join(rows)}}};"]
+    code = (
+        "const void* const {ref}_row[2] = {{table_row({table}, {index:0}, {rows}ll, {bytes}ll{otherwise:, {otherwise}|}), "
+        "table_row({table}, {index:1}, {rows}ll, {bytes}ll{otherwise:, {otherwise}|})}};",
+    )
 
 
 class SliceRows(Node):
@@ -577,8 +574,7 @@ class Alive(Node):
     owner: Ref
     registers: int | None = None
 
-    def lines(self, at: Spelling) -> list[str]:
-        return []
+    code = ()
 
     def events(self) -> Events:
         yield self.owner, self.registers

@@ -142,14 +142,9 @@ class Layout:
         return [node for stage in self.stages for node in fitting.exchanges_of(stage.lowered)]
 
     @property
-    def depth(self) -> int:
-        """Depth of the ring of streamed weights."""
-        return [stage.depth for stage in self.stages if not stage.resident][-1]
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring of streamed weights, of the last stage that has one."""
-        return [stage.slot for stage in self.stages if not stage.resident][-1]
+    def streaming(self) -> Fitted:
+        """The last stage that streams its weights, whose depth and slots the kernel's ring has."""
+        return [stage for stage in self.stages if not stage.resident][-1]
 
     def mask(self, stages: tuple[int, ...]) -> int:
         """Bit mask of the ranks of stages that have one CTA each."""
@@ -549,23 +544,20 @@ class Kind:
 def kinds(codes: Sequence[Any], share: bool = True) -> list[Kind]:
     """The kinds of the stages, in the order of their first stages; without ``share`` each stage is its own kind. Stages are equal
     if their codes are equal once names and constants are numbered within the stage."""
-    if not share or len(codes) == 1:
+    if not share:
         return [Kind((s,), code, (), ()) for s, code in enumerate(codes)]
-    groups: dict[Any, list[int]] = {}
     numbered = [_numbered(code) for code in codes]
+    groups: dict[Any, list[int]] = {}
     for s, (code, _) in enumerate(numbered):
         groups.setdefault(_without_values(code), []).append(s)
-    return [_kind(codes, numbered, tuple(stages)) for stages in groups.values()]
-
-
-def _kind(codes: Sequence[Any], numbered: Sequence[tuple[Any, tuple[Constant, ...]]], stages: tuple[int, ...]) -> Kind:
-    if len(stages) == 1:
-        return Kind(stages, codes[stages[0]], (), ())
-    code, constants = numbered[stages[0]]
-    columns = zip(*(numbered[s][1] for s in stages), strict=True)
-    differing = [(c, column) for c, column in zip(constants, columns, strict=True) if len({x.value for x in column}) > 1]
-    places = tuple(zip(*([x.initializer for x in column] for _, column in differing), strict=True))
-    return Kind(stages, code, tuple(c for c, _ in differing), places)
+    found = []
+    for first, *others in groups.values():
+        code, constants = numbered[first] if others else (codes[first], ())
+        columns = zip(constants, *(numbered[s][1] for s in others), strict=True)
+        differing = [column for column in columns if len({x.value for x in column}) > 1]
+        places = tuple(zip(*([x.initializer for x in column] for column in differing), strict=True))
+        found.append(Kind((first, *others), code, tuple(column[0] for column in differing), places))
+    return found
 
 
 def _numbered(code: Any) -> tuple[Any, tuple[Constant, ...]]:

@@ -1,8 +1,8 @@
 """From a plan and a tile program to a compiled kernel and its custom call.
 
 Comes in: a tile program, or a call of several, and the ``GpuPlan`` of each. Goes out: ``Kernel`` (source, launch words, recipes of
-operands), ``Code`` (the compiled kernel), and the results of the custom call. Invariant: a plan that ``check`` accepts has a kernel
-that fits the device, because ``check`` runs the generator.
+operands), ``KernelCode`` (the compiled one), and the results of the custom call. Invariant: a plan that ``check`` accepts has a
+kernel that fits the device, because ``check`` runs the generator.
 """
 
 from __future__ import annotations
@@ -193,11 +193,6 @@ def check_call(program: Program, plans: Sequence[GpuPlan], name: str) -> str | N
     except CannotLower as no:
         return no.reason
     return None
-
-
-def source(program: Program, plans: Sequence[GpuPlan], name: str) -> str:
-    """The C++ source of the kernel for ``program``, whose parts have ``plans``. Compiles nothing; raises ``CannotLower``."""
-    return _cached_kernel(program, tuple(plans), name).source
 
 
 def fit_in_one_kernel(program: Program, plans: Sequence[GpuPlan]) -> tuple[GpuPlan, ...] | str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import importlib.util
 import re
 import shutil
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitsune_jax import cache, config
+from kitsune_jax import config
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
@@ -110,8 +109,7 @@ def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | 
         if status == _BUILTIN_OPERATION_FAILURE:
             raise OSError(f"NVRTC is incomplete ({log.strip()}); {_ADVICE}")
         if status != 0:
-            name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.failed.cu"
-            raise CompileError(f"NVRTC ({_error(library, status)})", log, source, cache.default().keep(name, source))
+            raise CompileError(f"NVRTC ({_error(library, status)})", log, source, ".cu")
         return Compiled(_fetch(library, "PTX" if arch.startswith("compute_") else "CUBIN", program), log)
 
 

@@ -126,7 +126,7 @@ def roles(at: Layout, kinds: list[Kind]) -> list[str]:
     barriers = _barriers(at)
     parts = [struct("Header", [f"{member};" for member, _ in barriers])]
     if at.a.streamed:
-        parts[0] += f"using Weights = WeightQueue<{at.depth}, {at.slot_bytes}, kLanes, {at.a.cluster}>;\n"
+        parts[0] += f"using Weights = WeightQueue<{at.streaming.depth}, {at.streaming.slot}, kLanes, {at.a.cluster}>;\n"
     parts += [*(_places(kind) for kind in kinds if kind.fields), *consumers, *loaders]
     if len(kinds) < len(at.stages):
         parts.append(_role_table(at, kinds))
@@ -160,7 +160,9 @@ def _barriers(at: Layout) -> list[tuple[str, list[str]]]:
         inits = [of_lanes(member, f"StagedRows<u8, 1>::init({member}[l])", "staged") for member in staged]
         found.append((f"Mbar staged[{most}][kLanes][2]", [line for lines in inits for line in lines]))
     if at.a.streamed:
-        found.append((f"Ring<{at.depth}> weights", ["Weights::init(header.weights);", 'name(&header.weights, "weights");']))
+        found.append(
+            (f"Ring<{at.streaming.depth}> weights", ["Weights::init(header.weights);", 'name(&header.weights, "weights");'])
+        )
     queues = [(q, at.program.queues[q]) for q in at.queue_at]
     rings = [(f"queue{q}", entry_vectors(at.program, at.a, q), queue.depth, f"{at.mask(queue.consumers)}") for q, queue in queues]
     rings += [(x.ring.name, x.vectors, x.depth, f"{(1 << at.a.ctas) - 1}u") for x in at.exchanges]

@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from kitsune_jax import cache
+
 KERNEL = "kitsune_region"  # the function every generated source defines, and the stem of its file name in messages
 
 Part = Literal["include", "emulator"]
@@ -66,11 +68,13 @@ def _fingerprint(base: Path, folders: tuple[str, ...]) -> str:
 class CompileError(RuntimeError):
     """A generated kernel did not compile, which is a defect of this package and never of the user's function.
 
-    ``log`` is the compiler's output; ``source_path`` the generated source, kept for inspection (``None`` if no folder is writable).
-    The message shows the numbered lines around the first error.
+    ``log`` is the compiler's output; ``source_path`` the generated source, kept for inspection (``None`` if no folder is writable)
+    in a file that ends in ``suffix``. The message shows the numbered lines around the first error.
     """
 
-    def __init__(self, compiler: str, log: str, source: str, source_path: Path | None) -> None:
+    def __init__(self, compiler: str, log: str, source: str, suffix: str) -> None:
+        name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.failed{suffix}"
+        source_path = cache.default().keep(name, source)
         where = f"; the source is {source_path}" if source_path else ""
         shown = excerpt(log, source)
         super().__init__("\n".join(part for part in (f"{compiler} refused a generated kernel{where}", log.strip(), shown) if part))
