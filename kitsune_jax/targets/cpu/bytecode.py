@@ -210,8 +210,6 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
 DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
-_FLOAT32 = DTYPE_CODE["float32"]
-
 IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 
 REDUCTIONS = tuple(spec.fold for spec in OPS.values() if spec.family in ("reduce", "argreduce"))
@@ -292,7 +290,7 @@ class Matmul:
     out: CpuOperand
     parameters: tuple[float, ...] = ()  # of the activation: ACTIVATION_PARAMETERS of them
     adds: bool = False  # of float32 only
-    rounds: int = _FLOAT32
+    rounds: int = DTYPE_CODE["float32"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kitsune_jax.program.passes import Flow, compared_values
 
 # --- Rows of a table that are read in place and never lie in a tile ---------------------------------------------------------------
 
-_TABLES = ("float32", "bfloat16", "float16")
+TABLES = ("float32", "bfloat16", "float16")  # dtypes of tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _dot(flow: Flow, i: int, instr: Instr) -> TakenDotFacts | None:
         else:
             sides.append(taken.gather)
             absorbed += taken.absorbed
-    if flow.dtype(pair[0]) not in _TABLES or all(isinstance(side, int) for side in sides):
+    if flow.dtype(pair[0]) not in TABLES or all(isinstance(side, int) for side in sides):
         return None
     return TakenDotFacts((sides[0], sides[1]), absorbed)
 
@@ -109,7 +109,7 @@ def _gathered(flow: Flow, number: int | None, factor: int | None = None, absorbe
     instr = flow.body[made]
     table, index = instr.inputs
     loaded = flow.makers.get(flow.root(table))
-    fits = loaded is not None and loaded.kind == "load" and not flow.type(table).tile and flow.dtype(table) in _TABLES
+    fits = loaded is not None and loaded.kind == "load" and not flow.type(table).tile and flow.dtype(table) in TABLES
     if not fits or flow.type(table).shape[0] == 0 or flow.type(index).shape != () or not flow.type(index).tile:
         return None
     return TakenSum(instr, factor, (*absorbed, *widened, made))
@@ -141,9 +141,9 @@ def _factor(flow: Flow, v: int) -> int | None:
         return None
     instr = flow.makers.get(flow.root(v))
     if instr is None or instr.kind != "broadcast_in_dim":
-        return v if flow.dtype(v) in _TABLES else None
+        return v if flow.dtype(v) in TABLES else None
     source, shape = instr.inputs[0], flow.type(instr.outputs[0]).shape
-    if not flow.type(source).tile or flow.dtype(source) not in _TABLES:
+    if not flow.type(source).tile or flow.dtype(source) not in TABLES:
         return None
     own = [d - 1 for d, n in zip(instr["dims"][1:], flow.type(source).shape, strict=True) if n != 1]
     real = [d for d, n in enumerate(shape) if n != 1]

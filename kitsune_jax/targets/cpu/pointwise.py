@@ -150,9 +150,8 @@ def _emit(stage: StageLowering, ops: list[int], loop: Shape) -> None:
 
 def _keeps_digits(stage: StageLowering, instr: Instr, v: int) -> bool:
     """Whether ``instr`` takes the unrounded digits of ``v``."""
-    if stage.root(v) in stage.rounded.everywhere:
-        return False
-    return stage.rounding.takes_digits(instr.kind, stage.type(v).dtype, stage.type(instr.outputs[0]).dtype)
+    dtype, out = stage.type(v).dtype, stage.type(instr.outputs[0]).dtype
+    return stage.root(v) not in stage.rounded.everywhere and stage.rounding.takes_digits(instr.kind, dtype, out)
 
 
 def shape_of(stage: StageLowering, v: int) -> Shape:

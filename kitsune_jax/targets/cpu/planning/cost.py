@@ -18,6 +18,7 @@ from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Acce
 from kitsune_jax.planning.streams import FEW_OF_BATCH, FEW_ROWS, Region
 from kitsune_jax.program import passes
 from kitsune_jax.program.passes import Flow
+from kitsune_jax.targets.cpu.facts import TABLES
 from kitsune_jax.targets.cpu.memory import MOST_COLUMNS
 from kitsune_jax.targets.cpu.planning import machines
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine, CpuProgramContext
@@ -113,8 +114,6 @@ def pieces(cost: CpuCost, rows: int) -> tuple[int, int]:
 
 # --- Rows of tables that are read in place: an estimate of what ``targets.cpu.facts`` finds in the program ------------------------
 
-_TABLES = ("float32", "bfloat16", "float16")
-
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
@@ -133,7 +132,7 @@ class Taken:
             access = cost.access(i)
             folds = access is not None and access.folds and access.near and op.kind in ("scatter_sum", "scatter_exp_sum")
             products = op.kind == "reduce_sum" and i not in cost.sinks
-            if not (folds or products) or cost.graph.values[op.inputs[0]].dtype not in _TABLES:
+            if not (folds or products) or cost.graph.values[op.inputs[0]].dtype not in TABLES:
                 continue
             chain = _made(cost, op.inputs[0], i)
             if chain is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kitsune_jax.ops.spec import Rounding
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import Access
+from kitsune_jax.planning.cost import Access, itemsize
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, ProgramContext
 from kitsune_jax.targets.cpu.call import FlopCounts
 from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, SIMPLE, LoopStepCosts, RowKernels, fused
@@ -218,7 +218,7 @@ class CpuTimes:
 
     def pack(self, dtype: str, way: str, transposed: bool, level: str) -> float:
         """An element of a weight that lies in ``level`` (l2, l3 or dram), packed."""
-        size = 2 if dtype in NARROW else 8 if dtype == "float64" else 4
+        size = itemsize(_float(dtype))
         moved = self[f"copy/{level}"] - self["copy/l2"] if level != "l2" else 0.0
         return self[f"{'pack_t' if transposed else 'pack'}/{_float(dtype)}/{way}"] + 2 * size * max(0.0, moved)
 
@@ -422,7 +422,7 @@ class CpuTimes:
         return max(absolute - plain, 0.1 * plain)
 
 
-times = functools.lru_cache(maxsize=16)(CpuTimes)
+times = functools.lru_cache(maxsize=16)(CpuTimes)  # of a profile, made once
 
 
 def _float(dtype: str) -> str:

@@ -82,9 +82,9 @@ class TileModel:
         """Seconds of one tile on one worker."""
         machine = self.cost.machine
         weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
-        spent = {work: count * self.cost.seconds(work, rows) for work, count in self.kinds.items()}
-        tensor = sum(seconds for work, seconds in spent.items() if work.dot is not None)
-        simt = sum(seconds for work, seconds in spent.items() if work.dot is None)
+        spent = [(work.dot is not None, count * self.cost.seconds(work, rows)) for work, count in self.kinds.items()]
+        tensor = sum(seconds for multiplies, seconds in spent if multiplies)
+        simt = sum(seconds for multiplies, seconds in spent if not multiplies)
         # A core prefetches while it multiplies, so only fetching beyond the matmuls' time is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32; its matmuls alone take 117).
         fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)

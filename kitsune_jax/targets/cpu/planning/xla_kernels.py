@@ -157,7 +157,7 @@ class Fused:
         return Work(busy, max((wait - tanh.wait) / count, busy))
 
 
-fused = functools.lru_cache(maxsize=16)(Fused)
+fused = functools.lru_cache(maxsize=16)(Fused)  # of a profile, made once
 
 
 def is_function(kind: str) -> bool:

@@ -22,7 +22,7 @@ from kitsune_jax.ops.graph import make_params
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, TileProgram, TileType
 from kitsune_jax.targets.cpu import call
-from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPES, OPCODES, PRODUCTS, SPECIAL_OPS, encode
+from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPE_CODE, OPCODE, OPCODES, PRODUCTS, SPECIAL_OPS, encode
 from kitsune_jax.targets.cpu.lower import lower_program
 
 T = TypeVar("T")
@@ -148,18 +148,15 @@ class Passes:
         self._is_disturbed = differ > MOST_DOUBTFUL * len(self._found)
 
     def _run(self, block: Iterable[Piece]) -> None:
-        found: list[tuple[str, float]] = []
         start, stolen, before = self._clock(), self._stolen(), self._reference()
-        for piece in block:
-            seconds = piece.seconds()
-            if seconds is not None:
-                found.append((piece.key, seconds))
+        found = [(piece.key, piece.seconds()) for piece in block]
         after = self._reference()
         self._best = min(self._best, before, after)
         passed = max(self._clock() - start, 1e-9) * self._cores
         share = (self._stolen() - stolen) / passed
         for key, seconds in found:
-            self._found.setdefault(key, []).append(_Repetition(seconds, max(before, after), share))
+            if seconds is not None:
+                self._found.setdefault(key, []).append(_Repetition(seconds, max(before, after), share))
 
 
 def _differ(seconds: Sequence[float]) -> bool:
@@ -261,9 +258,8 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
     def note(key: str, elements: float, function: Any, *args: Any) -> None:
         found.append(Piece(key, functools.partial(_least, function, *args, threads), elements))
 
-    code = {name: k for k, name in enumerate(DTYPES)}
     for dtype, product in products(extension):
-        here = (code[dtype], PRODUCTS.index(product))
+        here = (DTYPE_CODE[dtype], PRODUCTS.index(product))
         for k in DEPTHS:
             for n in WIDTHS:
                 note(f"gemm/{dtype}/{product}/{k}x{n}", 1, extension.measure_gemm, *here, TILE, k, n, 0)
@@ -274,25 +270,25 @@ def pieces(extension: Any, workers: int) -> list[Piece]:
         for name, transposed in (("pack", False), ("pack_t", True)):
             note(f"{name}/{dtype}/{product}", _SQUARE * _SQUARE, extension.measure_pack, *here, _SQUARE, _SQUARE, transposed)
     for dtype in ("float32", "bfloat16"):
-        shape = (code[dtype], PRODUCTS.index("best"), TILE, _SHALLOW, _SQUARE)
+        shape = (DTYPE_CODE[dtype], PRODUCTS.index("best"), TILE, _SHALLOW, _SQUARE)
         for k, name in enumerate(ACTIVATIONS):
             if name != "none":
                 note(f"activation/{name}/{dtype}", TILE * _SQUARE, extension.measure_gemm, *shape, k)
     for k, name in enumerate(OPCODES):
         if name not in _UNMEASURED and name not in _NO_WORK:
             dtype = "uint32" if name in _OF_INTEGERS else "float32"
-            note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, code[dtype], _ELEMENTS)
+            note(f"vector/{name}", _ELEMENTS, extension.measure_vector, k, DTYPE_CODE[dtype], _ELEMENTS)
         if name in _DOUBLE:
-            note(f"vector64/{name}", _ELEMENTS, extension.measure_vector, k, code["float64"], _ELEMENTS)
+            note(f"vector64/{name}", _ELEMENTS, extension.measure_vector, k, DTYPE_CODE["float64"], _ELEMENTS)
     for dtype in ("float32", "bfloat16", "float16"):
         for what in ("load", "store"):
-            note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, code[dtype], _ELEMENTS)
-        one_row = (code[dtype], PRODUCTS.index("widened"), TILE, 1, _WIDE)
+            note(f"{what}/{dtype}", _ELEMENTS, extension.measure_move, what, DTYPE_CODE[dtype], _ELEMENTS)
+        one_row = (DTYPE_CODE[dtype], PRODUCTS.index("widened"), TILE, 1, _WIDE)
         note(f"few/{dtype}", TILE * _WIDE, extension.measure_outer, *one_row)
-        note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, code[dtype], 64, _FEW, False)
-        note(f"load/short/{dtype}", 1, extension.measure_move, "load", code[dtype], _FEW)
+        note(f"fold/short/{dtype}", 64, extension.measure_fold, 0, DTYPE_CODE[dtype], 64, _FEW, False)
+        note(f"load/short/{dtype}", 1, extension.measure_move, "load", DTYPE_CODE[dtype], _FEW)
         for which in ("row", "column"):
-            note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, code[dtype], 16, 256, which == "column")
+            note(f"fold/{which}/{dtype}", 16 * 256, extension.measure_fold, 0, DTYPE_CODE[dtype], 16, 256, which == "column")
     # Memory has fewer channels than a large machine has cores: workers beyond the measured ones share its bandwidth.
     crowd = workers / threads
     shared = {level: size // threads for level, size in _SHARED_COPIES.items()}
@@ -319,7 +315,7 @@ def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, 
 def reference(extension: Any, workers: int) -> float:
     """Seconds of constant work in registers with all workers busy, which show the cores' present speed."""
     threads = min(workers, _MOST_THREADS)
-    taken = _least(extension.measure_vector, OPCODES.index("exp"), DTYPES.index("float32"), _ELEMENTS, threads)
+    taken = _least(extension.measure_vector, OPCODE["exp"], DTYPE_CODE["float32"], _ELEMENTS, threads)
     assert taken is not None  # every table has an exponential
     return taken
 
