@@ -463,13 +463,12 @@ def _written(cost: RegionCost, into: Mapping[int, int]) -> set[int]:
     written = {*cost.outputs, *into, *(v for v in into.values() if v in cost.producer)}
     for i in cost.region.ops:
         op, family = cost.graph.ops[i], cost.family(i)
-        if family == SCATTER and any(out in into for r in cost.readers.get(op.outputs[0], ()) for out in cost.graph.ops[r].outputs):
+        if family in _ALONE:
             written.update(w for v in op.inputs if (w := _behind_views(cost, v)) in cost.producer)
+        if family == SCATTER and any(out in into for r in cost.readers.get(op.outputs[0], ()) for out in cost.graph.ops[r].outputs):
             continue
         if family in ROOTS:
             written.update(op.outputs)
-        if family in _ALONE:
-            written.update(w for v in op.inputs if (w := _behind_views(cost, v)) in cost.producer)
         if family == "pointwise" and OPS[op.kind].flops >= _EXPENSIVE and len(cost.readers.get(op.outputs[0], ())) > 1:
             written.update(op.outputs)
     return written

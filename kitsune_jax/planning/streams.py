@@ -146,6 +146,12 @@ class Seed:
     batch: int = 0
     apart: bool = False
 
+    def start(self, graph: Graph) -> tuple[StreamSpace, DimLabels]:
+        """The stream space, and the labels of ``value`` in it."""
+        shape = graph.values[self.value].shape
+        labels = tuple((self.dims.index(d),) if d in self.dims else () for d in range(len(shape)))
+        return StreamSpace(tuple(shape[d] for d in self.dims), self.batch), labels
+
 
 def candidate_seeds(
     graph: Graph, op_index: int, producers: Mapping[int, int] | None = None, scores: Container[int] = ()
@@ -377,28 +383,23 @@ def spread(
     would be found again.
     """
     wiring = wiring or Wiring(graph)
-    shape = graph.values[seed.value].shape
-    sizes = [shape[d] for d in seed.dims]
-    labels: list[tuple[int, ...]] = [(seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape))]
-    batch = seed.batch
+    space, labels = seed.start(graph)
     for _ in range(64):
         try:
-            spreader = _Spreader(StreamSpace(tuple(sizes), batch), allowed, supports, wiring, seed.apart)
-            return spreader.run(seed.value, labels, barred or {})
+            return _Spreader(space, allowed, supports, wiring, seed.apart).run(seed.value, labels, barred or {})
         except _Refine as split:
-            sizes, labels = _split_axis(sizes, labels, split.axis, split.outer)
-            batch += split.axis < batch
+            space, labels = _split_axis(space, labels, split.axis, split.outer)
     raise AssertionError("a stream axis was split more often than it has prime factors")
 
 
-def _split_axis(sizes: list[int], labels: list[tuple[int, ...]], axis: int, outer: int) -> tuple[list[int], list[tuple[int, ...]]]:
+def _split_axis(space: StreamSpace, labels: DimLabels, axis: int, outer: int) -> tuple[StreamSpace, DimLabels]:
     """Axis ``axis`` becomes ``axis`` (extent ``outer``) and ``axis + 1``; later axes move up by one."""
-    new_sizes = [*sizes[:axis], outer, sizes[axis] // outer, *sizes[axis + 1 :]]
+    sizes = (*space.sizes[:axis], outer, space.sizes[axis] // outer, *space.sizes[axis + 1 :])
 
     def move(a: int) -> tuple[int, ...]:
         return (a,) if a < axis else (a, a + 1) if a == axis else (a + 1,)
 
-    return new_sizes, [tuple(b for a in axes for b in move(a)) for axes in labels]
+    return StreamSpace(sizes, space.batch + (axis < space.batch)), tuple(tuple(b for a in axes for b in move(a)) for axes in labels)
 
 
 # The labels that an op implies for its operands: axes, and the (value, dimension) pairs that run over them.
@@ -411,7 +412,7 @@ class _Spreader:
         self.allowed, self.supports, self.wiring, self.apart = allowed, supports, wiring, apart
         self.looks = 0
 
-    def run(self, seed: int, seed_labels: list[tuple[int, ...]], known: Mapping[int, str]) -> Spread:
+    def run(self, seed: int, seed_labels: DimLabels, known: Mapping[int, str]) -> Spread:
         barred = dict(known)
         rounds: list[tuple[dict[int, DimLabels], dict[int, str]]] = []
         while True:
@@ -455,7 +456,7 @@ class _Spreader:
         return [j for v in made for j in self.wiring.touching(v) if j != i and j in spreading and j not in barred]
 
     def _flood(
-        self, seed: int, seed_labels: list[tuple[int, ...]], barred: dict[int, str]
+        self, seed: int, seed_labels: DimLabels, barred: dict[int, str]
     ) -> tuple[Labels, set[int], dict[int, tuple[str | None, bool]]]:
         """Labels at the fixed point, the ops that passed some on, and for each op reached why it is not legal (None: it is) and
         whether it is a sink. An op that is not legal (yet) passes nothing on."""

@@ -300,11 +300,8 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 def moves(types: list[TileType], instr: Instr, v: int) -> dict[int, int]:
     """Dimension of operand ``v`` -> the same dimension of the result."""
     (out,) = instr.outputs
-    found = {}
-    for role, members in joins(types, instr):
-        if role == "parallel":
-            found.update({d: e for w, d in members if w == v for o, e in members if o == out})
-    return found
+    parallel = [members for role, members in joins(types, instr) if role == "parallel"]
+    return {d: e for members in parallel for w, d in members if w == v for o, e in members if o == out}
 
 
 def _placed(part: FactoredPart, moved: Mapping[int, int | None]) -> FactoredPart | None:

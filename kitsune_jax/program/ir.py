@@ -208,8 +208,7 @@ class StageProgram:
 class TileProgram:
     """Stages and queues over one stream space.
 
-    The first ``batch_axes`` of ``axes`` are batch axes: a tile never crosses from one index of them to the next, so values that
-    depend on batch axes only are stationary during a tile (the keys of an attention head).
+    The first ``batch_axes`` of ``axes`` are batch axes, as in a ``StreamSpace``: a tile never crosses from one index to the next.
 
     ``order``: the number of an input of int32 [rows], a permutation, which no instruction reads. Row r of the stream is then
     element ``order[r]`` of every streamed array: ``load``, ``store`` and ``row_index`` index by it, sinks fold in the order of the

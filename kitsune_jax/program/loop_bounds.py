@@ -334,20 +334,10 @@ class Visible:
         by = b.by if a.by is None else (a.by[0], -a.by[1])
         if a.by is not None and b.by is not None:
             return None, None
-        axis = b.axis
-
-        def between(low: int | None, high: int | None) -> Range:
-            return Range(axis, low, high, by=by)
-
-        below, above = between(None, far), between(far, None)
-        found: dict[str, tuple[Range | None, Range | None]] = {
-            "le": (below, between(far + 1, None)),
-            "lt": (between(None, far - 1), above),
-            "ge": (above, between(None, far - 1)),
-            "gt": (between(far + 1, None), below),
-            "eq": (between(far, far), None),
-        }
-        return found[kind]
+        below, above = Range(b.axis, None, far - 1, by=by), Range(b.axis, far + 1, None, by=by)
+        up_to, since = Range(b.axis, None, far, by=by), Range(b.axis, far, None, by=by)
+        equal = Range(b.axis, far, far, by=by)
+        return {"le": (up_to, above), "lt": (below, since), "ge": (since, below), "gt": (above, up_to), "eq": (equal, None)}[kind]
 
     def _index(self, v: int) -> _OffsetIndex | None:
         instr = self.makers.get(v)

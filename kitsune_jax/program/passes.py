@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
-from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params
+from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params, reached
 from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
@@ -312,17 +312,8 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
 
 def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
     """The instructions that compute ``result``; None where another one reads a value between ``root`` and ``result``."""
-    cone: set[int] = set()
-    values = {result}
-    todo = [result]
-    while todo:
-        i = makers[todo.pop()]
-        cone.add(i)
-        for v in flow.instruction(i).inputs:
-            r = flow.root(v)
-            if r in makers and r not in values:
-                values.add(r)
-                todo.append(r)
+    values = reached([result], lambda v: makers.keys() & map(flow.root, flow.instruction(makers[v]).inputs))
+    cone = {makers[v] for v in values}
     inner = (values | {root}) - {result}
     return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
 

@@ -53,21 +53,17 @@ def _indices(graph: Graph) -> set[int]:
     """Cheap pointwise ops on integers of the graph's inputs, whose results are indices of a lookup or a scatter."""
     producers = graph.producers()
     found: set[int] = set()
+
+    def makers(values: Iterable[int]) -> set[int]:
+        return {producers[v] for v in values if v in producers} - found
+
+    def counts(i: int) -> bool:
+        return _is_cheap(graph, i) and OPS[graph.ops[i].kind].flops <= 2
+
     for op in graph.ops:
-        if op.kind == "opaque" or OPS[op.kind].family not in ("gather", "scatter"):
-            continue
-        chain: set[int] = set()
-        work = [op.inputs[1]]
-        while work:
-            i = producers.get(work.pop())
-            if i is None or i in chain or i in found:
-                continue
-            if not _is_cheap(graph, i) or OPS[graph.ops[i].kind].flops > 2:
-                chain.clear()
-                break
-            chain.add(i)
-            work += graph.ops[i].inputs
-        found |= chain
+        if op.kind != "opaque" and OPS[op.kind].family in ("gather", "scatter"):
+            chain = reached(makers((op.inputs[1],)), lambda i: makers(graph.ops[i].inputs) if counts(i) else ())
+            found.update(chain if all(map(counts, chain)) else ())
     return found
 
 
@@ -602,7 +598,7 @@ class SpreadCache:
 
     def at(self, seed: Seed) -> tuple[CachedSpread, bool]:
         """The spread from ``seed``, and whether it was made just now."""
-        space, labels = _seed_labels(self.index.graph, seed)
+        space, labels = seed.start(self.index.graph)
         for kept in reversed(self._kept):
             if kept.spread.labels.get(seed.value) == labels and kept.spread.space == space and kept.apart == seed.apart:
                 return kept, False
@@ -637,15 +633,7 @@ class SpreadCache:
     def _anew(self, kept: CachedSpread, k: int, op: int) -> Region | None:
         """The region of ``op`` among the ops of a group that later calls have not taken."""
         ops = tuple(i for i in kept.groups[k] if i in self.free)
-        inside = set(ops)
-        touched = {v for i in ops for v in (*self.index.graph.ops[i].inputs, *self.index.graph.ops[i].outputs)}
-        labels = {v: kept.spread.labels[v] for v in touched if v in kept.spread.labels}
-        part = Spread(kept.spread.space, labels, ops, tuple(i for i in kept.spread.sinks if i in inside), {})
+        left = Region.of(self.index.graph, kept.spread.space, ops, kept.spread.labels, (), kept.spread.sinks)
+        part = Spread(left.space, left.label_of(), ops, left.sinks, {})
         found = next((group for group in groups_of(self.index, part, self.order) if op in group), None)
         return None if found is None else region_of(self.index, part, found)
-
-
-def _seed_labels(graph: Graph, seed: Seed) -> tuple[StreamSpace, DimLabels]:
-    shape = graph.values[seed.value].shape
-    labels = tuple((seed.dims.index(d),) if d in seed.dims else () for d in range(len(shape)))
-    return StreamSpace(tuple(shape[d] for d in seed.dims), seed.batch), labels
