@@ -399,11 +399,20 @@ class BeginSegments(Node):
 
 
 class Exchange(Node):
-    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another."""
+    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another. The
+    layout sets ``at``, its offset in the lane's memory, and ``ctas``, the mask of the cluster's CTAs."""
 
     ring: Ref
     vectors: int
     depth: int
+    at: int = -1
+    ctas: int = 0
+
+    code = (
+        "const ClusterQueue<{vectors}, {depth}> {ring}"
+        "{{&header.{ring}[group], reinterpret_cast<U4*>(scratch + {at}), {ctas}u, {ctas}u, 1 + group}};",
+        "u32 n_{ring} = 0;",
+    )
 
     @property
     def bytes(self) -> int:
