@@ -141,36 +141,6 @@ class TopsStart(Node):
     )
 
 
-class SegmentStart(Node):
-    """A result with rows of ``columns`` numbers, in tiles of ``width``; ``at``: offset in the lane's memory for segments. ``rows``:
-    of each lane's table if the indices are not sorted, else 0. ``tops``: the scaling of a softmax sum. The layout puts it into a
-    ``SegmentMemory``, which has its C++."""
-
-    ref: Ref
-    how: str
-    dtype: str
-    width: int
-    columns: int
-    at: int
-    rows: int = 0
-    tops: Tops | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in the lane's memory."""
-        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
-
-    @property
-    def partial_words(self) -> int:
-        """Words of the partial result that a lane writes to global memory."""
-        tops = self.tops.columns if self.tops else 0
-        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
-
-    @property
-    def held(self) -> int:
-        return -(-self.width // 128) * (1 if self.tops is None else 2) + _SEGMENTS
-
-
 # --- Memory and results of a stage ------------------------------------------------------------------------------------------------
 
 
@@ -212,29 +182,53 @@ class Result(Node):
         return f"reinterpret_cast<{const}u32*>(p.workspace + {at.constant(self.partial)})"
 
 
-class SegmentMemory(Node):
-    """``start`` with its memory in the lane at ``at``, and with its result."""
+class SegmentStart(Node):
+    """A result with rows of ``columns`` numbers, in tiles of ``width``. ``rows``: of each lane's table if the indices are not
+    sorted, else 0. ``tops``: the scaling of a softmax sum. ``at``: offset in the lane's memory for segments, which the layout makes
+    one in the lane's memory; it also sets ``result``."""
 
-    start: SegmentStart
-    result: Result
+    ref: Ref
+    how: str
+    dtype: str
+    width: int
+    columns: int
     at: int
+    rows: int = 0
+    tops: Tops | None = None
+    result: Result | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the lane's memory."""
+        return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
+
+    @property
+    def partial_words(self) -> int:
+        """Words of the partial result that a lane writes to global memory."""
+        tops = self.tops.columns if self.tops else 0
+        return self.rows * self.width if self.rows else 2 * (self.width + tops + 1)  # two rows and their segments
+
+    @property
+    def held(self) -> int:
+        return -(-self.width // 128) * (1 if self.tops is None else 2) + _SEGMENTS
 
     def lines(self, at: Spelling) -> list[str]:
-        start, element, name = self.start, self.result.element, at.name(self.start.ref)
-        template = f"{start.how}, {pointwise.COMPUTE[start.dtype]}, {element}, {start.width}"
-        where = f"reinterpret_cast<u32*>(scratch + {self.at}), {at.constant(self.result.out)}, {start.columns}"
+        assert self.result is not None
+        element, name = self.result.element, at.name(self.ref)
+        template = f"{self.how}, {pointwise.COMPUTE[self.dtype]}, {element}, {self.width}"
+        where = f"reinterpret_cast<u32*>(scratch + {self.at}), {at.constant(self.result.out)}, {self.columns}"
         where += f", {self.result.partials(at)}, workers, worker, 1 + group"
-        if start.rows:
-            type_ = f"Table<{template}, {start.rows}>"
+        if self.rows:
+            type_ = f"Table<{template}, {self.rows}>"
             made, after = f"const {type_} {name}{{{where}}};", [f"{name}.clear();"]
-        elif (tops := start.tops) is not None:
-            each = start.columns // tops.columns
-            type_ = f"OnlineSegments<{element}, {start.width}, {tops.columns}, {each}, {flag(tops.finite)}>"
+        elif (tops := self.tops) is not None:
+            each = self.columns // tops.columns
+            type_ = f"OnlineSegments<{element}, {self.width}, {tops.columns}, {each}, {flag(tops.finite)}>"
             made, after = f"{type_} {name}{{{{{where}, {{}}}}, {at.name(tops.ref)}, {{}}}};", []
         else:
             type_ = f"Segments<{template}>"
             made, after = f"{type_} {name}{{{where}, {{}}}};", []
-        return [made, f"static_assert({type_}::kBytes == {start.bytes});", *after]
+        return [made, f"static_assert({type_}::kBytes == {self.bytes});", *after]
 
 
 class ClusterRing(Node):
@@ -309,22 +303,6 @@ class AwaitWeights(Node):
     """Wait for the resident weights."""
 
     code = ("mbar_wait(header.resident, 0);",)
-
-
-class ExchangeRing(Node):
-    """The ring of an ``Exchange``, whose entries start at byte ``offset`` of the lane's memory. ``ctas``: of the cluster."""
-
-    ring: Ref
-    vectors: int
-    depth: int
-    offset: int
-    ctas: int
-
-    def lines(self, at: Spelling) -> list[str]:
-        all_ctas, ring = f"{(1 << self.ctas) - 1}u", at.name(self.ring)
-        ends = f"reinterpret_cast<U4*>(scratch + {self.offset}), {all_ctas}, {all_ctas}, 1 + group"
-        type_ = f"ClusterQueue<{self.vectors}, {self.depth}>"
-        return [f"const {type_} {ring}{{&header.{ring}[group], {ends}}};", f"u32 n_{ring} = 0;"]
 
 
 # --- Consumers --------------------------------------------------------------------------------------------------------------------

@@ -348,11 +348,11 @@ def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...
     def change(x: Any) -> Any:
         match x:
             case frame.SegmentStart():
-                return frame.SegmentMemory(x, _result(at, x.ref.of), stage.memory.segments + x.at)
+                return dataclasses.replace(x, at=stage.memory.segments + x.at, result=_result(at, x.ref.of))
             case frame.TopsStart():
                 return dataclasses.replace(x, at=stage.memory.segments + x.at)
-            case st.Exchange(ring, entries, depth):
-                return frame.ExchangeRing(ring, entries, depth, exchanges[ring], at.a.ctas)
+            case st.Exchange():
+                return dataclasses.replace(x, at=exchanges[x.ring], ctas=(1 << at.a.ctas) - 1)
             case ir.StationaryVector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
@@ -549,7 +549,8 @@ def kinds(codes: Sequence[Any], share: bool = True) -> list[Kind]:
     numbered = [_numbered(code) for code in codes]
     groups: dict[Any, list[int]] = {}
     for s, (code, _) in enumerate(numbered):
-        groups.setdefault(_without_values(code), []).append(s)
+        without_values = rebuild(code, lambda x: dataclasses.replace(x, value="") if isinstance(x, Constant) else x)
+        groups.setdefault(without_values, []).append(s)
     found = []
     for first, *others in groups.values():
         code, constants = numbered[first] if others else (codes[first], ())
@@ -583,7 +584,3 @@ def _numbered(code: Any) -> tuple[Any, tuple[Constant, ...]]:
         return x
 
     return rebuild(code, change), tuple(found.values())
-
-
-def _without_values(code: Any) -> Any:
-    return rebuild(code, lambda x: dataclasses.replace(x, value="") if isinstance(x, Constant) else x)

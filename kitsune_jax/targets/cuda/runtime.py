@@ -148,9 +148,7 @@ class Device:
 def devices_here() -> tuple[Device, ...]:
     """The devices that the driver lists, in its order; none without a driver."""
     info = driver_info()
-    if isinstance(info, str):
-        return ()
-    return tuple(_device(d) for d in info["devices"])
+    return () if isinstance(info, str) else tuple(map(_device, info["devices"]))
 
 
 def _device(info: dict[str, Any]) -> Device:

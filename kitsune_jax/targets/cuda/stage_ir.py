@@ -7,28 +7,8 @@ functions in ``cuda/include/kitsune/stage``.
 from __future__ import annotations
 
 from kitsune_jax.ops.graph import Scalar
-from kitsune_jax.targets.cuda import pointwise, tiles
-from kitsune_jax.targets.cuda.ir import (
-    Action,
-    Address,
-    Constant,
-    Declaration,
-    Events,
-    Expr,
-    Index,
-    Node,
-    Ref,
-    Rows,
-    ScratchFold,
-    ScratchList,
-    Slab,
-    Spelling,
-    Stepped,
-    each_row,
-    flag,
-    indented,
-    segment_word,
-)
+from kitsune_jax.targets.cuda import ir, pointwise, tiles
+from kitsune_jax.targets.cuda.ir import Address, Constant, Declaration, Expr, Node, Ref, Rows, Spelling, each_row, flag, indented
 
 # --- Values with one number per row, in two registers -----------------------------------------------------------------------------
 
@@ -38,7 +18,7 @@ class RowStatement(Node):
 
     ref: Ref
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         if self.ref.kind == "r":
             yield self.ref, 2
 
@@ -299,7 +279,7 @@ class SegmentRuns(Node):
         "{ref}.begin(runs{ref.of});",
     )
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         yield Ref("runs", self.ref.of), _RUNS
 
 
@@ -314,7 +294,7 @@ class RowToSegments(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         runs = self.runs or Ref("runs", self.ref.of)
-        word = segment_word(at, runs, self.how, self.dtype, self.row.text(at))
+        word = ir.segment_word(at, runs, self.how, self.dtype, self.row.text(at))
         return [
             # The block has 8 columns, all with the same number.
             *each_row(f"for (u32 c = lane.q; c < 8; c += 4) rows.put(lane, h, c, {word});"),
@@ -328,7 +308,7 @@ class JoinSegments(Node):
 
     code = ("{ref}.join();",)
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         yield self.runs or Ref("runs", self.ref.of), None
 
 
@@ -419,11 +399,20 @@ class BeginSegments(Node):
 
 
 class Exchange(Node):
-    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another."""
+    """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another. The
+    layout sets ``at``, its offset in the lane's memory, and ``ctas``, the mask of the cluster's CTAs."""
 
     ring: Ref
     vectors: int
     depth: int
+    at: int = -1
+    ctas: int = 0
+
+    code = (
+        "const ClusterQueue<{vectors}, {depth}> {ring}"
+        "{{&header.{ring}[group], reinterpret_cast<U4*>(scratch + {at}), {ctas}u, {ctas}u, 1 + group}};",
+        "u32 n_{ring} = 0;",
+    )
 
     @property
     def bytes(self) -> int:
@@ -515,7 +504,7 @@ class Resident(Node):
     """Weights in shared memory. ``weight``: number in the stage; ``offset``: in bytes; ``at``: set by the layout."""
 
     weight: int
-    offset: Index
+    offset: ir.Index
     layer: int
     at: Constant | None = None
 
@@ -524,7 +513,7 @@ class Resident(Node):
     def address(self, at: Spelling) -> str:
         assert self.at is not None
         layer = f" + layer * {self.layer}" if self.layer else ""
-        chunk = f" + chunk * {self.offset.step}" if isinstance(self.offset, Stepped) else ""
+        chunk = f" + chunk * {self.offset.step}" if isinstance(self.offset, ir.Stepped) else ""
         return f"shared + {at.constant(self.at)}{layer}{chunk}"
 
 
@@ -539,7 +528,7 @@ class Issue(Node):
     rolling: bool
     weights: Resident | None  # None: streamed
     bias: tuple[Address, int] | None  # (vector, its width)
-    first: Index
+    first: ir.Index
     feeds: tuple[tuple[Operand, int, int], ...]  # with the first block of K, and the blocks that are complete before it
     weight: int
     chunk: int
@@ -569,7 +558,7 @@ class Issue(Node):
             found.append(f"{product}.feed<{first}, {done}>({operand.source(at)});")
         return [*found, f"{product}.commit();"]
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         yield self.ref, self.registers
 
 
@@ -578,7 +567,7 @@ class Complete(Node):
     others, are complete already."""
 
     ref: Ref
-    pending: Index
+    pending: ir.Index
     dtype: str
     done: int
     blocks: int
@@ -591,7 +580,7 @@ class Complete(Node):
         d, template = at.name(self.ref), f"{pointwise.OPERAND[self.dtype]}, {self.done}, {self.blocks}"
         return [f"complete<{template}>({d}, {self.pending}, weights);" if self.streamed else f"complete({d}, {self.pending});"]
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         yield from ((owner, None) for owner in self.owners)
 
 
@@ -632,7 +621,7 @@ class LayerLoop(Node):
     def lines(self, at: Spelling) -> list[str]:
         return ["KITSUNE_NO_UNROLL", f"for (u32 layer = 0; layer < {self.layers}; ++layer) {{", *indented(at.lines(self.body)), "}"]
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         for node in self.body:
             yield from node.events()
 
@@ -689,7 +678,7 @@ class CountedLoop(Node):
         loop = f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{"
         return ["KITSUNE_NO_UNROLL", loop, *indented((*head, *at.lines(self.body))), "}"]
 
-    def events(self) -> Events:
+    def events(self) -> ir.Events:
         inside = [event for node in self.body for event in node.events()]
         made = {owner for owner, registers in inside if registers is not None}
         yield from inside
@@ -801,7 +790,7 @@ class InScratch(Home):
 
     table: Address
     fill: Expr | None
-    fold: ScratchFold | ScratchList | None = None
+    fold: ir.ScratchFold | ir.ScratchList | None = None
 
 
 class LoopNumber(Home):
@@ -842,8 +831,8 @@ class StageValue(Node):
         return "pair" if tiles.is_half(self.dtype) else "bit" if self.dtype == "bool" and not self.slab else "word"
 
     @property
-    def part(self) -> Slab | None:
-        return Slab(self.n, self.slab) if self.slab else None
+    def part(self) -> ir.Slab | None:
+        return ir.Slab(self.n, self.slab) if self.slab else None
 
     def slab_vectors(self, form: str) -> int:
         """Vectors of the slab in a queue's entry, which has those of all CTAs; 0 if the value is no slab."""
@@ -867,7 +856,7 @@ class Evaluate(Node):
     """A loop over all blocks of tiles of ``width`` columns. ``homes``: the current place of every value that it reads."""
 
     width: int
-    actions: tuple[Action, ...]
+    actions: tuple[ir.Action, ...]
     products: tuple[int, ...]
     homes: tuple[tuple[int, StageValue], ...]
 
