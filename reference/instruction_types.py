@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kitsune_jax.program import passes
 from kitsune_jax.program.instructions import FOLDED
 from kitsune_jax.program.ir import Instr, SinkType, TileProgram, TileType
 
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]
+ACTIVATIONS = {  # activation of a product -> how many parameters it has; x is the sum that it is applied to
+    "none": 0,  # x
+    "relu": 0,  # max(x, 0)
+    "leaky_relu": 1,  # x where it is positive, else a x
+    "elu": 1,  # x where it is positive, else a (e**x - 1)
+    "logistic": 0,
+    "tanh": 0,
+    "silu": 1,  # x logistic(a x)
+    "gelu_tanh": 2,  # x logistic(a x + b x**3)
+    "gelu_erf": 1,  # x (1 + erf(a x)) / 2
+}
 
 
 class Wrong(ValueError):
@@ -85,7 +95,7 @@ def _matmul(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
         fits = len(ins) == 3 and not ins[2].tile and ins[2].shape == columns
         need(fits, f"the bias is {ins[2]}, and must be a number for each of the columns {list(columns)}")
     name, parameters = instr.get("activation", "none"), instr.get("parameters", ())
-    need(len(parameters) == passes.PARAMETERS.get(name, -1), f"there is no activation {name} with parameters {parameters}")
+    need(len(parameters) == ACTIVATIONS.get(name, -1), f"there is no activation {name} with parameters {parameters}")
     return [TileType(True, tuple(falls_out[p] for p in perm[1:]), outs[0].dtype)]
 
 

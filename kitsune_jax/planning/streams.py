@@ -164,18 +164,14 @@ def candidate_seeds(
     ops stream over all but the last dimension of their largest operand, over its first, and over each single one.
     """
     op = graph.ops[op_index]
-    seeds: list[Seed] = []
     if op.kind == "dot_general":
         sides = []
-        for v, contract, batch in (
-            (op.inputs[0], op["lhs_contract"], op["lhs_batch"]),
-            (op.inputs[1], op["rhs_contract"], op["rhs_batch"]),
-        ):
-            shape = graph.values[v].shape
-            free = [d for d in range(len(shape)) if d not in contract and d not in batch]
+        for v, side in zip(op.inputs, ("lhs", "rhs"), strict=True):
+            shape, used = graph.values[v].shape, {*op[f"{side}_contract"], *op[f"{side}_batch"]}
+            free = [d for d in range(len(shape)) if d not in used]
             sides.append((math.prod(shape[d] for d in free), v, free))
         # A weight gradient contracts the rows; other seeds would stream over columns of the weight.
-        seeds += _batched(graph, op_index)
+        seeds = _batched(graph, op_index)
         contracted = math.prod(graph.values[op.inputs[0]].shape[d] for d in op["lhs_contract"])
         if op["lhs_contract"] and contracted >= max(size for size, _, _ in sides):
             seeds.append(Seed(op.inputs[0], tuple(op["lhs_contract"])))

@@ -619,10 +619,8 @@ class _Blocked:
                 x = w.op("select_n", whether, w.filled(0, t), x)
             x = w.convert(x, w.types[out].dtype)
             body.append(Instr("copy", (x,), (out,)))
-        for outer in part.outer:
-            level = max(level, self.level(outer.value))
-        if part.top is not None:
-            level = max(level, self.level(part.top.minus.value))
+        factors = [*(outer.value for outer in part.outer), *((part.top.minus.value,) if part.top else ())]
+        level = max([level, *map(self.level, factors)])
         for instr in body:
             self._outside(level, instr)
 

@@ -181,14 +181,11 @@ class Visible:
 
     def of(self, scores: list[int]) -> Range | None:
         """The elements that rows see of all ``scores``; None where they may see all."""
-        found = [self._shown(s) for s in scores]
-        if not found or any(r is None for r in found):
-            return None
-        first = found[0]
-        if first is not None and first.by is not None:
-            found = [r and self._relying_on("rows", r) for r in found]
-            first = found[0]
-        return first if first is not None and all(r == first for r in found) and (first.low, first.high) != (None, None) else None
+        found = {self._shown(s) for s in scores}
+        shown = found.pop() if len(found) == 1 else None
+        if shown is not None and shown.by is not None:
+            shown = self._relying_on("rows", shown)
+        return shown if shown is not None and (shown.low, shown.high) != (None, None) else None
 
     def of_terms(self, values: Sequence[int]) -> set[Range]:
         """Ranges outside of which the product of ``values`` is 0."""
@@ -266,7 +263,7 @@ class Visible:
         which, *cases = select.inputs
         for case, shown in zip(cases, self._when(which), strict=True):
             fill = self._constant(case)
-            if shown is None or fill is None or fill > low:
+            if shown is None or fill is None or not fill <= low:  # or NaN
                 continue
             if fill == -math.inf or shown.exact and self._relying_on("rows", shown) is not None:
                 return shown

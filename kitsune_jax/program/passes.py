@@ -19,6 +19,7 @@ import numpy as np
 from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params, reached
 from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.program.instructions import Writer
 from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
 
 # --- Makers and readers of values -------------------------------------------------------------------------------------------------
@@ -242,19 +243,6 @@ _MOST_INSTRUCTIONS = 24  # of an activation's definition
 _MOST_TERMS = 12  # of a sum
 _TOLERANCE = 1e-6  # of a coefficient, for products of constants that were rounded to float32
 
-
-PARAMETERS = {  # activation -> how many parameters it has; x is the sum that it is applied to
-    "none": 0,  # x
-    "relu": 0,  # max(x, 0)
-    "leaky_relu": 1,  # x where it is positive, else a x
-    "elu": 1,  # x where it is positive, else a (e**x - 1)
-    "logistic": 0,
-    "tanh": 0,
-    "silu": 1,  # x logistic(a x)
-    "gelu_tanh": 2,  # x logistic(a x + b x**3)
-    "gelu_erf": 1,  # x (1 + erf(a x)) / 2
-}
-
 Frozen = tuple[Any, ...]
 Term = tuple[int, tuple[tuple[str, Frozen], ...]]  # power of x, and atoms (function, arguments)
 Sum = dict[Term, float]
@@ -264,7 +252,8 @@ X: Sum = {(1, ()): 1.0}
 
 @dataclasses.dataclass(frozen=True)
 class Recognised:
-    """``result``: the value that activation ``name`` with ``parameters`` makes; ``absorbed``: the instructions that compute it."""
+    """``result``: the value that activation ``name`` with ``parameters`` makes (``reference.instruction_types`` defines them);
+    ``absorbed``: the instructions that compute it."""
 
     name: str
     parameters: tuple[float, ...]
@@ -565,10 +554,6 @@ class _Folding:
         self.program, self.rounding, self.activated = program, rounding, activated
         self.values = list(program.values)
 
-    def new(self, t: TileType) -> int:
-        self.values.append(t)
-        return len(self.values) - 1
-
     def body(self, body: Sequence[Instr], results: Sequence[int], around: Makers) -> tuple[Instr, ...]:
         """``around``: makers of the values of the code around a loop's body."""
         flow = Flow(self.program.values, self.program.literals, body, results)
@@ -601,26 +586,22 @@ class _Folding:
 
     def _product(self, instr: Instr, e: _Epilogue) -> list[Instr]:
         """The product ``instr`` that makes ``e.result``, with instructions that shape its bias and its result."""
-        before, after, inputs = [], [], instr.inputs
+        w, after, inputs = Writer(self.values, {}), [], instr.inputs
         (out,), result = instr.outputs, self.values[e.result]
         columns = tuple(self.values[out].shape[d - 1] for d in column_dims(instr, len(self.values[instr.inputs[1]].shape)))
         if e.bias is not None:
             bias, t = e.bias.source, self.values[e.bias.source]
             if t.shape != columns:
                 if t.shape != squeezed(t.shape):
-                    shaped = self.new(TileType(False, squeezed(t.shape), t.dtype))
-                    before.append(Instr("reshape", (bias,), (shaped,), make_params(new_sizes=squeezed(t.shape))))
-                    bias = shaped
-                spread = self.new(TileType(False, columns, t.dtype))
-                before.append(Instr("broadcast_in_dim", (bias,), (spread,), make_params(shape=columns, dims=e.bias.along)))
-                bias = spread
+                    bias = w.reshape(bias, squeezed(t.shape))
+                bias = w.broadcast(bias, TileType(False, columns, t.dtype), e.bias.along)
             inputs = (*inputs, bias)
         made = e.result
         if result.shape != self.values[out].shape:
-            made = self.new(dataclasses.replace(self.values[out], dtype=result.dtype))
+            made = w.new(dataclasses.replace(self.values[out], dtype=result.dtype))
             after.append(Instr("reshape", (made,), (e.result,), make_params(new_sizes=(ROWS, *result.shape)), instr.op))
         params = make_params(**{**dict(instr.params), "activation": e.activation, "parameters": e.parameters, "rounds": e.rounds})
-        return [*before, dataclasses.replace(instr, inputs=inputs, outputs=(made,), params=params), *after]
+        return [*w.body, dataclasses.replace(instr, inputs=inputs, outputs=(made,), params=params), *after]
 
     def _match(self, flow: Flow, makers: Makers, i: int) -> _Epilogue:
         """The longest chain ``[convert] add(bias) [convert] activation [convert]`` after product ``i``, no link read by others."""

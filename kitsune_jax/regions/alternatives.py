@@ -153,10 +153,8 @@ def recompute(index: GraphIndex, planned: Sequence[Planned], others: Sequence[in
     # well.
     outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results | compared_extremes(index.graph)
     for k in range(len(now)):
-        changed = _without_results(index, now, k, outside, plan_of)
-        if changed:
-            for j, pair in changed.items():
-                now[j] = pair
+        for j, pair in _without_results(index, now, k, outside, plan_of).items():
+            now[j] = pair
     return now
 
 

@@ -437,11 +437,9 @@ class _Elementwise:
         self.order, self.call = order, order.node(call)
 
     def __contains__(self, i: object) -> bool:
-        if not isinstance(i, int) or i not in self.free:
+        if not isinstance(i, int) or i not in self.free or self.graph.ops[i].kind == "opaque":
             return False
         op = self.graph.ops[i]
-        if op.kind == "opaque":
-            return False
         of = op.inputs if OPS[op.kind].family == "reduce" else (*op.inputs, *op.outputs)
         if any(value.shape and value.size != self.size for value in (self.graph.values[v] for v in of)):
             return False

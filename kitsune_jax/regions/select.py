@@ -218,11 +218,11 @@ def select(
     """
     search = _Search(supports, planner, capabilities, force, merge_phases, fresh, failed)
     wiring = Wiring(graph, capabilities.sums_by_batch)
-
-    def choose(index: GraphIndex) -> Selection:
-        return _Selector(index, wiring, search).run()
-
-    return choose_with_one_maker(GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops})
+    return choose_with_one_maker(
+        GraphIndex.of(graph),
+        lambda index: _Selector(index, wiring, search).run(),
+        lambda found: {i for c in found.regions for i in c.ops},
+    )
 
 
 class _Selector:
@@ -255,12 +255,11 @@ class _Selector:
         first = len(self.chosen)
         self._choose(seeds[len(products) :])
         self._follow(first)
-        extra = (
-            self._choose_extra_phases(seeds) if self.capabilities.most_merged > 1 and self.fresh and not self.force else frozenset()
-        )
+        merges = self.capabilities.most_merged > 1
+        extra = self._choose_extra_phases(seeds) if merges and self.fresh and not self.force else frozenset[int]()
         if self.capabilities.recomputes and not self.force:  # other targets compare plans of both passes (``_best_parts``)
             self._recompute()
-        if self.capabilities.most_merged > 1:
+        if merges:
             self._merge(extra, seeds)
         taken = {i for c in self.chosen for i in c.ops}
         rejected = [(i, self._reason(i)) for i in range(len(self.graph.ops)) if i not in taken and i in self.index.live]
