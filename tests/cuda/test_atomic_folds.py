@@ -24,7 +24,7 @@ from tests.cuda.test_atomic import summed
 from tests.cuda.test_unsorted import ids
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
+from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program, runner
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -80,7 +80,7 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
 def test_any_indices(how: str, kind: str, sm: int) -> None:
     rows, width, n = 331, 40, 13
     program, arrays = summed(rows, width, n, how=how), [drawn(rows, width, "float32"), ids(kind, rows, n)]
-    found = [run_program(program, *arrays, sm=sm, lanes=2, replicas=2, seed=seed)[0] for seed in range(3)]
+    found = [one for (one,) in map(runner(program, *arrays, sm=sm, lanes=2, replicas=2), range(3))]
     assert same(found[0], reference(*arrays, n, how))
     assert len({x.tobytes() for x in found}) == 1
     np.testing.assert_array_equal(found[0], interpret(program, arrays)[0])

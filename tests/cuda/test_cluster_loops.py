@@ -26,7 +26,7 @@ from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime, tiles
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import kernel_cache, run_program
+from tests.support.cuda_run import kernel_cache, run_program, runner
 from tests.support.programs import Case, lstm
 from tests.support.simulators import cart_pole
 
@@ -45,7 +45,7 @@ def tiled(case: Case) -> TileProgram:
 
 def check_case(case: Case, dtype: str, seeds: int = 1, **how: Any) -> None:
     operands = case.operands(np.random.default_rng(5))
-    found = [run_program(tiled(case), *operands, seed=seed, **how) for seed in range(seeds)]
+    found = list(map(runner(tiled(case), *operands, **how), range(seeds)))
     errors = case.errors(found[0], operands)
     assert max(errors) < TOLERANCE[dtype], errors
     for other in found[1:]:

@@ -35,7 +35,7 @@ from tests.cuda.test_training import CHAIN, ROUNDING, check_close, check_schedul
 from tests.support import checks
 from tests.support.cuda_compilers import COMPILERS
 from tests.support.cuda_recurrent_cases import RECURRENT, heun, loss, lstm, pendulum, simple
-from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, by_hand, kernel_cache, run_program, subject
+from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, by_hand, kernel_cache, run_program, runner, subject
 from tests.support.programs import lstm_backward
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -116,7 +116,7 @@ def test_the_gradient_of_an_lstm_and_of_its_embedding(
     """Weights, a bias, and rows of a table that indices in any order take: all are added up step by step."""
     written = lstm_backward(rows, steps, features, hidden, dtype)
     operands, program = written.operands(np.random.default_rng(5)), tiled(written.program.only)
-    results = [run_program(program, *operands, sm=sm, lanes=lanes, replicas=replicas, seed=seed) for seed in (1, 2)]
+    results = list(map(runner(program, *operands, sm=sm, lanes=lanes, replicas=replicas), (1, 2)))
     assert len({tuple(x.tobytes() for x in result) for result in results}) == 1
     assert max(written.errors(results[0], operands)) < TOLERANCE[dtype]
 

@@ -17,7 +17,7 @@ from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import lower, sources
 from reference.interpret import interpret
-from tests.support.cuda_run import kernel_cache, run_program
+from tests.support.cuda_run import kernel_cache, run_program, runner
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -127,7 +127,7 @@ def test_equal_inputs_give_equal_bits_under_every_schedule() -> None:
     program = summed(rows, 40, n)
     want = np.zeros((n, 40))
     np.add.at(want, by, x.astype(np.float64))
-    results = [run_program(program, x, by, lanes=3, replicas=2, seed=seed)[0] for seed in range(6)]
+    results = [found[0] for found in map(runner(program, x, by, lanes=3, replicas=2), range(6))]
     np.testing.assert_allclose(results[0], want, atol=1e-4)
     assert all(r.tobytes() == results[0].tobytes() for r in results[1:])
 

@@ -20,7 +20,7 @@ from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Ref, Spelling
 from kitsune_jax.targets.cuda.layout import kinds
-from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, kernel_cache, subject
+from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -60,9 +60,9 @@ def case(what: str, rows: int) -> Subject:
 
 
 @functools.lru_cache(maxsize=4)
-def planned(what: str, rows: int) -> tuple[Subject, Arrangements]:
+def planned(what: str, rows: int) -> tuple[Subject, dict[str, Plan]]:
     of = case(what, rows)
-    found = arrangements(of)
+    found = dict(arrangements(of))
     if what == "train":
         found |= {f"{name}-gradients2": split_gradients(of, found[name]) for name in L2}
     return of, found

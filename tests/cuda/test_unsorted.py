@@ -23,7 +23,7 @@ from kitsune_jax.targets.cuda import lower, nvrtc, sources, tiles
 from reference.interpret import interpret
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
-from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program
+from tests.support.cuda_run import by_hand, called, code_of, kernel_cache, run_program, runner
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -101,7 +101,7 @@ def test_many_lanes_are_folded_in_groups_and_in_one_order() -> None:
     rows, width, n = 20 * 64, 32, 6
     program = summed(rows, width, n)
     x, index = RNG.standard_normal((rows, width)).astype(np.float32), ids("any", rows, n)
-    found = {run_program(program, x, index, lanes=2, replicas=10, seed=seed)[0].tobytes() for seed in range(4)}
+    found = {one[0].tobytes() for one in map(runner(program, x, index, lanes=2, replicas=10), range(4))}
     assert len(found) == 1
     want = np.zeros((n, width))
     np.add.at(want, index, x.astype(np.float64))

@@ -16,6 +16,7 @@ from PIL import Image
 from rich.progress import Progress
 
 from benchmarks.graphs.apps import example
+from tests.support.draws import drawn_by_numpy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Examples:
         """What the example prints."""
         module = self.module(name)
         monkeypatch.setattr(module, "SMALL", dataclasses.replace(module.SMALL, **self.tiny[name]))
-        assert module.main(["--steps", str(self.steps), "--out", str(out), *more]) == 0
+        with drawn_by_numpy():
+            assert module.main(["--steps", str(self.steps), "--out", str(out), *more]) == 0
         return " ".join(capsys.readouterr().out.split())
 
     def check_same(

@@ -220,13 +220,18 @@ def run(of: Subject, plan: GpuPlan, *, seed: int = 1) -> list[np.ndarray]:
     return Kernel(of, plan)(seed=seed)
 
 
-def run_program(
-    program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1, seed: int = 1,
+def run_program(program: TileProgram, *arrays: Array, seed: int = 1, **how: Any) -> list[np.ndarray]:
+    """The results of a tile program written by hand, arranged as ``runner`` says, under the emulator's schedule ``seed``."""
+    return runner(program, *arrays, **how)(seed)
+
+
+def runner(
+    program: TileProgram, *arrays: Array, sm: int = 900, lanes: int = 1, replicas: int = 1,
     resident: bool = True, change: Callable[[str], str] = str, shared_bytes: int = 0, cluster: int = 1,
-) -> list[np.ndarray]:  # fmt: skip
-    """The results of a tile program written by hand: of one stage vertically, or split over a ``cluster``, of several over the L2.
-    ``resident``: weights stay in shared memory; ``change``: made to the source; ``shared_bytes``: of a CTA, if not all that it can
-    have."""
+) -> Callable[[int], list[np.ndarray]]:  # fmt: skip
+    """A tile program written by hand as a function of the emulator's schedule: of one stage vertically, or split over a
+    ``cluster``, of several over the L2. ``resident``: weights stay in shared memory; ``change``: made to the source;
+    ``shared_bytes``: of a CTA, if not all that it can have."""
     arrangement = by_hand(program, sm, lanes, replicas, resident)
     if cluster > 1:
         arrangement = dataclasses.replace(arrangement, spatial=True, cluster=cluster, split=(cluster,))
@@ -238,16 +243,13 @@ def run_program(
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
         return lower.call("emulator", code, Program.of(program), args, avals, _nothing_else)
 
-    key = program, arrangement, made.source, code.image, tuple((np.shape(x), str(x.dtype)) for x in arrays)
-    if key not in _executables:
-        if len(_executables) == 4:
-            _executables.clear()
-        _executables[key] = jax.jit(call).lower(*arrays).compile()
-    runtime.set_emulator_seed(seed)
-    return [np.asarray(x) for x in _executables[key](*arrays)]
+    executable = jax.jit(call).lower(*arrays).compile()
 
+    def run(seed: int) -> list[np.ndarray]:
+        runtime.set_emulator_seed(seed)
+        return [np.asarray(x) for x in executable(*arrays)]
 
-_executables: dict[Any, Any] = {}  # of the last programs: the same kernel runs under several schedules
+    return run
 
 
 def run_call(call: Program, *arrays: Array, sm: int = 900, lanes: int = 2, replicas: int = 2, seed: int = 1) -> list[np.ndarray]:
