@@ -8,6 +8,7 @@ neither results nor schedules; the rules by which threads' accesses make a warp'
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -120,14 +121,24 @@ class Counts:
         return sum(e.amount for e in self.events if e.name == name)
 
 
+def emulator() -> ctypes.CDLL:
+    """The emulator's library, with the types of its counting functions declared. Raises ``RuntimeError`` before one is in use."""
+    if runtime.emulator is None:
+        raise RuntimeError("no emulator is in use: nothing was compiled for it yet")
+    runtime.emulator.kitsune_emulator_start_counting.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    runtime.emulator.kitsune_emulator_start_counting.restype = None
+    runtime.emulator.kitsune_emulator_stop_counting.restype = ctypes.c_char_p
+    return runtime.emulator
+
+
 def start(sm: int = 900, *, l1: int | None = None, l2: int | None = None) -> None:
     """Counts launches from now on, with the caches of a device of ``sm``, or of so many bytes: ``l1`` is L1 and shared memory."""
-    runtime.emulator().kitsune_emulator_start_counting(l1 or UNIFIED_BYTES[sm], l2 or L2_BYTES[sm])
+    emulator().kitsune_emulator_start_counting(l1 or UNIFIED_BYTES[sm], l2 or L2_BYTES[sm])
 
 
 def stop() -> list[Counts]:
     """Ends counting. What was launched since ``start``, in order."""
-    launches = json.loads(runtime.emulator().kitsune_emulator_stop_counting())
+    launches = json.loads(emulator().kitsune_emulator_stop_counting())
     return [
         Counts(
             **{

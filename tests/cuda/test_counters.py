@@ -61,7 +61,7 @@ def counted(
 ) -> Counted:
     """What a launch of ``body`` counts. ``p.x`` and ``p.y`` have 256 KiB, and so many blocks as ``Shim`` has elements of x."""
     runtime.use_emulator(compiler.emulator_library())
-    driver = runtime.emulator()
+    driver = counters.emulator()
     shim = Shim(driver, hostcc.compile(SOURCE.format(body=body, threads=threads), sm))
     assert driver.cuFuncSetAttribute(shim.function, 8, 65536 + 1024) == 0
     x, y = (np.zeros(1 << 18, np.uint8) for _ in range(2))
@@ -324,8 +324,8 @@ def test_counts_are_told_apart_by_stage_and_role() -> None:
 
 def test_nothing_is_counted_that_was_not_asked_for() -> None:
     runtime.use_emulator(compiler.emulator_library())
-    shim = Shim(runtime.emulator(), hostcc.compile(SOURCE.format(body="ld_global(p.x + t);", threads=32), 900))
-    assert runtime.emulator().cuFuncSetAttribute(shim.function, 8, 65536 + 1024) == 0
+    shim = Shim(counters.emulator(), hostcc.compile(SOURCE.format(body="ld_global(p.x + t);", threads=32), 900))
+    assert counters.emulator().cuFuncSetAttribute(shim.function, 8, 65536 + 1024) == 0
     counters.start()
     assert counters.stop() == []
     x = np.zeros(64, np.uint8)

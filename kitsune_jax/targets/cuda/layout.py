@@ -503,7 +503,7 @@ def _runs(at: Layout, s: int, fetches: Sequence[st.Issue]) -> tuple[tuple[int, i
     chunks = []
     for i in fetches:
         recipe = at.stages[s].lowered.weights[i.weight]
-        chunks.append((list(at.operands.weights).index(recipe.shape.dtype), recipe.shape.chunk_bytes(i.columns), i.k_chunks))
+        chunks.append((list(at.operands.weights).index(recipe.shape.dtype), i.columns * tiles.ROW_BYTES, i.k_chunks))
     runs = itertools.groupby(chunks, key=lambda c: c[:2])
     return tuple((group, sum(count for _, _, count in run), size) for (group, size), run in runs)
 

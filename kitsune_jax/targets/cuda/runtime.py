@@ -31,7 +31,7 @@ LAUNCH_VERSION = 4
 
 _lock = threading.Lock()
 _registered: set[str] = set()
-_emulator: ctypes.CDLL | None = None
+emulator: ctypes.CDLL | None = None  # the library in use
 
 
 @functools.cache
@@ -84,27 +84,17 @@ def use_emulator(path: str | os.PathLike[str]) -> None:
     if extension is None:
         raise RuntimeError(why)
     extension.use_emulator(os.fspath(path))
-    global _emulator
+    global emulator
     with _lock:
-        if _emulator is None:
-            _emulator = ctypes.CDLL(os.fspath(path))  # another handle of the library that the extension opened
+        if emulator is None:
+            emulator = ctypes.CDLL(os.fspath(path))  # another handle of the library that the extension opened
     set_emulator_seed(config.emulator_seed())
 
 
 def set_emulator_seed(seed: int) -> None:
     """Select the schedule of all later launches. Does nothing before an emulator is in use, or if it has only one schedule."""
-    if _emulator is not None and hasattr(_emulator, "kitsune_emulator_set_seed"):
-        _emulator.kitsune_emulator_set_seed(ctypes.c_uint64(seed))
-
-
-def emulator() -> ctypes.CDLL:
-    """The emulator's library, with the types of its counting functions declared. Raises ``RuntimeError`` before one is in use."""
-    if _emulator is None:
-        raise RuntimeError("no emulator is in use: nothing was compiled for it yet")
-    _emulator.kitsune_emulator_start_counting.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-    _emulator.kitsune_emulator_start_counting.restype = None
-    _emulator.kitsune_emulator_stop_counting.restype = ctypes.c_char_p
-    return _emulator
+    if emulator is not None and hasattr(emulator, "kitsune_emulator_set_seed"):
+        emulator.kitsune_emulator_set_seed(ctypes.c_uint64(seed))
 
 
 def driver_info() -> dict[str, Any] | str:

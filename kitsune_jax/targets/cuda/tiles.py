@@ -125,9 +125,6 @@ class WeightShape:
     def k_chunks(self) -> int:
         return -(-self.k_blocks // (2 if is_half(self.dtype) else 1))
 
-    def chunk_bytes(self, columns: int) -> int:
-        return columns * ROW_BYTES
-
     @property
     def slab_bytes(self) -> int:
         return self.k_chunks * self.slab * ROW_BYTES
@@ -138,7 +135,7 @@ class WeightShape:
 
     def part_bytes(self, chunk: int) -> int:
         """Bytes of column chunk ``chunk``, counted through the slabs, or of the whole packed matrix for -1."""
-        return self.bytes if chunk < 0 else self.k_chunks * self.chunk_bytes(self.chunks[chunk % len(self.chunks)])
+        return self.bytes if chunk < 0 else self.k_chunks * self.chunks[chunk % len(self.chunks)] * ROW_BYTES
 
 
 def segment_bytes(width: int) -> int:

@@ -366,7 +366,7 @@ class _Fitter:
         """Divide ``free`` bytes of the CTA's memory; a ring of streamed weights gets the rest. Raises ``CannotLower``."""
         lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
         resident = sum(r.shape.slab_bytes for r in lowered.weights)
-        slot = max((r.shape.chunk_bytes(c) for r in lowered.weights for c in r.shape.chunks), default=0)
+        slot = max((c * tiles.ROW_BYTES for r in lowered.weights for c in r.shape.chunks), default=0)
         if shape.staged and free - lanes * memory.bytes < (resident if self.resident else _STAGED_DEPTH * slot):
             shape = dataclasses.replace(shape, staged=frozenset())  # the rows are read from global memory
             lowered = self.lower_stage(shape)
