@@ -14,8 +14,7 @@ from kitsune_jax.ops.graph import Op, Value
 from kitsune_jax.ops.spec import DTYPES, resolve_rows
 from kitsune_jax.ops.table import OPS, verify_op
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.instructions import FOLDED
-from kitsune_jax.program.ir import SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
+from kitsune_jax.program.ir import FOLDED, SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
 from reference.instruction_types import RULES, Wrong, describe_types, need
 from reference.operators import FOLDS
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kitsune_jax.program.instructions import FOLDED
-from kitsune_jax.program.ir import Instr, SinkType, TileProgram, TileType
+from kitsune_jax.program.ir import FOLDED, Instr, SinkType, TileProgram, TileType
 
 _INTEGERS = ("int", "uint")
 Types = Sequence[TileType]

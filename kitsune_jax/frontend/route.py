@@ -27,7 +27,7 @@ from kitsune_jax.regions.joining import Chosen, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.render import Report
-from kitsune_jax.targets.base import Evaluate, Target
+from kitsune_jax.targets import Evaluate, Target
 
 # --- a region as a graph of its own, so that equal regions are planned and generated once -----------------------------------------
 

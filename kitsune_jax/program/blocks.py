@@ -17,8 +17,7 @@ from kitsune_jax.ops.graph import Op, Param, make_params
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import is_float, is_narrow, resolve_rows
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.instructions import FOLDED, Place, Writer
-from kitsune_jax.program.ir import ArrayType, Block, Instr, TileProgram, TileType
+from kitsune_jax.program.ir import FOLDED, ArrayType, Block, Instr, Place, TileProgram, TileType, Writer
 from kitsune_jax.program.loop_bounds import Range, Visible
 
 # --- The dimension in every value (rows-first: 0 is the rows of a tile) -----------------------------------------------------------

@@ -18,7 +18,6 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import DimLabels, Region, row_shape, row_strides
 from kitsune_jax.program.blocks import blocked
-from kitsune_jax.program.instructions import Writer
 from kitsune_jax.program.ir import (
     SINKS,
     Array,
@@ -32,6 +31,7 @@ from kitsune_jax.program.ir import (
     StageProgram,
     TileProgram,
     TileType,
+    Writer,
 )
 
 # --- A stage under construction ---------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kitsune_jax.program.instructions import Writer
-from kitsune_jax.program.ir import Instr, TileProgram
+from kitsune_jax.program.ir import Instr, TileProgram, Writer
 
 # --- Iterations of a tile ---------------------------------------------------------------------------------------------------------
 

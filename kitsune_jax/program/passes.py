@@ -19,8 +19,7 @@ import numpy as np
 from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params, reached
 from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.instructions import Writer
-from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, walk
+from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, Writer, walk
 
 # --- Makers and readers of values -------------------------------------------------------------------------------------------------
 

@@ -1,20 +1,131 @@
-"""Targets run plans on devices; each has a folder, and ``get`` returns its ``base.Target`` by name.
+"""Targets run plans on devices: their interface ``Target``, and ``get``, which returns a target by name.
 
-A target is a *platform* of JAX ("cpu", "cuda") or "emulator", which compiles CUDA kernels planned for a GPU for the host.
-To add a target, make a folder with a ``base.Target`` object and name that object in ``_OBJECTS``.
+A target is a *platform* of JAX ("cpu", "cuda") or "emulator", which compiles CUDA kernels planned for a GPU for the host. It owns
+its machine models, its planner and its code generator, in a folder of its own; the rest of the package never asks which one it is.
+To add a target, make a folder with a ``Target`` object and name that object in ``_OBJECTS``.
 """
 
 from __future__ import annotations
 
+import abc
 import importlib
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kitsune_jax.errors import CannotLower, InvalidProgram
+from kitsune_jax.ops.capabilities import TargetCapabilities
+from kitsune_jax.ops.graph import Graph, Op, Value
+from kitsune_jax.planning.plan import Ahead, Machine, Plan, ProgramContext
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.ir import Program
 
-if TYPE_CHECKING:
-    from kitsune_jax.targets.base import Target
+__all__ = ["INSTEAD", "PLATFORMS", "CannotLower", "Evaluate", "InvalidProgram", "Target", "get"]
 
-__all__ = ["INSTEAD", "PLATFORMS", "CannotLower", "InvalidProgram", "get"]
+M = TypeVar("M", bound=Machine)
+P = TypeVar("P", bound=ProgramContext)
+L = TypeVar("L", bound=Plan)
+Evaluate = Callable[[int, Sequence[Any]], Any]  # (op of the graph, its operands) -> its result, as JAX computes it
+
+
+class Target(abc.ABC, Generic[M, P, L]):
+    """``name``: as in options and reports. ``platform``: the platform of the devices it plans for ("cpu", "cuda").
+    ``capabilities``: the programs it has code for. ``M``: its machine models; ``P``: its context of a program; ``L``: its plans.
+    """
+
+    name: str
+    platform: str
+    capabilities: TargetCapabilities = TargetCapabilities()
+
+    @abc.abstractmethod
+    def why_not(self) -> str:
+        """Why regions cannot be executed here, as a clause; "" where they can. Planning works in either case."""
+
+    @abc.abstractmethod
+    def available(self) -> bool:
+        """Whether regions can be executed here. Warns, once, if a part of this package's installation is missing."""
+
+    @abc.abstractmethod
+    def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
+        """None if there is code for ``op``, else the reason in words."""
+
+    @abc.abstractmethod
+    def machine(self, device: str | None = None) -> M:
+        """The model of ``device``, by default of the device present. Raises ``ValueError`` for a name it does not know."""
+
+    @abc.abstractmethod
+    def program_context(self, graph: Graph, machine: M, body: bool) -> P:
+        """The facts about the program ``graph`` that plans of its regions depend on. ``body``: it is the body of XLA's loop."""
+
+    def is_planned_in_program(self, region: Region, program: P) -> bool:
+        """Whether the plan of ``region`` depends on the readers of its results, so it needs its program to be planned."""
+        return False
+
+    def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M, program: P) -> float:
+        """Modelled seconds of ``ops`` where XLA runs them. Only for targets with ``splits_reductions`` or ``streams_elements``."""
+        return 0.0
+
+    @abc.abstractmethod
+    def plan(self, graph: Graph, region: Region, machine: M, program: P) -> L:
+        """The fastest plan of ``region``, a part of ``program``, that the target has code for, by the cost model: a pure function
+        of its arguments, without clock or randomness. Raises ``Infeasible`` with the reason where there is none.
+        """
+
+    def merge_phases(self, make: Callable[[], Program], plans: Sequence[L], machine: M, apart: float) -> Sequence[L] | str:
+        """The ``plans`` of several regions changed to phases of one call, or the reason why one call cannot run them or is slower.
+
+        Only for targets with ``runs_phases``. ``make`` builds the program of the call. ``plans``: of the regions alone, all but the
+        first without the seconds of a launch. ``apart``: seconds of the same work in separate calls.
+        """
+        return plans
+
+    def prefetches(
+        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, L]]], machine: M, force: bool
+    ) -> Sequence[Ahead | None]:
+        """For each of ``calls`` (the regions and plans of its parts), the weight it prefetches for XLA's product behind it, if any.
+        ``force``: wherever a prefetch is possible, however little it gains."""
+        return [None] * len(calls)
+
+    @abc.abstractmethod
+    def generate(self, program: Program, plans: Sequence[L], title: str, ahead: Ahead | None = None) -> Any:
+        """The code of a call. ``plans``: one for each part. ``title``: its name in profilers. ``ahead``: the weight it prefetches.
+
+        Raises ``CannotLower`` where there is no code, and ``InvalidProgram`` for code that the target's own check refuses.
+        """
+
+    @abc.abstractmethod
+    def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval. Where
+        ``code`` prefetches a weight, the last of ``args`` is its array. ``evaluate`` has XLA compute a value that does not stream.
+        """
+
+    def order(self, ids: Any, n: int) -> Any:
+        """The positions 0..size - 1 of ``ids``, an integer array of any shape, sorted by id: int32 ``[ids.size]``.
+
+        Stable. Positions of ids outside of [0, n) come last, in their order. Free of side effects, so that XLA evaluates equal
+        orders once and moves them out of loops.
+        """
+        ids = ids.reshape(-1)
+        outside = ids < 0
+        if n <= np.iinfo(ids.dtype).max:
+            outside |= ids >= n
+        keys = outside, jnp.where(outside, jnp.zeros_like(ids), ids)
+        positions = jax.lax.iota(np.int32, ids.size)
+        return jax.lax.sort((*keys, positions), num_keys=2, is_stable=True)[2]
+
+    def notes(self) -> tuple[str, ...]:
+        """Remarks for the report about the device present, such as measurements that failed."""
+        return ()
+
+    def surroundings(self) -> tuple[Any, ...]:
+        """Everything that ``plan`` and ``generate`` depend on beside their arguments; part of the key of remembered plans."""
+        return ()
+
+
+# --- targets by name --------------------------------------------------------------------------------------------------------------
 
 # The module and the object of each target, imported by the first ``get``.
 _OBJECTS = {

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kitsune_jax.targets.base import Target
+from kitsune_jax.targets import Target
 from kitsune_jax.targets.cpu.target import CPU
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")

@@ -134,7 +134,7 @@ def test_forming_a_region_that_fails_costs_one_region(monkeypatch: pytest.Monkey
 
 
 def test_followers_that_fail_leave_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select.FollowerSearch, "followers", failing(select.FollowerSearch.followers, lambda *_: True))
+    monkeypatch.setattr(select.FollowerSearch, "run", failing(select.FollowerSearch.run, lambda *_: True))
 
     def step(x: Any, w1: Any, w2: Any) -> Any:
         return w1 - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w @ w2) ** 2))(w1)

@@ -8,8 +8,7 @@ import numpy as np
 
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.build import ScaledRows
-from kitsune_jax.program.instructions import Writer
-from kitsune_jax.program.ir import Instr, Program
+from kitsune_jax.program.ir import Instr, Program, Writer
 from reference.operators import MEANINGS
 from tests.support.irregular import ids_of, order_of
 from tests.support.programs import Array, Case

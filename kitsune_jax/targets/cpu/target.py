@@ -15,7 +15,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, CpuPlan
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
-from kitsune_jax.targets.base import Evaluate, Target
+from kitsune_jax.targets import Evaluate, Target
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, Products
 from kitsune_jax.targets.cpu.lower import generate

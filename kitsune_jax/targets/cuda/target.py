@@ -24,7 +24,7 @@ from kitsune_jax.planning.plan import NO_CONTEXT, Ahead, GpuPlan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, Program
-from kitsune_jax.targets.base import Evaluate, Target
+from kitsune_jax.targets import Evaluate, Target
 from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, pointwise, runtime
 from kitsune_jax.targets.cuda.planning import machines, planner, xla
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
