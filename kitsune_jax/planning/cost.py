@@ -376,13 +376,10 @@ def _read(cost: RegionCost, v: int, readers: Sequence[Op]) -> int:
     """Bytes of ``v`` that the ``readers`` in a kernel read: if all of them read rows or slices at computed places (pages of a
     pool), only these. Plain slices count as the whole array, since usually other slices are read as well."""
     whole = cost.read_bytes(v)
-    if not readers or not all(_is_partly(op) and v not in op.inputs[1:] for op in readers):
+    partly = (op.kind == "dynamic_slice" or OPS[op.kind].family == GATHER for op in readers)
+    if not readers or not all(partly) or any(v in op.inputs[1:] for op in readers):
         return whole
     return min(whole, sum(cost.bytes(op.outputs[0]) for op in readers))
-
-
-def _is_partly(op: Op) -> bool:
-    return op.kind == "dynamic_slice" or OPS[op.kind].family == GATHER
 
 
 def kernels_of(cost: RegionCost, into: Mapping[int, int] = _NONE, arrays: Collection[int] = ()) -> list[XlaKernel]:

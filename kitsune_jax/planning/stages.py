@@ -296,12 +296,11 @@ def orders_of(graph: Graph, region: Region) -> list[int]:
     found: dict[int, None] = {}
     for i in region.sinks:
         op = graph.ops[i]
-        if OPS[op.kind].family == SCATTER and _made_of_results(graph, region, op.inputs[1]):
+        if OPS[op.kind].family != SCATTER or op["sorted"] or _made_of_results(graph, region, op.inputs[1]):
             continue
-        if OPS[op.kind].family == SCATTER and not op["sorted"]:
-            ids = labels.get(op.inputs[1], ())
-            if tuple(a for dim in ids for a in dim) == axes and math.prod(row_shape(graph.values[op.inputs[1]].shape, ids)) == 1:
-                found[op.inputs[1]] = None
+        ids = labels.get(op.inputs[1], ())
+        if tuple(a for dim in ids for a in dim) == axes and math.prod(row_shape(graph.values[op.inputs[1]].shape, ids)) == 1:
+            found[op.inputs[1]] = None
     return list(found)
 
 

@@ -553,13 +553,13 @@ class _Blocked:
         self.levels.update(dict.fromkeys(instr.outputs, level))
 
     def _fold(self, instr: Instr, level: int) -> None:
-        if instr.kind in ARGS:
-            return self._extreme(instr, level)
-        if instr.kind not in FOLDS:
-            raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
         types, (out,) = self.writer.types, instr.outputs
+        if instr.kind not in FOLDS and instr.kind not in ARGS:
+            raise NotBlocked(f"{instr.kind} has no code for a part of a dimension")
         if not types[out].tile:
             raise NotBlocked("a reduction that does not depend on the rows")
+        if instr.kind in ARGS:
+            return self._extreme(instr, level)
         part = FactoredPart(instr.inputs[0])
         if level and instr.kind in _LINEAR:
             found = self.factors.split(instr.inputs[0])
@@ -585,8 +585,6 @@ class _Blocked:
 
     def _extreme(self, instr: Instr, level: int) -> None:
         types, (x,), (out,) = self.writer.types, instr.inputs, instr.outputs
-        if not types[out].tile:
-            raise NotBlocked("a reduction that does not depend on the rows")
         if types[x].dtype == "bool":
             raise NotBlocked(f"{instr.kind} of bools has no code for a part of a dimension")
         best, index = (self.writer.new(TileType(True, types[out].shape, dtype)) for dtype in (types[x].dtype, "int32"))

@@ -149,8 +149,7 @@ def recompute(index: GraphIndex, planned: Sequence[Planned], others: Sequence[in
     later phases of their calls.
     """
     now = list(planned)
-    # Elements that are compared with their maximum stay stored: all makers would have to agree to the last bit, in products as
-    # well.
+    # Elements that are compared with their maximum stay stored: all makers would have to agree to the last bit, also in products.
     outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results | compared_extremes(index.graph)
     for k in range(len(now)):
         for j, pair in _without_results(index, now, k, outside, plan_of).items():

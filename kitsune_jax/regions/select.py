@@ -142,11 +142,8 @@ _MOST = 8  # seeds that are tried
 
 def _by_index(body: Graph) -> Op | None:
     """An op of the body that reads or adds rows by indices."""
-    for op in body.ops:
-        found = op if OPS[op.kind].family in ("gather", "scatter") else None if op.body is None else _by_index(op.body)
-        if found is not None:
-            return found
-    return None
+    by_index = (_by_index(op.body) if op.body else op for op in body.ops if op.body or OPS[op.kind].family in ("gather", "scatter"))
+    return next(filter(None, by_index), None)
 
 
 def _one_row(index: GraphIndex, i: int) -> Region | str:
