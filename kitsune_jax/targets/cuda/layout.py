@@ -544,7 +544,7 @@ class Kind:
 def kinds(codes: Sequence[Any], share: bool = True) -> list[Kind]:
     """The kinds of the stages, in the order of their first stages; without ``share`` each stage is its own kind. Stages are equal
     if their codes are equal once names and constants are numbered within the stage."""
-    if not share:
+    if not share or len(codes) == 1:
         return [Kind((s,), code, (), ()) for s, code in enumerate(codes)]
     numbered = [_numbered(code) for code in codes]
     groups: dict[Any, list[int]] = {}
