@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kitsune_jax.targets.cpu import bytecode
-from kitsune_jax.targets.cuda import lower
+from kitsune_jax.targets.cuda import print_kernel
 from scripts import code_hashes
 
 SAMPLE = r"cuda/loss/bfloat16|cpu/mlp 3 x 128 relu, 2003 rows, f32"
@@ -34,8 +34,8 @@ def test_unchanged_code_has_the_same_hashes(before: Path, capsys: pytest.Capture
 
 
 def test_another_source_is_named(before: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    source = lower.source
-    monkeypatch.setattr(lower, "source", lambda *args: source(*args) + "\n")
+    source = print_kernel.source
+    monkeypatch.setattr(print_kernel, "source", lambda *args: source(*args) + "\n")
     assert code_hashes.main(["compare", str(before), "--match", "cuda/loss/bfloat16"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 4 and all(line.startswith("changed: cuda/loss/bfloat16/") for line in lines[:-1])
