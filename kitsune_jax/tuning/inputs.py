@@ -15,6 +15,9 @@ import numpy as np
 from kitsune_jax import _compat
 
 _MOST_BYTES = 2 << 30  # of arguments and results together: several programs hold them at once
+# Of an array inside of the program: XLA may store it, and several like it, where a pipeline does not (the scores of attention). The
+# memory that a compiled program sets aside is no guide: of 1.6 GB XLA says 0 on a CPU.
+_MOST_INSIDE = 1 << 30
 # They run code that is not a part of the program, or wait for another device.
 _OUTSIDE = ("callback", "infeed", "outfeed", "ffi_call", "custom_call", "print")
 
@@ -37,6 +40,8 @@ def why_not_timed(closed: Any) -> str | None:
             return "it has a while loop, whose number of steps is unknown"
         if any(word in name for word in _OUTSIDE):
             return f"{name} runs code outside of it"
+        if any(_bytes(v.aval) > _MOST_INSIDE for v in eqn.outvars if hasattr(v.aval, "shape")):
+            return f"{name} makes an array of more than {_MOST_INSIDE >> 30} GB"
     return None
 
 

@@ -102,6 +102,7 @@ def while_positive(x: Any) -> Any:
         (lambda x: jax.jit(while_positive)(x), "while loop"),
         (lambda x: jax.lax.scan(lambda c, _: (called_back(c), None), x, None, length=2)[0], "runs code outside"),
         (lambda x: jnp.broadcast_to(x, (1 << 28, 3)), "larger than 2 GB"),
+        (lambda x: jnp.sum(jnp.sin(jnp.broadcast_to(x, (100_000, 3)) @ jnp.ones((3, 10_000)))), "more than 1 GB"),
     ],
 )
 def test_what_must_not_run_says_why(f: Callable[..., Any], why: str) -> None:
