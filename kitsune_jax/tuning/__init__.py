@@ -24,6 +24,7 @@ import jax
 import jaxlib
 
 from kitsune_jax import _compat, cache, config
+from kitsune_jax.targets.cpu.profile.kernels import in_own_thread
 from kitsune_jax.targets.cpu.profile.profile import ran_and_waited
 from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_timed
 
@@ -36,7 +37,6 @@ BUDGET = {"cpu": 5.0, "cuda": 2.0}
 _COMPILE_S = 0.001  # of XLA for an equation: 0.5 ms in a hash-grid field of 2 000, 2 ms in small networks of products
 _LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_S = 4, 60, 0.12
 _LONG_S = 0.2  # a first run of this length differs from the next ones by little
-_MOST_LEFT_S = 20.0  # an interrupted measurement may still compile this long
 _SUFFIX = ".choice.json"
 
 
@@ -213,37 +213,23 @@ class _Measurement:
         self.x64 = jax.config.jax_enable_x64
         self.stop = threading.Event()
         self.seconds: dict[str, float] = {}
-        self.error: BaseException | None = None
         self.busy = False
 
     def result(self) -> dict[str, float]:
         """The seconds of JIT and of at least one other candidate. Raises ``_NotMeasured``."""
-        thread = threading.Thread(target=self._run, name="kitsune_jax tuning", daemon=True)
-        thread.start()
-        began, told = time.monotonic(), False
-        try:
-            while thread.is_alive():
-                thread.join(0.1)  # without a timeout, Python 3.13.0 saw one Ctrl-C in ten only afterwards
-                if not told and time.monotonic() - began > 1.0:
-                    told = True
-                    name, left = _compat.function_name(self.program), self.until - time.monotonic()
-                    config.logger.info("timing plans of %s on this machine, for at most %.0f s", name, max(left, 0.0))
-        finally:
-            self.stop.set()
-            thread.join(_MOST_LEFT_S)
-        if self.error is not None:
-            raise _NotMeasured(f"timing it failed ({type(self.error).__name__}: {self.error})") from self.error
+        name, left = _compat.function_name(self.program), self.until - time.monotonic()
+        config.logger.info("timing plans of %s on this machine, for at most %.0f s", name, max(left, 0.0))
+        error = in_own_thread(self._run, "kitsune_jax tuning", self.stop.set)
+        if error is not None:
+            raise _NotMeasured(f"timing it failed ({type(error).__name__}: {error})") from error
         if len(self.seconds) < 2:
             raise _NotMeasured("there is no other plan" if time.monotonic() < self.until else "time is up")
         return self.seconds
 
     def _run(self) -> None:
         _state.measuring = True
-        try:
-            with _compat.x64(self.x64):
-                self._measure()
-        except BaseException as error:  # the caller's thread tells it
-            self.error = error
+        with _compat.x64(self.x64):
+            self._measure()
 
     def _measure(self) -> None:
         device = jax.local_devices(backend=self.platform)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable
@@ -153,6 +154,23 @@ def test_programs_with_effects_do_not_run(monkeypatch: pytest.MonkeyPatch) -> No
     program = jax.make_jaxpr(prints)(1.0)
     assert tuning.choose("k", program, {MODELLED: lambda: MODELLED}, "cpu", Budget(5.0)) is None
     assert not ran
+
+
+def test_ctrl_c_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def slow() -> str:
+        time.sleep(1.0)
+        ended.set()
+        return MODELLED
+
+    takes(monkeypatch, {JIT: 0.1, MODELLED: 0.05})
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        tuning.choose("k", PROGRAM, {MODELLED: slow, FORCED: slow}, "cpu", Budget(60.0))
+    assert ended.is_set()  # its thread has ended too
+    assert tuning.known("k") is None
+    assert chosen(MODELLED) is not None  # the next one may measure
 
 
 def test_one_measures_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
