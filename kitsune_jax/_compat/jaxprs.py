@@ -134,6 +134,11 @@ def is_alone(ctx: Any) -> bool:
     return axes.mesh.size == 1 if hasattr(axes, "manual_axes") else getattr(axes, "num_devices", 2) == 1
 
 
+def program_of(ctx: Any) -> Any:
+    """The module that ``ctx`` lowers into: an object that can be referenced weakly."""
+    return ctx.module_context.module
+
+
 def is_exported(ctx: Any) -> bool:
     """Does ``ctx`` lower a module for ``jax.export``, to be run by another process?"""
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))

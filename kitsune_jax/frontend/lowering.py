@@ -229,7 +229,7 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
     assert target is not None
     budget = None
     if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
-        budget = tuning.budget_of(ctx.module_context, platform)
+        budget = tuning.budget_of(_compat.program_of(ctx), platform)
     return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target, budget), args)
 
 

@@ -81,19 +81,25 @@ class Budget:
             self.left -= time.monotonic() - began
 
 
-_budgets: weakref.WeakKeyDictionary[Any, Budget] = weakref.WeakKeyDictionary()
+_budgets: dict[int, tuple[weakref.ref[Any], Budget]] = {}  # by the identity of a module, which may have no hash
 
 
-def budget_of(module: Any, platform: str) -> Budget | None:
-    """The budget of all programs that are lowered into ``module`` (JAX's context of a lowering), or ``None`` where plans are not
-    measured: ``KITSUNE_TUNE=off``, a program of several processes, which must all compile the same, or a candidate's lowering."""
+def budget_of(program: Any, platform: str) -> Budget | None:
+    """The budget of all calls that are lowered into ``program`` (``_compat.program_of``), or ``None`` where plans are not measured:
+    ``KITSUNE_TUNE=off``, a program of several processes, which must all compile the same, or a candidate's lowering."""
     setting = config.tune()
     if setting == "off" or is_measuring() or jax.process_count() > 1 or platform not in BUDGET:
         return None
-    try:
-        return _budgets.setdefault(module, Budget(float("inf") if setting == "all" else BUDGET[platform]))
-    except TypeError:  # a JAX whose contexts cannot be referenced weakly
-        return Budget(BUDGET[platform])
+    known = _budgets.get(id(program))
+    if known is not None and known[0]() is program:
+        return known[1]
+    number, budget = id(program), Budget(float("inf") if setting == "all" else BUDGET[platform])
+
+    def forget(_: Any) -> None:
+        _budgets.pop(number, None)
+
+    _budgets[number] = (weakref.ref(program, forget), budget)
+    return budget
 
 
 # --- choices on disk and in this process ------------------------------------------------------------------------------------------

@@ -118,6 +118,24 @@ def test_equal_calls_are_measured_once(measured: Callable[..., list[str]]) -> No
     assert timed == [JIT, MODELLED]
 
 
+def test_all_calls_of_a_program_share_one_budget(measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(jit=2e-3, modelled=1e-3)
+    seen: list[float] = []
+    choose = tuning.choose
+
+    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget) -> Any:
+        seen.append(budget.left)
+        budget.left -= 1.0
+        return choose(key, program, candidates, platform, budget)
+
+    monkeypatch.setattr(tuning, "choose", spend)
+    one, other = kj.pipeline(mlp), kj.pipeline(lambda ws, x: mlp(ws, x) * 2)
+    jax.jit(lambda ws, x: jax.lax.scan(lambda c, _: (one(ws, c), None), other(ws, x), None, length=2)).lower(WS, X)
+    assert [round(left) for left in seen] == [5, 4]
+    jax.jit(lambda ws, x: kj.pipeline(mlp)(ws, x + 1)).lower(WS, X[:5])
+    assert round(seen[2]) == 5  # another program
+
+
 def _exported(fn: Any) -> None:
     jax.export.export(jax.jit(fn))(WS, X)
 
