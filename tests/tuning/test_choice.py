@@ -135,10 +135,10 @@ def test_what_is_spent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow() -> str:
         made.append("slow")
-        time.sleep(0.3)
+        time.sleep(1.6)
         return MODELLED
 
-    budget = Budget(0.2)
+    budget = Budget(1.5)
     assert tuning.choose("k", PROGRAM, {MODELLED: slow, FORCED: slow}, "cpu", budget) is not None
     assert made == ["slow"] and budget.left < 0  # the second was not begun
     assert tuning.choose("other", PROGRAM, {MODELLED: slow}, "cpu", budget) is None
