@@ -284,7 +284,11 @@ class ExecutedLines:
             raise SystemExit(f"no file in {folder}: run the tests with -p tests.support.executed_lines --executed-lines {folder}")
 
     def reaching(self, mutation: Mutation, text: str) -> list[str]:
-        """The files of tests that execute the mutated statement of the file ``text``."""
+        """The files of tests that execute the mutated statement of the file ``text``; none for a statement that runs on import."""
+        if not any(
+            isinstance(n, ast.FunctionDef) and n.lineno <= mutation.line <= (n.end_lineno or 0) for n in ast.walk(ast.parse(text))
+        ):
+            return []
         lines = statement_lines(text, mutation.line)
         return sorted(tests for tests, files in self.tests.items() if not files.get(mutation.path, set()).isdisjoint(lines))
 

@@ -103,7 +103,7 @@ def test_rooms_have_tests() -> None:
 
 def test_only_tests_that_execute_the_statement_can_catch_a_mutation(tmp_path: Path) -> None:
     (tmp_path / "gw0.json").write_text(json.dumps({"tests/a.py": {"b.py": [12, 13]}, "tests/c.py": {"b.py": [12, 19]}}))
-    (tmp_path / "gw1.json").write_text(json.dumps({"tests/d.py": {"b.py": [12]}, "tests/e.py": {"other.py": [13, 19]}}))
+    (tmp_path / "gw1.json").write_text(json.dumps({"tests/d.py": {"b.py": [5, 12]}, "tests/e.py": {"other.py": [13, 19]}}))
     lines = mutations.ExecutedLines(tmp_path)
 
     def reaching(line: int) -> list[str]:
@@ -112,6 +112,7 @@ def test_only_tests_that_execute_the_statement_can_catch_a_mutation(tmp_path: Pa
     assert reaching(13) == ["tests/a.py"]
     assert reaching(18) == reaching(20) == ["tests/c.py"]  # lines of the statement of 17 to 20
     assert reaching(16) == []
+    assert reaching(5) == []  # it runs on import
 
 
 @pytest.fixture
