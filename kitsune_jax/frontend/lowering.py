@@ -296,18 +296,16 @@ class Chooser:
     target: str
     budget: tuning.Budget | None
 
-    def known(self, program: Any) -> tuning.Choice | None:
-        """The choice that this process or an earlier one has made."""
-        return tuning.known(self._key(program))
+    def key(self, program: Any, body: bool) -> str:
+        """What the choice is remembered under. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs."""
+        options = (config.key_of_plans(self.options), body)
+        return tuning.key_of(program, options, self.target, targets.get(self.target).surroundings())
 
-    def choose(self, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
+    def choose(self, key: str, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
         """The choice between ``candidates``, made now where there is none; ``None`` leaves it to the model."""
         if self.budget is None:
             return None
-        return tuning.choose(self._key(program), program, candidates, targets.get(self.target).platform, self.budget)
-
-    def _key(self, program: Any) -> str:
-        return tuning.key_of(program, config.key_of_plans(self.options), self.target, targets.get(self.target).surroundings())
+        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget)
 
 
 def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser | None) -> Pipelined:
@@ -327,11 +325,12 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
         regions = found.report.regions
         return None if found.failures or not regions or regions in before else found.jaxpr
 
-    choice = chooser.known(program)
+    key = chooser.key(program, options.body)
+    choice = tuning.known(key)
     if choice is None:
         plan(tuning.MODELLED)
         names = (tuning.MODELLED, tuning.OPTIMISTIC, tuning.FORCED)
-        choice = chooser.choose(program, {name: functools.partial(candidate, name) for name in names})
+        choice = chooser.choose(key, program, {name: functools.partial(candidate, name) for name in names})
     if choice is None:
         return made[tuning.MODELLED]
     chosen = made.get(choice.name) or plan(choice.name, measured_text(choice))

@@ -3,7 +3,7 @@
 In: a program and its candidates, each a jaxpr that computes the same. Out: a ``Choice``, or ``None`` where nothing was measured;
 the caller then keeps the model's plan. Invariants: "jit", the program without pipelines, is always among the candidates, and wins
 where no other is faster by ``LEAST_GAIN``; one process measures a program while others wait for it, and all of them choose the same
-from then on; a failure of a candidate, of the disk or of the clock changes no result.
+from then on, unless other programs disturbed it; a failure of a candidate, of the disk or of the clock changes no result.
 """
 
 from __future__ import annotations
