@@ -29,6 +29,8 @@ def through_branches(table: Any, ids: Any) -> Any:
 
 INDEXED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[int, int]]] = {
     "rows": (lambda t, i: t[i], (TABLE, IDS), {1: 7}),
+    "elements by two indices": (lambda t, i, j: t[i, j], (TABLE, IDS, IDS), {1: 3, 2: 3}),
+    "sums by two indices": (lambda x, i, j: jnp.zeros((9, 4)).at[i, j].add(x), (jnp.ones(5), IDS, IDS), {1: 4, 2: 4}),
     "negative indices count from the end": (lambda t, i: t[jnp.where(i < 0, i + 7, i)], (TABLE, IDS), {1: 7}),
     "the smaller of two tables": (lambda t, u, i: t[i] + u[i], (TABLE, TABLE[:4], IDS), {2: 4}),
     "sums by index": (lambda x, i: jax.ops.segment_sum(x, i, 9), (jnp.ones((5, 2)), IDS), {1: 9}),
