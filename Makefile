@@ -3,7 +3,7 @@
 #   PYTHON=/path/to/python3   use this interpreter          CXX=clang++     use this compiler
 #   VENV=.venv-x              another environment           PYTEST_ARGS=-x  handed to pytest
 #   JOBS=2                    pytest processes             SEEDS=100       schedules of the emulator, for each kernel
-#   GPU_CHECK_ARGS="--only soak"                           handed to scripts/gpu_check.sh
+#   GPU_CHECK_ARGS="--stages soak"                         handed to scripts/gpu_check.sh
 
 SHELL       := /bin/bash
 VENV        ?= .venv
@@ -81,7 +81,7 @@ kernel-table: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## compile every kind of CUD
 kernel-counts: $(VENV)/.examples ## count what every kind of CUDA kernel does in the emulator (five minutes, no GPU), for docs/kernels.md and docs/offchip.md
 	$(PY) scripts/kernel_counts.py
 
-gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, sanitizer, benchmarks, into out/gpu-check (ten minutes; goes on)
+gpu-check: $(VENV)/.gpu ## on a machine with a GPU: correctness, applications timed, into out/gpu-check (seven minutes)
 	PYTHON=$(PY) scripts/gpu_check.sh $(GPU_CHECK_ARGS)
 
 gpu-prepare: ## without a GPU: compile all that gpu-check runs, for a machine that cannot, into .gpu-check

@@ -51,7 +51,7 @@ LIBRARY_APP_NAMES = (
     "gymnax_pendulum",
     "optax_in_a_loop",
 )
-# Attention at the sizes of FlashAttention-3's paper, by the size of a head: ``scripts/gpu/attention.py`` measures it on GPUs.
+# Attention at the sizes of FlashAttention-3's paper, by the size of a head: ``scripts/gpu_check.sh`` measures it on GPUs.
 ATTENTION_NAMES = tuple(
     f"attention_{dim}_{mask}{gradient}" for gradient in ("", "_gradient") for dim in (128, 64) for mask in ("causal", "full")
 )

@@ -1,8 +1,8 @@
 """The record of a run on a GPU in the format of the benchmarks, and the table of its kernel families in docs/gpu-verified.md.
 
-    python -m scripts.gpu_record benchmarks/results/h200/record-2026-11-26    # writes benchmarks/results/h200/2026-11-26.json
+    python -m scripts.gpu_record benchmarks/results/h200/record-2026-11-28    # writes benchmarks/results/h200/2026-11-28.json
 
-Comes in: a folder ``record-<date>`` with the ``measured.json`` of a run. Goes out: ``<date>.json`` beside it: cases as
+In: a folder ``record-<date>`` with the ``measured.json`` of ``scripts/gpu_check.sh``. Out: ``<date>.json`` beside it: cases as
 ``benchmarks.measure`` makes them, with seconds where the run wrote milliseconds and microseconds, the plans that were measured, and
 for each kernel family and dtype how many programs were right. Invariant: every number is the run's. What it did not measure has no
 entry, and no cell in a table.
@@ -14,7 +14,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,9 @@ from benchmarks import store, table
 VERIFIED = Path(__file__).parents[1] / "docs" / "gpu-verified.md"
 FAMILIES = "families"  # between which markers of it the table of kernel families stands
 _DTYPES = ("bfloat16", "float16", "float32")
-_DEVICE = re.compile(
-    r"(?P<gpu>.+), driver (?P<driver>[\d.]+), (?P<watts>\d+ W), JAX (?P<jax>[\d.]+), NVRTC (?P<nvrtc>[\d.]+), commit (\w+)"
-)
 _CASE = re.compile(r"(?P<train>train )?(?P<app>\w+) (?P<dtype>f32|bf16) (?P<rows>\d+)")
 _ATTENTION = re.compile(r"attention (?P<rows>\d+) (?P<dim>\d+) (?P<mask>causal|full)(?P<gradient> gradient)?")
 _COLUMN = {"eager_ms": "torch", "compile_ms": "torch_compile", "train_eager_ms": "torch", "cudnn_ms": "torch_cudnn"}
-_ALONE = "alone on the device"
 _KINDS = {"vertical-resident": "vertical, resident", "vertical-streamed": "vertical, streamed", "spatial-l2": "spatial, L2"}
 _KINDS |= {"spatial-cluster": "spatial, cluster"}
 
@@ -39,65 +35,71 @@ _KINDS |= {"spatial-cluster": "spatial, cluster"}
 
 def converted(measured: Mapping[str, Any], date: str) -> dict[str, Any]:
     """The file's content. ``measured``: the run's, with milliseconds and microseconds; ``date``: of the run."""
-    found = _DEVICE.fullmatch(measured["device"])
-    if found is None:
-        raise ValueError(f"the record names its device in another form: {measured['device']!r}")
-    gpu = {"name": found["gpu"], "driver_version": found["driver"], "power.limit": found["watts"]}
-    of_run = {"commit": found[6], "modified": None, "versions": {"jax": found["jax"], "nvidia-cuda-nvrtc": found["nvrtc"]}}
-    library: dict[str, Any] = measured["torch"]
-    cases = [{**_case(name, runs, library), **of_run} for name, runs in measured["cases"].items()]
+    about, library = measured["about"], measured["torch"]
+    gpu = dict(
+        zip(("name", "driver_version", "clocks.max.sm", "clocks.sm", "power.limit"), about["nvidia_smi"].split(", "), strict=True)
+    )
+    versions = {"jax": about["jax"], "jaxlib": about["jaxlib"], "nvidia-cuda-nvrtc": about["nvrtc"]}
+    of_run = {"commit": about["commit"], "modified": None, "versions": versions}
+    timed = {name: case for name, case in measured["cases"].items() if "ms" in case.get("columns", {}).get("jit", {})}
+    of_torch = library.get("cases", {})
+    cases = [{**_case(name, case, of_torch), **of_run} for name, case in timed.items() if name.split()[0] not in ("plans", "token")]
+    plans = {_head(name): _plans(case["columns"]) for name, case in timed.items() if name.startswith("plans ")}
+    ceilings = {"gemm_flops": (library.get("gemm_tflops"), 1e12), "copy_bandwidth": (library.get("copy_tbs"), 1e12)}
     return {
         "format": store.FORMAT,
         "machine": {"gpu": gpu},
         "date": date,
         **of_run,
         "cases": cases,
-        "plans": {_head(name): [_plan(*of) for of in plans.items()] for name, plans in measured["plans"].items()},
+        "plans": plans,
+        "tokens": {name: _columns(case["columns"], False) for name, case in timed.items() if name.startswith("token ")},
         "programs": _programs(measured["correctness"]),
-        "library": {"gemm_flops": library["gemm_tflops"] * 1e12, "copy_bandwidth": library["copy_tbs"] * 1e12},
+        "library": {key: value * unit for key, (value, unit) in ceilings.items() if value},
     }
 
 
-def _case(name: str, runs: Sequence[Mapping[str, Any]], library: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a case, of the run that had the device to itself where there is one; the other one is ``earlier``."""
-    run, *others = sorted(runs, key=lambda r: r["xla_compiled"] != _ALONE)
-    head = _head_of(name)
+def _case(name: str, case: Mapping[str, Any], library: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a case. Seconds of columns that the run timed."""
+    head, columns = _head_of(name), {key: of for key, of in case["columns"].items() if "ms" in of}
     train = head["mode"] == "train"
     other = {
         _COLUMN[key]: {"median": _seconds(ms)}
         for key, ms in library.get(name.removeprefix("train "), {}).items()
-        if key.startswith("train_") == train
+        if key in _COLUMN and key.startswith("train_") == train
     }
+    pipeline = case["columns"]["pipeline"]
     regions = [
-        {"arrangement": r["arrangement"], "seconds": r["seconds"], "baseline_seconds": r["baseline"]} for r in run["regions"]
+        {"arrangement": r["arrangement"], "seconds": r["seconds"], "baseline_seconds": r["baseline"]}
+        for r in pipeline.get("regions", ())
     ]
-    explain = {"coverage": run["coverage"], "regions": regions}
-    ratios = {base: {"median": ratio} for base, ratio in run["speedup"].items()}
+    explain = {"coverage": pipeline.get("coverage", 0.0), "regions": regions}
+    ours = columns.get("pipeline", {}).get("ms")
+    ratios = {key: {"median": of["ms"] / ours} for key, of in columns.items() if ours and key in ("jit", "cudnn")}
+    networks = {"jit": {"median": columns["network"]["speedup"]}} if "network" in columns else {}
     kernels = {
-        key.removeprefix("kernels_"): [
-            {"kernel": k["kernel"], "calls": k["calls"], "seconds": _seconds(k["us"], 1e-6)} for k in run[key]
-        ]
-        for key in run
-        if key.startswith("kernels_")
+        key: [{"kernel": k["kernel"], "calls": k["calls"], "seconds": _seconds(k["us"], 1e-6)} for k in of["kernels"]]
+        for key, of in columns.items()
+        if "kernels" in of
     }
     return {
         **head,
-        "columns": {**_columns(run, train), **other},
-        "speedup": {"whole": ratios, "network": {}} if train else ratios,
+        "columns": {**_columns(columns, train), **other},
+        "speedup": {"whole": ratios, "network": networks} if train else ratios,
         "explain": {"whole": explain} if train else explain,
-        "flops": run["flops"],
-        "calls": run["calls_pipeline"],
-        "difference": run["differs_from_jit"],
+        "flops": case["flops"],
+        "calls": len(regions),
+        "difference": pipeline.get("differs_from_jit"),
         "kernels": kernels,
-        "note": run["xla_compiled"],
-        "earlier": [{"note": o["xla_compiled"], "columns": _columns(o, train)} for o in others],
+        "note": "XLA compiled it while other processes ran",
     }
 
 
-def _columns(run: Mapping[str, Any], train: bool) -> dict[str, Any]:
+def _columns(columns: Mapping[str, Any], train: bool) -> dict[str, Any]:
     """Seconds of the columns, which the benchmarks call "whole" where a whole training step is pipelined."""
     names = {"pipeline": "whole"} if train else {}
-    return {names.get(c, c): {"median": _seconds(ms), "min": _seconds(run["min_ms"][c])} for c, ms in run["ms"].items()}
+    timed = {names.get(key, key): of for key, of in columns.items() if "ms" in of}
+    return {key: {"median": _seconds(of["ms"]), "min": _seconds(of["min_ms"])} for key, of in timed.items()}
 
 
 def _seconds(number: float, unit: float = 1e-3) -> float:
@@ -138,7 +140,11 @@ def _head(name: str) -> str:
     return table.what(head)
 
 
-def _plan(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _plans(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [_plan(name, of, columns["jit"]) for name, of in columns.items() if name != "jit" and "ms" in of]
+
+
+def _plan(name: str, plan: Mapping[str, Any], jit: Mapping[str, Any]) -> dict[str, Any]:
     """``name``: as in "sm90-vertical-streamed-cluster2-lanes3 cluster2 stages1 split1"."""
     kind, cluster, stages, split = name.split()
     text = next(text for key, text in _KINDS.items() if key in kind)
@@ -146,6 +152,7 @@ def _plan(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
         text = f"{text}, cluster of {cluster.removeprefix('cluster')}"
     if split != "split1":
         text = f"{text}, columns split by {split.removeprefix('split')}"
+    ours = [k for k in plan.get("kernels", ()) if k["kernel"].startswith("kitsune")]
     return {
         "name": name,
         "arrangement": text,
@@ -154,8 +161,10 @@ def _plan(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
         "replicas": plan["replicas"],
         "modelled": _seconds(plan["modelled_ms"]),
         "seconds": _seconds(plan["ms"]),
-        "jit": _seconds(plan["jit_ms"]),
-        "difference": plan["differs"],
+        "kernel": _seconds(sum(k["calls"] * k["us"] for k in ours), 1e-6) if ours else None,
+        "cubins": plan.get("cubins", []),
+        "jit": _seconds(jit["ms"]),
+        "difference": plan.get("differs_from_jit"),
     }
 
 
@@ -164,6 +173,8 @@ def _programs(correctness: Mapping[str, Any]) -> list[dict[str, Any]]:
     and the names of the others."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name, result in correctness.items():
+        if len(name.split()) != 4:  # on the portable path, under a sanitizer
+            continue
         family, dtype, _, _ = name.split()
         of = found.setdefault(
             (family, dtype),
@@ -171,9 +182,9 @@ def _programs(correctness: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
         of["programs"] += 1
         of["right"] += result["ok"]
-        of["same_bits"] += result["equal_bits"]
+        of["same_bits"] += result.get("equal_bits", False)
         of["outside"] += [] if result["ok"] else [name]
-        of["other_bits"] += [] if result["equal_bits"] else [name]
+        of["other_bits"] += [] if result.get("equal_bits") else [name]
     return list(found.values())
 
 

@@ -1,14 +1,14 @@
-"""Every program once, on fresh data, against float64 on the host and beside ``jax.jit`` on the same device.
+"""The programs of a family, each once on fresh data, against float64 on the host.
 
-Comes in: the list of programs. Goes out: errors, and whether two runs gave equal bits. The pipeline runs before ``jax.jit`` and
-each program on data of its own, so that no freed buffer can hold the answer already.
+In: a family, planned or under forced arrangements. Out: errors, whether a second run gave equal bits, and the kernels by their
+entries in the cache. The pipeline runs before ``jax.jit`` and each program on data of its own, so that no freed buffer can hold the
+answer already.
 """
 
 from __future__ import annotations
 
 import math
-import traceback
-import zlib
+import time
 from typing import Any
 
 import jax
@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax.targets.cuda import runtime
-from scripts.gpu.programs import Program, few, programs
-from scripts.gpu.record import Record, arguments
-from scripts.gpu.results import LOST
+from scripts.gpu.programs import Program, programs
+from scripts.gpu.worker import Findings, failure, note_kernels
 
 # Of the norm of the difference to that of the reference, over all and for the worst row. A result in 16 bits is rounded once more
 # than its sums: 2^-8 for bfloat16, 2^-11 for float16; tf32 operands have 11 bits. Deeper chains add up, and are held against
@@ -26,6 +25,7 @@ from scripts.gpu.results import LOST
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 WORST_ROW = 5.0  # times as much as that over all: rows differ, and a row that is wrong is off by all of it
 WORSE = 2.0  # than jax.jit, at most, where both are beyond the tolerance
+LIMIT_S = 20.0  # of two runs of a program: one that hangs costs this much
 
 
 def reference(program: Program, args: tuple[Any, ...]) -> list[np.ndarray]:
@@ -37,10 +37,14 @@ def reference(program: Program, args: tuple[Any, ...]) -> list[np.ndarray]:
 
 def difference(got: Any, wanted: np.ndarray) -> tuple[float, float]:
     """The norm of the difference over that of the reference: of all, and of the worst row (whose reference counts as no smaller
-    than the usual row's). Infinite where a shape, a NaN or an infinity is not the reference's."""
+    than the usual row's). Infinite where a shape, a NaN or an infinity is not the reference's; equal ones differ by nothing."""
     have = np.asarray(got).astype(np.float64)
-    if have.shape != wanted.shape or not np.array_equal(np.isfinite(have), np.isfinite(wanted)):
+    if have.shape != wanted.shape:
         return math.inf, math.inf
+    finite = np.isfinite(wanted)
+    if not np.array_equal(have[~finite], wanted[~finite], equal_nan=True) or not np.isfinite(have[finite]).all():
+        return math.inf, math.inf
+    have, wanted = np.where(finite, have, 0.0), np.where(finite, wanted, 0.0)
     norm = float(np.linalg.norm(wanted)) or 1.0
     whole = float(np.linalg.norm(have - wanted)) / norm
     if wanted.ndim < 2:
@@ -56,60 +60,50 @@ def is_near(error: tuple[float, float], of_jit: tuple[float, float], tolerance: 
     return whole <= max(tolerance, WORSE * of_jit[0]) and row <= max(WORST_ROW * tolerance, WORSE * of_jit[1])
 
 
-def check(program: Program, seed: int) -> dict[str, Any]:
-    args = program.arguments(seed)
+def check(program: Program, seed: int, found: Findings) -> dict[str, Any]:
+    """The finding of one program. What ``jax.jit`` errs is asked where the pipeline is beyond the tolerance."""
+    args = jax.block_until_ready(program.arguments(seed))
+    executable = program.function.lower(*args).compile()
     before = runtime.calls()
-    outs = [np.asarray(x) for x in jax.tree.leaves(program.function(*args))]
+    began = time.monotonic()
+    with found.watch(program.name, 10 * LIMIT_S if program.target == "emulator" else LIMIT_S):
+        outs = [np.asarray(x) for x in jax.tree.leaves(executable(*args))]
+        again = [np.asarray(x) for x in jax.tree.leaves(executable(*args))]
+    seconds = time.monotonic() - began
     kernels = runtime.calls() - before
-    again = [np.asarray(x) for x in jax.tree.leaves(program.function(*args))]
-    plain = jax.tree.leaves(jax.jit(program.family.function)(*args))
     wanted = reference(program, args)
     errors = [difference(x, w) for x, w in zip(outs, wanted, strict=True)]
-    jit_errors = [difference(x, w) for x, w in zip(plain, wanted, strict=True)]
-    near = all(is_near(e, j, TOLERANCE[program.dtype]) for e, j in zip(errors, jit_errors, strict=True))
     equal = all(a.tobytes() == b.tobytes() for a, b in zip(outs, again, strict=True))
-    right = near and kernels > 0 and (equal or not program.family.deterministic)
-    return {"ok": right, "errors": errors, "jit_errors": jit_errors, "equal_bits": equal, "kernels": kernels}
+    one: dict[str, Any] = {"errors": errors, "equal_bits": equal, "kernels": kernels, "seconds": round(seconds, 3)}
+    tolerance = TOLERANCE[program.dtype]
+    near = all(is_near(e, (0.0, 0.0), tolerance) for e in errors)
+    if not near:
+        plain = jax.tree.leaves(jax.jit(program.family.function)(*args))
+        one["jit_errors"] = [difference(x, w) for x, w in zip(plain, wanted, strict=True)]
+        near = all(is_near(e, j, tolerance) for e, j in zip(errors, one["jit_errors"], strict=True))
+    return {"ok": near and kernels > 0 and (equal or not program.family.deterministic), **one}
 
 
-def finding_of(program: Program, seed: int) -> dict[str, Any]:
-    """``check``, whose exception is a finding too: one that fails must not hide the others."""
-    try:
-        return {"name": program.name, **check(program, seed)}
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return {"name": program.name, "ok": False, "error": text, "traceback": traceback.format_exc(limit=-3)}
-
-
-def context_is_lost(finding: dict[str, Any]) -> bool:
-    """After such an error nothing can run in this process."""
-    return "CUDA_ERROR" in finding.get("error", "")
-
-
-def main() -> int:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--step", default="correctness", help="what the record is called")
-    parser.add_argument("--only", default="", help="programs whose name holds this")
-    parser.add_argument("--few", action="store_true", help="a small choice: for tools that slow a device down")
-    parser.add_argument("--shard", default="0/1", help="K/N: the K-th of N processes that share the programs and the device")
-    parser.add_argument("--case-seconds", type=float, default=30.0, help="for one program: XLA compiles it twice")
-    args = parser.parse_args()
-    shard, shards = map(int, args.shard.split("/"))
-    record = Record(args.step, args.output, jax_devices=shards == 1, patience=args.patience)
-    chosen = programs(args.dry_run, args.only)
-    chosen = few(chosen) if args.few else chosen
-    mine = [p for p in chosen if zlib.crc32(p.name.encode()) % shards == shard]  # whichever kinds are ruled out meanwhile
-    record.content["expected"] = len(mine)
-    for seed, program in enumerate(mine):
-        if not record.wants(program.name):
+def run(name: str, found: Findings, skip: set[str], dry_run: bool, without_device: bool) -> None:
+    """``name``: "FAMILY planned|forced K/N". A process that died in a program is started again with its name in ``skip``."""
+    family, kinds, part = name.split()
+    k, n = map(int, part.split("/"))
+    kernels_since = note_kernels()
+    chosen = [p for i, p in enumerate(programs(kinds, family, dry_run)) if i % n == k]
+    found.content |= {"findings": [], "expected": len(chosen)}
+    kernels_since()  # trials of plans
+    for seed, program in enumerate(chosen):
+        if program.name in skip:
             continue
-        with record.case(program.name, args.case_seconds, program.kind):
-            found = finding_of(program, seed)
-        record.tell({**found, "kind": program.kind})
-        if context_is_lost(found):
-            return LOST
-    return record.finish()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        try:
+            if without_device:
+                program.compile_kernel()
+                one: dict[str, Any] = {"ok": True}
+            else:
+                one = check(program, seed, found)
+        except Exception as error:
+            one = {"ok": False, **failure(error)}
+        found.content["findings"].append({"name": program.name, "kind": program.kind, **one, "cubins": kernels_since()})
+        found.write()
+        if "CUDA_ERROR" in one.get("error", ""):  # after that nothing can run in this process
+            raise RuntimeError(one["error"])

@@ -1,7 +1,7 @@
-"""What the steps run: kernel families of the tests, planned and under forced arrangements, as jitted functions.
+"""Kernel families of the tests, planned and under forced arrangements, as jitted functions.
 
-Comes in: whether a device or the emulator runs them. Goes out: ``Program``: a case by name, its function, its arguments by seed.
-Invariant: the same list in every process, so that what ``precompile`` compiles is what the others find in the cache.
+In: a family, and whether a device or the emulator runs it. Out: ``Program``: its name, its function, its arguments by seed.
+Invariant: the same list in every process, so that the kernels that were prepared are those that the others find in the cache.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from tests.support.cuda_cases import FAMILIES, Family
 from tests.support.cuda_recurrent_cases import RECURRENT
 from tests.support.cuda_training_cases import TRAINING
 
-PLANNED = "planned"
+PLANNED, FORCED = "planned", "forced"
 _FORCED_ROWS = 333  # several tiles for the one pipeline instance of a forced plan, the last of them not full
 _PLANNED_ROWS = (1, 20_011)  # less than a tile; more tiles than a device has workers
-_DRY_FAMILIES = ("dense",)
+DRY_FAMILIES = ("dense",)
+_ATTENTION_ROWS = 2_003  # scores are rows by rows
 _LONGER_ROWS = 4_099  # of loops and whole steps: their references in float64 keep every step
 _DRY_KINDS = ("sm90-vertical-resident-lanes1", "sm90-spatial-l2-lanes1")
 # Training steps under forced arrangements, the first and every n-th of some twenty: their plans take a second each to make in every
@@ -37,7 +38,8 @@ _FORCED_STEPS = {"tanh-step": 4, "labels-step": 5, "layer-norm-step": 6, "skip-s
 # As few of loops and of attention, whose blocks and lanes vary.
 _FORCED_STEPS |= {name: 3 for name in RECURRENT} | {name: 4 for name in (*ATTENTION, *ATTENTION_GRADIENTS)}
 _STEPS = {**TRAINING, **RECURRENT}  # large kernels: not in every dtype
-_ALL = {**FAMILIES, **TRAINING, **RECURRENT, **ATTENTION, **ATTENTION_GRADIENTS, **CALLS}
+_BATCHED = {**ATTENTION, **ATTENTION_GRADIENTS}
+ALL = {**FAMILIES, **TRAINING, **RECURRENT, **ATTENTION, **ATTENTION_GRADIENTS, **CALLS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Program:
         if self.plan is None:
             emulator = "emulator" if self.target == "emulator" else None
             return jax.jit(self._pipeline(emulator))
-        of = self._subject()
+        of = _subject_of(self.family, self.rows, self.dtype)
         planned = of.planned(self.plan, self.target)
         return jax.jit(lambda *args: standalone.run(of.captured, [planned], args))
 
@@ -79,59 +81,23 @@ class Program:
         if self.plan is None:
             jax.jit(self._pipeline(None)).trace(*self.arguments(0)).lower(lowering_platforms=("cuda",))
         else:
-            self._subject().planned(self.plan, self.target)
+            _subject_of(self.family, self.rows, self.dtype).planned(self.plan, self.target)
 
     def _pipeline(self, target: str | None) -> Any:
         f = self.family
         return kj.pipeline(f.function, force=True, strict=True, target=target, deterministic=f.deterministic)
 
-    def _subject(self) -> cuda_run.Subject:
-        return _subject_of(self.family, self.rows, self.dtype)
 
-
-def programs(dry_run: bool, only: str = "") -> list[Program]:
-    """Planned ones first, then forced ones for the architecture at hand, without the kinds that ``KITSUNE_CUDA_AVOID`` rules out;
-    ``only``: those whose name holds it."""
+def programs(kinds: str, family: str, dry_run: bool) -> list[Program]:
+    """Those of a family: the planner's choices ("planned"), or all arrangements for the architecture at hand ("forced")."""
     target = "emulator" if dry_run else "cuda"
-    made = (*_planned(target, dry_run), *_forced(target, dry_run))
-    return [p for p in made if only in p.name]
+    return list({PLANNED: _planned, FORCED: _forced}[kinds](ALL[family], target, dry_run))
 
 
-def smoke_programs(dry_run: bool, only_family: str = "") -> list[Program]:
-    """One for each kind of kernel, of the first family that admits it; of ``only_family`` all kinds. Not without the kinds that are
-    ruled out: this is where they are found."""
-    target, rows = ("emulator", 130) if dry_run else ("cuda", _FORCED_ROWS)
-    families = [f for f in (*FAMILIES.values(), *TRAINING.values()) if f.small and (not only_family or f.name == only_family)]
-    found: dict[str, Program] = {}
-    for family in [f for f in families if f.name in _DRY_FAMILIES] if dry_run else families:
-        plans = cuda_run.arrangements(cuda_run.subject(family.function, *family.arguments(rows, "bfloat16")))
-        for name, plan in plans.items():
-            program = Program(family, "bfloat16", rows, target, name, plan)
-            found.setdefault(name if only_family else program.kind, program)
-    chosen = sorted(found.values(), key=lambda p: not p.kind.startswith("sm90"))
-    return [p for p in chosen if p.kind in _DRY_KINDS] if dry_run else chosen
-
-
-def few(among: list[Program]) -> list[Program]:
-    """Of each small family three programs in a few rows, of a training step one, in bfloat16, so that every arrangement occurs: for
-    tools that slow a device down a hundred times."""
-    chosen = []
-    for k, family in enumerate((*FAMILIES.values(), *TRAINING.values())):
-        here = [p for p in among if p.family is family and family.small and p.dtype == "bfloat16" and p.rows < 1000]
-        forced = [p for p in here if p.plan is not None]
-        if family.name in TRAINING:
-            chosen += [forced[k % len(forced)]] if forced else []
-            continue
-        chosen += [p for p in here if p.plan is None]
-        chosen += [forced[i] for i in sorted({2 * k % len(forced), (2 * k + 1) % len(forced)})] if forced else []
-    return chosen
-
-
-def _planned(target: str, dry_run: bool) -> Iterator[Program]:
-    for family in _families(dry_run):
-        for dtype in family.dtypes[:1] if dry_run else _dtypes(family):
-            for rows in (family.rows[:1] or (65,)) if dry_run else _rows(family):
-                yield Program(family, dtype, rows, target)
+def _planned(family: Family, target: str, dry_run: bool) -> Iterator[Program]:
+    for dtype in family.dtypes[:1] if dry_run else _dtypes(family):
+        for rows in (family.rows[:1] or (65,)) if dry_run else _rows(family):
+            yield Program(family, dtype, rows, target)
 
 
 def _dtypes(family: Family) -> tuple[str, ...]:
@@ -146,30 +112,27 @@ def _rows(family: Family) -> tuple[int, ...]:
         return (_PLANNED_ROWS[0], _LONGER_ROWS)
     if family.name in RECURRENT:
         return (_LONGER_ROWS,)
+    if family.name in _BATCHED:
+        return (_PLANNED_ROWS[0], _ATTENTION_ROWS)
     return _PLANNED_ROWS[-1:] if family.name in TRAINING else _PLANNED_ROWS
 
 
-def _forced(target: str, dry_run: bool) -> Iterator[Program]:
+def _forced(family: Family, target: str, dry_run: bool) -> Iterator[Program]:
     """Large families and training steps in bfloat16 only: each kernel takes seconds to compile."""
+    if family.name in CALLS or (family.name in TRAINING and family.name not in _FORCED_STEPS):
+        return
     generation = "sm90" if dry_run or nvrtc.sm_of(runtime.arch()) == 900 else "sm80"
-    families = [f for f in _families(dry_run) if f.name not in CALLS and (f.name not in TRAINING or f.name in _FORCED_STEPS)]
-    for family in families[:1] if dry_run else families:
-        rows = 130 if dry_run else _FORCED_ROWS
-        narrow = family.name in _FORCED_STEPS or not family.small
-        dtypes = [d for d in family.dtypes if d == "bfloat16" or d == family.dtypes[0] or (d == "float32" and not narrow)]
-        for dtype in dtypes[:1] if dry_run else dtypes:
-            plans = cuda_run.arrangements(_subject_of(family, rows, dtype))
-            names = [name for name in plans if name.startswith(generation)]
-            names = names[:: _FORCED_STEPS.get(family.name, 1)]
-            if dry_run:
-                names = [name for name in names if name in _DRY_KINDS][:1]
-            yield from (Program(family, dtype, rows, target, name, plans[name]) for name in names)
+    rows = 130 if dry_run else _FORCED_ROWS
+    narrow = family.name in _FORCED_STEPS or not family.small
+    dtypes = [d for d in family.dtypes if d == "bfloat16" or d == family.dtypes[0] or (d == "float32" and not narrow)]
+    for dtype in dtypes[:1] if dry_run else dtypes:
+        plans = cuda_run.arrangements(_subject_of(family, rows, dtype))
+        names = [name for name in plans.names() if name.startswith(generation)][:: _FORCED_STEPS.get(family.name, 1)]
+        if dry_run:
+            names = [name for name in names if name in _DRY_KINDS][:1]
+        yield from (Program(family, dtype, rows, target, name, plans[name]) for name in names if name in plans)
 
 
+@functools.lru_cache(maxsize=4)
 def _subject_of(family: Family, rows: int, dtype: str) -> cuda_run.Subject:
-    batches = family.name in ATTENTION or family.name in ATTENTION_GRADIENTS
-    return cuda_run.subject(family.function, *family.arguments(rows, dtype), batches=batches)
-
-
-def _families(dry_run: bool) -> list[Family]:
-    return [family for name, family in _ALL.items() if not dry_run or name in (*_DRY_FAMILIES, *CALLS)]
+    return cuda_run.subject(family.function, *family.arguments(rows, dtype), batches=family.name in _BATCHED)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,31 +22,25 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def check(folder: Path, stages: str, only: str = "") -> dict[str, Any]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    variables = {**inherited, "PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
-
-
-@pytest.mark.parametrize("arch", [None, "sm_90"], ids=["own", "portable"])
-def test_kernels_are_right(tmp_path: Path, arch: str | None) -> None:
-    output = tmp_path / "correctness.json"
-    environment = {} if arch is None else {"KITSUNE_CUDA_ARCH": arch}
-    done = run("scripts.gpu.correctness", "--few", "--output", str(output), **environment)
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(folder), "--stages", stages, "--only", only, "--limit", "550"]
+    variables = {**inherited, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert json.loads(output.read_text())["findings"]
+    return dict(json.loads((folder / "measured.json").read_text()))
 
 
-def test_training_steps_at_full_size_are_right(tmp_path: Path) -> None:
-    done = run("scripts.gpu.training", "--output", str(tmp_path / "training.json"))
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+@pytest.mark.parametrize("stage", ["correct", "portable"])
+def test_kernels_are_right(tmp_path: Path, stage: str) -> None:
+    assert check(tmp_path, stage, "mlp")["correctness"]
 
 
-def test_queues_lose_nothing(tmp_path: Path) -> None:
-    done = run("benchmarks.micro", "--output", str(tmp_path / "micro.json"))
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+def test_applications_run_as_fast_as_they_are_told_to(tmp_path: Path) -> None:
+    case = check(tmp_path, "speed", "nerf bf16 262144")["cases"]["nerf bf16 262144"]
+    assert case["columns"]["tuned"]["ms"] < 1.1 * case["columns"]["jit"]["ms"]
 
 
-def test_launches_from_two_threads(tmp_path: Path) -> None:
-    done = run("scripts.gpu.soak", "--launches", "400", "--seconds", "60", "--output", str(tmp_path / "soak.json"))
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+def test_queues_lose_nothing_and_launches_from_two_threads_do_not_hang(tmp_path: Path) -> None:
+    measured = check(tmp_path, "queues,soak")
+    assert measured["queues"] and measured["soak"]

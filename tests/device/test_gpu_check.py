@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
+import signal
 import subprocess
 import sys
-import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from benchmarks import store
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.targets.cuda import hostcc, runtime
-from scripts.gpu import benchmarks, correctness, goals, programs, smoke, steps, traffic, training
+from scripts import gpu_record
+from scripts.gpu import cases, correctness, programs, results, stalls, worker
+from tests.support import gpu_check_toy
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
 from tests.support.cuda_call_cases import CALLS
 from tests.support.cuda_cases import FAMILIES, Family
@@ -37,151 +40,131 @@ needs_emulator = pytest.mark.skipif(
 )
 
 
-def start(folder: Path, *options: str, python: Path | str = sys.executable, **environment: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHON": str(python), **environment}
+def check(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), *options, str(folder)]
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    variables = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False)
 
 
-def start_small(folder: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.gpu_check_toy", "small", *options, str(folder)]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+def start_toy(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.support.gpu_check_toy", "--dry-run", *options, str(folder)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GPU_CHECK_TOY": fault}
     return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def status(folder: Path) -> dict[str, int]:
-    return {name: of["status"] for name, of in json.loads((folder / "status.json").read_text())["steps"].items()}
+def toy(folder: Path, *options: str, fault: str = "") -> tuple[int, dict[str, Any], str]:
+    run = start_toy(folder, *options, fault=fault)
+    output, _ = run.communicate(timeout=120)
+    return run.returncode, json.loads((folder / "measured.json").read_text()), output
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------------------
 
 
 @needs_emulator
 @pytest.mark.usefixtures("kernel_cache")
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_dry_run_is_right_and_told_on_one_page(whole: bool, tmp_path: Path) -> None:
-    """The ``whole`` one; the others have one family's programs."""
-    folder = tmp_path / "check"
-    options = "--dry-run", "--only", "environment,smoke,correctness,soak,traffic"
-    run = start(folder, *options) if whole else start_small(folder, *options)
-    output, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, output
-    assert status(folder) == {"environment": 0, "smoke": 0, "correctness": 0, "soak": 0, "traffic": 0}
-    found = json.loads((folder / "correctness.0.json").read_text())
-    assert found["about"]["versions"]["jax"]
-    assert len(found["about"]["sources"]) == 16
-    assert {f["name"].split()[-1] != programs.PLANNED for f in found["findings"]} == {
-        True,
-        False,
-    }  # the planner's, and a forced one
-    assert {f["name"].split()[0] for f in found["findings"]} == {"dense", *(CALLS if whole else ())}
-    # Of all, and of the worst row, which may be as far off as jax.jit's: a bfloat16 gradient of few edges is off there by 0.012.
-    bound = correctness.TOLERANCE["bfloat16"]
-    for f in found["findings"]:
-        for (whole, row), (_, row_of_jit) in zip(f["errors"], f["jit_errors"], strict=True):
-            assert 0 < whole < bound and 0 < row < max(bound, 1.01 * row_of_jit), f["name"]
-    assert all(f["ok"] for f in found["findings"])
-    assert all(f["kernels"] > 0 for f in found["findings"])
-    soak = json.loads((folder / "soak.json").read_text())["findings"]
-    assert [f["launches"] for f in soak] == [f["wanted"] for f in soak] == [3] * 4
-    page = (folder / "summary.md").read_text()
-    assert "| correctness | right |" in page
-    assert "no CUDA device" in page
-    with tarfile.open(f"{folder}.tar.gz") as archive:
-        assert "check/summary.md" in archive.getnames()
+@pytest.mark.parametrize("stages", ["correct", pytest.param("speed,queues,soak,forced", marks=pytest.mark.slow)])
+def test_a_dry_run_is_right_and_told(stages: str, tmp_path: Path) -> None:
+    done = check(tmp_path / "check", "--dry-run", "--limit", "800", "--stages", stages)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((tmp_path / "check" / "measured.json").read_text())
+    assert done.stdout.rstrip() == (tmp_path / "check" / "summary.txt").read_text().rstrip()
+    assert measured["correctness"] and all(f["ok"] and f["kernels"] for f in measured["correctness"].values())
+    if "speed" in stages:
+        assert list(measured["cases"]) == list(cases.DRY_CASES)
+        assert all(of["ms"] > 0 for case in measured["cases"].values() for of in case["columns"].values())
+        assert [f["ok"] for f in measured["queues"]] == [True, True]
+        assert len(measured["soak"]) == 4 and all(f["ok"] for f in measured["soak"])
 
 
-@pytest.mark.slow
-@needs_emulator
-@pytest.mark.usefixtures("kernel_cache")
-def test_a_dry_run_of_a_training_step_is_right(tmp_path: Path) -> None:
-    folder = tmp_path / "check"
-    output, _ = start(folder, "--dry-run", "--only", "training").communicate(timeout=200)
-    assert status(folder) == {"training": 0}, output
-    (found,) = json.loads((folder / "training.json").read_text())["findings"]
-    assert found["kernels"] > 0 and found["equal_bits"]
-    assert set(found["errors"]) == {"loss", "params", "mean", "square"}
-    assert all(0 < e < 0.01 for e in found["errors"].values())
-
-
-@pytest.mark.slow
-@needs_emulator
-@pytest.mark.usefixtures("kernel_cache")
-def test_a_dry_run_of_a_token_asks_for_a_weight_ahead(tmp_path: Path) -> None:
-    folder = tmp_path / "check"
-    output, _ = start(folder, "--dry-run", "--only", "decoding").communicate(timeout=400)
-    assert status(folder) == {"decoding": 0}, output
-    (found,) = json.loads((folder / "decoding.json").read_text())["findings"]
-    assert found["asked_bytes"] > 1e6 and found["modelled_gain_seconds"] > 1e-6 and found["same_bits"]
-
-
-@pytest.mark.slow
-@needs_emulator
-@pytest.mark.usefixtures("kernel_cache")
-def test_a_kind_of_kernel_that_hangs_costs_ten_seconds_and_is_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "check"
-    output, _ = start(folder, "--dry-run", "--only", "smoke,correctness", "--plant", "hang@smoke:0").communicate(timeout=300)
-    assert status(folder) == {"smoke": 1, "correctness": 0}, output
-    hung, other = json.loads((folder / "smoke.json").read_text())["findings"]
-    assert hung["error"] == f"did not end within {smoke.LIVE_SECONDS:g} s" and other["ok"]
-    found = json.loads((folder / "correctness.0.json").read_text())["findings"]
-    assert [f["kind"] for f in found] == [""] * (1 + len(CALLS)) + [other["kind"]]  # the planner's, and the one that is left
-    assert f"left out of later steps, because they hung or crashed: {hung['kind']}" in (folder / "summary.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [("--kernel-name", "--kernel-name kernel_substring=kitsune_region"), ("--kernel-regex", "--kernel-regex kns=kitsune_region")],
-)
-def test_the_sanitizer_is_told_which_kernels_are_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, wanted: str
-) -> None:
-    """Without the filter every kernel of XLA is instrumented; the option's name depends on the version."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/usr/bin/env bash\necho "  {words} arg"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
-    made = [step for step in steps.steps("python", tmp_path, dry_run=False) if step.group == "sanitizer"]
-    assert [step.name for step in made] == ["memcheck", "racecheck", "synccheck"]
-    for step in made:
-        line = " ".join(step.programs[0].command)
-        assert line.startswith(f"compute-sanitizer --tool {step.name} --error-exitcode") and wanted in line and "--few" in line
-
-
-def test_a_machine_without_the_sanitizer_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    made = [step for step in steps.steps("python", tmp_path, dry_run=False) if step.group == "sanitizer"]
-    assert all("not on PATH" in step.missing for step in made) and len(made) == 3
-
-
-def test_no_case_may_take_longer_than_its_step(tmp_path: Path) -> None:
-    """Else the step would end before the case is named, and the next call would hang in it again."""
-    for step in steps.steps("python", tmp_path, dry_run=False):
-        for program in step.programs:
-            if "--case-seconds" in program.command:
-                assert float(program.command[program.command.index("--case-seconds") + 1]) < step.seconds
-    assert next(s.seconds for s in steps.steps("python", tmp_path, dry_run=False) if s.name == "training") > training.CASE_SECONDS
-
-
-def test_the_build_names_what_is_missing() -> None:
-    command = [sys.executable, "-S", "-E", "-m", "scripts.gpu.build"]  # no packages of the environment
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "pip install nanobind setuptools jaxlib" in done.stdout
-
-
-@pytest.mark.skipif(not isinstance(runtime.driver_info(), str), reason="there is a CUDA driver here")
 def test_without_a_device_the_check_ends_at_once(tmp_path: Path) -> None:
-    output, _ = start(tmp_path / "check", "--only", "environment,correctness").communicate(timeout=200)
-    assert status(tmp_path / "check") == {"environment": 1}, output
-    assert "there is no CUDA device: nothing else can run" in output
+    if not isinstance(runtime.driver_info(), str):
+        pytest.skip("this machine has a CUDA driver")
+    done = check(tmp_path / "check")
+    assert done.returncode == 2
+    assert "there is no CUDA device, so nothing can run" in done.stdout
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("words", [("--onyl", "soak"), ("--only", "soka")])
-def test_an_unknown_option_or_step_is_refused(tmp_path: Path, words: tuple[str, str]) -> None:
-    run = start(tmp_path / "check", *words)
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode == 2
-    assert words[0] in output or words[1] in output
+@pytest.mark.parametrize("words", [("--stages", "all-of-them"), ("--no-such-option", "x")])
+def test_an_unknown_option_or_stage_is_refused(tmp_path: Path, words: tuple[str, str]) -> None:
+    done = check(tmp_path / "check", *words)
+    assert done.returncode == 2
+    assert words[0] in done.stderr or words[1] in done.stderr
     assert not (tmp_path / "check").exists()
+
+
+# --- faults of what it runs -------------------------------------------------------------------------------------------------------
+
+PROGRAMS = [f"{family} {k}" for family in gpu_check_toy.FAMILIES for k in range(4)]
+
+
+def test_a_check_without_faults_is_right(tmp_path: Path) -> None:
+    code, measured, output = toy(tmp_path, "--stages", "correct,speed")
+    assert code == 0, output
+    assert sorted(measured["correctness"]) == PROGRAMS
+    assert sorted(measured["cases"]) == list(gpu_check_toy.CASES)
+    assert "wrong: none" in output
+
+
+@pytest.mark.parametrize("fault", ["hang", "crash"])
+def test_a_program_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path, fault: str) -> None:
+    code, measured, output = toy(tmp_path, "--stages", "correct", fault=f"{fault}@b 2")
+    assert code == 1
+    assert sorted(measured["correctness"]) == PROGRAMS
+    assert [name for name, f in measured["correctness"].items() if not f["ok"]] == ["b 2"]
+    assert "WRONG b 2: the process ended in it" in output
+    pids = {f["pid"] for name, f in measured["correctness"].items() if name.startswith("b") and f["ok"]}
+    assert len(pids) == 2  # another one went on behind it
+
+
+def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
+    code, measured, output = toy(tmp_path, "--stages", "speed", fault="hang@case y")
+    assert code == 1
+    assert [name for name, f in measured["cases"].items() if not f.get("finished")] == ["y"]
+    assert "y: the process ended" in output
+
+
+def test_what_failed_is_run_again_alone(tmp_path: Path) -> None:
+    toy(tmp_path, "--stages", "correct", fault="crash@b 2")
+    code, measured, output = toy(tmp_path, "--stages", "correct", "--only", "failed")
+    assert code == 0, output
+    assert sorted(measured["correctness"]) == [name for name in PROGRAMS if name.startswith("b")]
+
+
+def test_the_limit_ends_what_runs_and_keeps_what_was_found(tmp_path: Path) -> None:
+    began = time.monotonic()
+    _, measured, output = toy(tmp_path, "--stages", "correct", "--limit", "136", fault="hang@b 2")
+    assert time.monotonic() - began < 30
+    assert {"b 0", "b 1"} <= set(measured["correctness"])
+    assert "cut off: b at b 2" in output or "not started" in output
+
+
+def test_an_interrupt_ends_the_check_and_what_was_found_is_written(tmp_path: Path) -> None:
+    run = start_toy(tmp_path, "--stages", "correct", fault="hang@b 2")
+    path, deadline = tmp_path / "cases" / "programs_b_planned_0of1.json", time.monotonic() + 60
+    while (results.read_json(path) or {}).get("running") != "b 2" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=30)
+    assert run.returncode == 130, output
+    assert {"b 0", "b 1"} <= set(json.loads((tmp_path / "measured.json").read_text())["correctness"])
+
+
+def test_a_file_that_cannot_be_written_is_told_and_stays_what_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    assert results.write_json(path, {"x": 1}) == ""
+    (tmp_path / "file").write_text("")
+    assert "could not be written" in results.write_json(tmp_path / "file" / "found.json", {"x": 2})
+    assert results.read_json(path) == {"x": 1}
+
+
+def test_a_worker_s_exception_is_a_finding(tmp_path: Path) -> None:
+    assert worker.main(["case", "no-such-application f32 8", "--output", str(tmp_path / "found.json"), "--dry-run"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not found["finished"] and found["error"].startswith("KeyError: 'no-such-application'")
+
+
+# --- right and wrong --------------------------------------------------------------------------------------------------------------
 
 
 def test_one_wrong_row_of_many_is_seen() -> None:
@@ -196,20 +179,77 @@ def test_one_wrong_row_of_many_is_seen() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_is_wrong(value: float) -> None:
+def test_a_value_that_is_not_finite_is_wrong_where_the_reference_is(value: float) -> None:
     wanted = np.ones((4, 4))
     got = wanted.copy()
     got[2, 1] = value
     assert correctness.difference(got, wanted) == (math.inf, math.inf)
+    assert correctness.difference(wanted, got) == (math.inf, math.inf)
+    assert correctness.difference(got, got) == (0.0, 0.0)
     assert correctness.difference(wanted[:3], wanted) == (math.inf, math.inf)
 
 
-def test_a_choice_for_slow_tools_has_training_steps() -> None:
-    """One each: they are the largest kernels."""
-    plan: Any = object()
-    made = [programs.Program(f, "bfloat16", 333, "cuda", "some", plan) for f in TRAINING.values()]
-    chosen = programs.few(made)
-    assert [p.family.name for p in chosen] == [f.name for f in TRAINING.values() if f.small]
+class _Executable:
+    def __init__(self, run: Any):
+        self.run = run
+
+    def lower(self, *args: Any) -> _Executable:
+        return self
+
+    def compile(self) -> Any:
+        return self.run
+
+
+class _Runs:
+    """Stands for a program: its results are ``runs``, one for each run, and jax.jit's 1."""
+
+    def __init__(self, family: Family, *runs: float):
+        self.family, self.dtype, self.name, self.target, left = family, "float32", "runs", "cuda", list(runs)
+        self.function = _Executable(lambda x: x * left.pop(0))
+
+    def arguments(self, seed: int) -> tuple[jax.Array, ...]:
+        return (jnp.ones((3, 4)),)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "runs", "calls", "right"),
+    [
+        (True, (1, 1), 2, True),
+        (True, (1, 1 + 1e-6), 2, False),  # other bits
+        (False, (1, 1 + 1e-6), 2, True),
+        (False, (1.1, 1.1), 2, False),
+        (True, (1, 1), 0, False),  # XLA's, not ours
+    ],
+)
+def test_what_is_right(
+    deterministic: bool, runs: tuple[float, ...], calls: int, right: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program: Any = _Runs(Family("same", lambda x: x, (), deterministic=deterministic), *runs)
+    counted = iter((0, calls))
+    monkeypatch.setattr(correctness.runtime, "calls", lambda: next(counted))
+    found = worker.Findings(tmp_path / "found.json")
+    one = correctness.check(program, 0, found)
+    assert one["ok"] == right
+    assert ("jit_errors" in one) == (runs == (1.1, 1.1))  # asked where the tolerance is exceeded
+
+
+# --- programs and cases -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_family_has_programs_on_a_device() -> None:
+    assert set(programs.ALL) == {*FAMILIES, *TRAINING, *RECURRENT, *ATTENTION, *ATTENTION_GRADIENTS, *CALLS}
+    made = [p.name for family in programs.ALL for p in programs.programs("planned", family, dry_run=False)]
+    assert {name.split()[0] for name in made} == set(programs.ALL)
+    assert len(set(made)) == len(made)
+
+
+def test_every_timed_case_has_a_place_in_the_record() -> None:
+    """Its application exists, and the store can order it among the others."""
+    names = [name for name in (*cases.CASES, *cases.LATER) if not name.startswith("token")]
+    for name in names:
+        head = gpu_record._head_of(name.removeprefix("plans "))
+        assert head["app"] in (*store.APP_NAMES, *store.ATTENTION_NAMES), name
+    assert len(set(names)) == len(names)
 
 
 def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
@@ -234,72 +274,12 @@ def test_whole_functions_become_the_kernels_that_they_are_there_for() -> None:
         assert any(region.loops and region.later for region in found[name].regions), found[name]
 
 
-class _Runs:
-    """Stands for a program: its results are ``runs``, one for each run, and jax.jit's 1."""
-
-    def __init__(self, family: Family, *runs: float):
-        self.family, self.dtype, left = family, "float32", list(runs)
-        self.function = lambda x: x * left.pop(0)
-
-    def arguments(self, seed: int) -> tuple[jax.Array, ...]:
-        return (jnp.ones((3, 4)),)
-
-
-@pytest.mark.parametrize(
-    ("deterministic", "runs", "calls", "right"),
-    [
-        (True, (1, 1), 2, True),
-        (True, (1, 1 + 1e-6), 2, False),  # other bits
-        (False, (1, 1 + 1e-6), 2, True),
-        (False, (1.1, 1.1), 2, False),
-        (True, (1, 1), 0, False),  # XLA's, not ours
-    ],
-)
-def test_what_is_right(
-    deterministic: bool, runs: tuple[float, ...], calls: int, right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program: Any = _Runs(Family("same", lambda x: x, (), deterministic=deterministic), *runs)
-    counted = iter((0, calls))
-    monkeypatch.setattr(correctness.runtime, "calls", lambda: next(counted))
-    assert correctness.check(program, 0)["ok"] == right
-
-
-def test_every_family_has_programs_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_forced", lambda target, dry_run: iter(()))  # those take a minute to plan
-    made = programs.programs(dry_run=False)
-    assert {p.family.name for p in made} == {*FAMILIES, *TRAINING, *RECURRENT, *ATTENTION, *ATTENTION_GRADIENTS, *CALLS}
-    assert len({p.name for p in made}) == len(made)
-
-
-def test_counters_are_added_over_kernels() -> None:
-    head = '==PROF== Connected\n"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
-    table = head + "\n".join(
-        ('0,gemm,dram__bytes_read.sum,byte,"1,000"', "0,gemm,dram__bytes_write.sum,byte,50", "1,relu,dram__bytes_read.sum,byte,7")
-    )
-    assert traffic.read_table(table) == {"kernels": 2, "read": 1007.0, "written": 50.0}
-    with pytest.raises(ValueError, match="not in bytes"):
-        traffic.read_table(head + "0,gemm,dram__bytes_read.sum,Mbyte,3\n")
-    with pytest.raises(ValueError, match="no kernels"):
-        traffic.read_table("==PROF== no kernels were profiled")
-
-
-def test_goals_are_held_against_records_of_their_size_on_a_gpu() -> None:
-    app, goal = next(iter(goals.GRAPH_GOALS.items()))
-    record = {"app": app, "mode": "infer", "dtype": "bf16", "platform": "cuda", "rows": goal.rows, "explain": {"coverage": 1.0}}
-    found = [
-        record | {"speedup": {"jit": {"median": goal.speedup}}},
-        record | {"dtype": "f32", "speedup": {"jit": {"median": 0.99 * goal.speedup}}},
-        record | {"platform": "cpu", "speedup": {"jit": {"median": 9.0}}},
-        record | {"rows": goal.rows - 1, "speedup": {"jit": {"median": 9.0}}},
-        record | {"app": "nerf", "speedup": {"jit": {"median": 9.0}}},
-    ]
-    rows = goals.markdown(found).splitlines()[2:]
-    assert [row.split("|")[-2].strip() for row in rows] == ["yes", "no"]
-
-
-def test_applications_with_goals_are_measured_in_both_modes() -> None:
-    for train in (False, True):
-        assert {(app, "bf16", goal.rows) for app, goal in goals.GRAPH_GOALS.items()} <= set(benchmarks.runs(train, dry_run=False))
-    assert {(app, goal.dtype, goal.rows) for app, goal in goals.SEQUENCE_GOALS.items()} <= set(
-        benchmarks.runs(False, dry_run=False)
-    )
+def test_stalls_are_told_for_each_kernel() -> None:
+    details = '==PROF== Connected\n"ID","Kernel Name","Block Size","Grid Size","Metric Name","Metric Unit","Metric Value"\n'
+    details += '"0","kitsune_region","(384, 1, 1)","(132, 1, 1)","Duration","us","592.06"\n'
+    source = '"Kernel Name","kitsune_region"\n"#","Address","Source","stall_barrier","stall_long_sb"\n'
+    source += '"0","0x1","BAR.SYNC","30","0"\n"1","0x2","LDG.E R1","0","10"\n"2","0x3","EXIT","0","0"\n'
+    text = stalls.markdown(details, source)
+    assert "## 0: kitsune_region (132, 1, 1) x (384, 1, 1)\nDuration 592.06 us" in text
+    assert "samples 40: barrier 75%, long_sb 25%" in text
+    assert "75.0%  [0/3] BAR.SYNC  (barrier 30)" in text

@@ -15,9 +15,10 @@ import pytest
 
 from kitsune_jax import cache
 from kitsune_jax.targets.cuda import compile, nvrtc, runtime
-from scripts.gpu import environment, prepare, prepared, results
+from scripts.gpu import prepare, prepared, results, worker
 
 ROOT = Path(__file__).parents[2]
+DRIVER: dict[str, Any] = {"version": 13000, "devices": [prepare.DEVICES["h200"]]}
 SOURCE = 'extern "C" __global__ void kitsune_region(float* x) { x[0] = 2; }'
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason=nvrtc.why_not() or "")
 
@@ -25,33 +26,35 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason=nvrtc.why_not() o
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that stands for the checkout, and one in it for an environment of --prepare with a built extension."""
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.setattr(prepare, "ROOT", tmp_path)
     for module in (prepare, prepared):
         monkeypatch.setattr(module, "FOLDER", tmp_path / ".gpu-check")
-    for folder in (tmp_path / "kitsune_jax", tmp_path / "venv" / "kitsune_jax"):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(prepare, "VENV", tmp_path / "venv")
+    for folder in (tmp_path / "kitsune_jax", tmp_path / "venv" / "kitsune_jax", tmp_path / "venv" / "cache" / "cuda"):
         folder.mkdir(parents=True)
     (tmp_path / "kitsune_jax" / "api.py").write_text("x = 1\n")
     (tmp_path / "venv" / "kitsune_jax" / "_cuda.abi3.so").write_bytes(b"an extension")
     return tmp_path
 
 
-def packed(tree: Path, entries: list[str], folder: Path, jaxlib: str = "") -> None:
-    """``.gpu-check`` for this Python, with some entries of a cache."""
-    made: Any = {"surroundings": environment.surroundings(), "cache": folder, "findings": [{"ok": True, "entries": entries}]}
+def packed(tree: Path, entries: list[str], jaxlib: str = "") -> None:
+    """``.gpu-check`` for this Python and an H200, with some entries of the cache of ``--prepare``."""
+    found: Any = [{"findings": [{"ok": True, "cubins": entries}]}]
     options = argparse.Namespace(
         python=f"{sys.version_info[0]}.{sys.version_info[1]}", jax=jaxlib or prepared.version("jaxlib"), nvrtc="13.0.88"
     )
     made_of = {"sources": results.fingerprint(), "native": results.fingerprint(prepared.NATIVE)}
-    prepare.pack(tree / "venv", [made, made], made_of, options)
+    results.write_json(tree / "venv" / "driver.h200.json", DRIVER)
+    prepare.pack(tree / "venv", found, {"h200": {**prepared.surroundings(), "model": "h200"}}, made_of, options)
 
 
 @needs_nvrtc
 def test_a_kernel_that_came_along_is_not_compiled(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tree / "there"))
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tree / "venv" / "cache"))
     image = compile.cubin(SOURCE, "sm_90a")
-    (entry,) = (p.name for p in (tree / "there" / "cuda").glob("*.cubin"))
-    packed(tree, [entry], tree / "there" / "cuda")
+    (entry,) = (p.name for p in (tree / "venv" / "cache" / "cuda").glob("*.cubin"))
+    packed(tree, [entry])
 
     used, notes = prepared.install(tree / "here")
     assert used and "prepared: 1 kernels for h200" in notes[-1]
@@ -64,18 +67,18 @@ def test_a_kernel_that_came_along_is_not_compiled(tree: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("what", ["jaxlib", "the C++ sources"])
 def test_an_extension_for_something_else_is_not_used_and_the_reason_is_told(tree: Path, what: str) -> None:
-    packed(tree, [], tree, jaxlib="0.0.1" if what == "jaxlib" else "")
+    packed(tree, [], jaxlib="0.0.1" if what == "jaxlib" else "")
     if what != "jaxlib":
         (tree / "cuda" / "src").mkdir(parents=True)
         (tree / "cuda" / "src" / "launch.cc").write_text("changed")
     used, notes = prepared.install(tree / "here")
     assert not used
-    assert any(f"prepared for {what} " in note and "built on this machine" in note for note in notes), notes
+    assert any(f"prepared for {what} " in note and "build the extension here" in note for note in notes), notes
     assert not (tree / "kitsune_jax" / "_cuda.abi3.so").exists()
 
 
 def test_changed_sources_are_told(tree: Path) -> None:
-    packed(tree, [], tree)
+    packed(tree, [])
     (tree / "kitsune_jax" / "api.py").write_text("x = 2\n")
     used, notes = prepared.install(tree / "here")
     assert used  # the extension is not made of it
@@ -88,20 +91,22 @@ def test_nothing_prepared_is_told(tree: Path) -> None:
 
 
 def test_a_device_that_was_not_prepared_for_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is made for what the driver says: with other numbers there are other kernels."""
-    monkeypatch.setattr(runtime, "driver_info", lambda: prepare.H200)
+    """The plan is made for the driver's numbers: with others there are other kernels."""
+    monkeypatch.setattr(runtime, "driver_info", lambda: DRIVER)
     assert runtime.device_model() == "h200"
-    packed(tree, [], tree)
-    assert [f["ok"] for f in environment.prepared_findings()] == [True]
-    (h200,) = prepare.H200["devices"]
-    monkeypatch.setattr(runtime, "driver_info", lambda: {**prepare.H200, "devices": [{**h200, "multiprocessors": 114}]})
-    (finding,) = environment.prepared_findings()
-    assert not finding["ok"]
-    assert finding["error"].startswith("model 'h200' was prepared, and is 'h200-114-227")
+    packed(tree, [])
+    here = prepared.here()
+    assert here["fits"] and prepared.device_of(here) == "h200"
+    (h200,) = DRIVER["devices"]
+    monkeypatch.setattr(runtime, "driver_info", lambda: {**DRIVER, "devices": [{**h200, "multiprocessors": 114}]})
+    here = prepared.here()
+    assert not here["fits"] and here["model"].startswith("h200-114-227")
+    driver = prepared.driver(prepared.device_of(here))  # with which workers plan as it was prepared
+    assert driver is not None and json.loads(driver.read_text()) == DRIVER
 
 
 def test_a_folder_that_is_cut_off_is_told_and_not_used(tree: Path) -> None:
-    packed(tree, [], tree)
+    packed(tree, [])
     (tree / ".gpu-check" / prepared.KERNELS).write_bytes(b"not an archive")
     used, notes = prepared.install(tree / "here")
     assert not used and any("could not be copied" in note for note in notes)
@@ -111,14 +116,21 @@ def test_a_folder_that_is_cut_off_is_told_and_not_used(tree: Path) -> None:
 @needs_nvrtc
 def test_kernels_are_compiled_for_the_device_that_is_told_of(tmp_path: Path) -> None:
     """And each program names the entries of the cache that it needs."""
-    (tmp_path / "driver.json").write_text(json.dumps(prepare.H200))
-    command = [sys.executable, "-m", "scripts.gpu.precompile", "--output", str(tmp_path / "found.json"), "--workers", "1"]
-    command += ["--driver", str(tmp_path / "driver.json"), "--only", "softmax bfloat16 1 planned"]
+    results.write_json(tmp_path / "driver.json", DRIVER)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.gpu.worker",
+        "programs",
+        "softmax planned 0/1",
+        "--output",
+        str(tmp_path / "found.json"),
+    ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "KITSUNE_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    variables |= {worker.DRIVER: str(tmp_path / "driver.json")}
+    done = subprocess.run([*command, "--without-device"], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "found.json").read_text())
-    assert content["surroundings"]["model"] == "h200"
-    entries = {entry for f in content["findings"] for entry in f["entries"]}
-    assert entries == {p.name for p in cache.Cache(tmp_path / "cache" / "cuda").folder.glob("*.cubin")}  # type: ignore[union-attr]
-    assert any(f["name"] == "softmax bfloat16 1 planned" and len(f["entries"]) == 1 for f in content["findings"])
+    assert content["finished"] and all(f["ok"] for f in content["findings"])
+    entries = prepare.cubins_of(content)
+    assert entries and entries == {p.name for p in cache.Cache(tmp_path / "cache" / "cuda").folder.glob("*.cubin")}  # type: ignore[union-attr]
