@@ -103,9 +103,11 @@ def _machine(target: str, device: str | None) -> tuple[str, str]:
     return executor.platform, executor.machine(device).name
 
 
-def flops_of(call_jaxpr: Any) -> int:
-    """Useful operations of ``call_jaxpr`` and of the bodies of its loops, once where the number of steps is unknown."""
-    return sum(graph_flops(graph) for graph in _graphs(call_jaxpr, scans=False))
+def flops_and_ops(call_jaxpr: Any) -> tuple[int, int]:
+    """Useful operations and operators of ``call_jaxpr`` and of the bodies of its loops, once where the number of steps is
+    unknown."""
+    graphs = _graphs(call_jaxpr, scans=False)
+    return sum(map(graph_flops, graphs)), sum(len(graph.ops) for graph in graphs)
 
 
 def _graphs(call_jaxpr: Any, scans: bool = True) -> list[Graph]:

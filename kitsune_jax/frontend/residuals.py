@@ -158,8 +158,14 @@ def gradient(plain: Any, options: Options, policy: Residuals) -> Any:
 # --- the report -----------------------------------------------------------------------------------------------------------------
 
 
-def cost_of(program: Any, policy: str, in_use: bool, platform: str, device: str | None) -> PolicyReport | None:
-    """The residuals and plans of ``program``, or ``None`` if it has no pipelined backward pass.
+_MOST_PLANNED = 200  # operators of a program that is planned for the comparison alone: a report takes no longer than lowering
+
+
+def cost_of(
+    program: Any, policy: str, in_use: bool, platform: str, device: str | None, *, explained: bool = False
+) -> PolicyReport | None:
+    """The residuals and plans of ``program``, or ``None`` if it has no pipelined backward pass. ``explained``: the report has its
+    plans anyway.
 
     ``flops_added`` and ``seconds_added`` are all of its operations and seconds, until ``_beside`` subtracts those of "save".
     """
@@ -168,14 +174,20 @@ def cost_of(program: Any, policy: str, in_use: bool, platform: str, device: str 
     if bytes_kept is None:
         return None
     calls = explain.pipelined_calls(live)
-    reports = [explain.explain_jaxpr(c.jaxpr, c.options, platform, device) for c in calls]
-    seconds = sum(call.times * report.seconds for call, report in zip(calls, reports, strict=True))
-    plan = PlannedPasses(seconds, seconds, sum(r.ops_pipelined for r in reports), sum(r.ops_total for r in reports))
-    return PolicyReport(policy, in_use, *bytes_kept, sum(call.times * explain.flops_of(call.jaxpr) for call in calls), plan)
+    sizes = [explain.flops_and_ops(call.jaxpr) for call in calls]
+    plan = None
+    if explained or sum(ops for _, ops in sizes) <= _MOST_PLANNED:
+        reports = [explain.explain_jaxpr(c.jaxpr, c.options, platform, device) for c in calls]
+        seconds = sum(call.times * report.seconds for call, report in zip(calls, reports, strict=True))
+        plan = PlannedPasses(seconds, seconds, sum(r.ops_pipelined for r in reports), sum(r.ops_total for r in reports))
+    flops = sum(call.times * flops for call, (flops, _) in zip(calls, sizes, strict=True))
+    return PolicyReport(policy, in_use, *bytes_kept, flops, plan)
 
 
 def _beside(base: PolicyReport, policy: PolicyReport) -> PolicyReport:
-    plan = dataclasses.replace(policy.plan, seconds_added=policy.plan.seconds - base.plan.seconds)
+    plan = policy.plan
+    if plan is not None:
+        plan = dataclasses.replace(plan, seconds_added=plan.seconds - base.plan.seconds if base.plan else 0.0)
     return dataclasses.replace(policy, flops_added=policy.flops_added - base.flops_added, plan=plan)
 
 
@@ -222,7 +234,7 @@ def _compare(
         except Exception:  # the rule that refuses may raise any type
             logger.debug("residuals=%r cannot be traced", name, exc_info=True)
             continue
-        cost = cost_of(traced, name, name == in_use, platform, device)
+        cost = cost_of(traced, name, name == in_use, platform, device, explained=name == in_use and not of_gradient)
         if cost is None:
             return None
         found[name] = cost

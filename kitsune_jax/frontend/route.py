@@ -9,6 +9,7 @@ cache or on another host is the same plan. An error in one region costs only tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -195,9 +196,10 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     """
     executor = targets.get(target)
     machine = executor.machine(options.device)
-    program = dataclasses.replace(executor.program_context(graph, machine, options.body), options=options)
+    program = executor.program_context(graph, machine, options.body)
+    known = _known_plans(graph, target, machine, program, executor.surroundings())
     failed = _Failures(graph, options.strict)
-    search = _TargetSearch(graph, executor, machine, program, failed, options.force, options.xla_factor)
+    search = _TargetSearch(graph, executor, machine, program, failed, options.force, options.xla_factor, known)
     capabilities = executor.capabilities
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
@@ -248,8 +250,8 @@ class _Failures:
 
 @dataclasses.dataclass
 class _TargetSearch:
-    """The questions that the choice of regions asks the target. ``known``: plans of isolated regions, so equal ones are planned
-    once."""
+    """The questions that the choice of regions asks the target. ``known``: plans of regions in XLA's modelled time; equal regions
+    are isolated, and planned once."""
 
     graph: Graph
     target: Target[Any, Any, Any]
@@ -297,31 +299,40 @@ class _TargetSearch:
             if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.program):
                 return self._plan(graph, region)  # no other region can be equal to it
             own = isolate(graph, region)
-            if own.key not in self.known:
-                self.known[own.key] = self._plan(*own.key)
-            plan = self.known[own.key]
+            plan = self._plan(*own.key)
             return plan if isinstance(plan, str) else own.in_whole_graph(plan)
         except Exception as error:
             return self.failed(error, region.ops)
 
     def _plan(self, graph: Graph, region: Region) -> Plan | str:
-        try:
-            plan = self.target.plan(graph, region, self.machine, self.program)
-        except Infeasible as no:
-            return str(no)
-        return (
-            plan if self.xla_factor == 1.0 else dataclasses.replace(plan, baseline_seconds=plan.baseline_seconds * self.xla_factor)
-        )
+        key = graph, region
+        if key not in self.known:
+            try:
+                self.known[key] = self.target.plan(graph, region, self.machine, self.program)
+            except Infeasible as no:
+                self.known[key] = str(no)
+        plan, factor = self.known[key], self.xla_factor
+        return plan if isinstance(plan, str) or factor == 1.0 else _scaled(plan, factor)
+
+
+@functools.lru_cache(maxsize=16)
+def _known_plans(
+    graph: Graph, target: str, machine: Machine, program: ProgramContext, surroundings: Sequence[Any]
+) -> dict[tuple[Graph, Region], Plan | str]:
+    """The plans of regions of ``graph``, which all choices between regions share: the report's, and those that are timed."""
+    return {}
+
+
+def _scaled(plan: Plan, factor: float) -> Plan:
+    return dataclasses.replace(plan, baseline_seconds=plan.baseline_seconds * factor)
 
 
 def _with_xla_times(region: PlannedRegion, factor: float) -> PlannedRegion:
     """``region`` with XLA's modelled times multiplied by ``factor``."""
     if factor == 1.0:
         return region
-    plans = [dataclasses.replace(p.plan, baseline_seconds=p.plan.baseline_seconds * factor) for p in region.phases]
-    return dataclasses.replace(
-        region, phases=tuple(dataclasses.replace(p, plan=plan) for p, plan in zip(region.phases, plans, strict=True))
-    )
+    phases = tuple(dataclasses.replace(p, plan=_scaled(p.plan, factor)) for p in region.phases)
+    return dataclasses.replace(region, phases=phases)
 
 
 def _one_reason_per_op(rejected: Iterable[tuple[int, str]], regions: Sequence[PlannedRegion]) -> list[tuple[int, str]]:

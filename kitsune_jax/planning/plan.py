@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.config import Options
 from kitsune_jax.planning.streams import Region
 
 # --- Plans ------------------------------------------------------------------------------------------------------------------------
@@ -193,11 +192,9 @@ class Machine:
 class ProgramContext:
     """Facts about the program around a region that its plan depends on.
 
-    ``options``: of the function, which planners read here. ``fresh_seconds``: seconds per byte of an array between two calls, if it
-    is fresh pages at every run, unlike within one call.
+    ``fresh_seconds``: seconds per byte of an array between two calls, if it is fresh pages at every run, unlike within one call.
     """
 
-    options: Options = Options()
     fresh_seconds: float = 0.0
 
 

@@ -161,7 +161,8 @@ class PolicyReport:
 
     ``kept_bytes``: values that the forward pass makes and the backward pass reads. ``argument_bytes``: arguments of the forward
     pass that the backward pass reads again; every policy keeps them, most by the caller anyway. ``flops_added``: useful operations
-    of both passes beyond those under the policy "save". ``plan``: the plans of both passes.
+    of both passes beyond those under the policy "save". ``plan``: the plans of both passes; ``None`` of a large program that is
+    not the one explained.
     """
 
     policy: str
@@ -169,7 +170,7 @@ class PolicyReport:
     kept_bytes: int
     argument_bytes: int
     flops_added: int
-    plan: PlannedPasses
+    plan: PlannedPasses | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -220,7 +220,9 @@ def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:
     ]
 
 
-def _planned(plan: PlannedPasses) -> tuple[str, str]:
+def _planned(plan: PlannedPasses | None) -> tuple[str, str]:
+    if plan is None:
+        return "not planned", "-"
     more = f" ({signed(time_text, plan.seconds_added)})" if plan.seconds_added else ""
     modelled = time_text(plan.seconds) + more if plan.ops_pipelined else "left to XLA"
     return modelled, f"{count_text(plan.ops_pipelined)} of {count_text(plan.ops_total)}"

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 import kitsune_jax as kj
 from benchmarks.apps import APPS, nerf
 from kitsune_jax import _compat
-from kitsune_jax.frontend import explain
+from kitsune_jax.frontend import explain, residuals
 from kitsune_jax.frontend.residuals import policy_name
 from kitsune_jax.report.data import PolicyReport, flop_text, signed, time_text
 from kitsune_jax.report.render import Report
@@ -154,6 +154,18 @@ def test_report_compares_the_policy_in_use_with_the_alternatives() -> None:
     assert save.plan.seconds == pytest.approx(report.seconds)
     assert recompute.plan is not None
     assert recompute.plan.seconds_added == pytest.approx(recompute.plan.seconds - save.plan.seconds)
+
+
+def test_only_the_explained_program_is_planned_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report takes no longer than lowering: nothing is planned for the comparison of policies alone."""
+    monkeypatch.setattr(residuals, "_MOST_PLANNED", 3)
+    args = inputs()
+    step = kj.explain(gradient("save"))(*args)
+    assert rows_of(step)["save"].plan is not None and rows_of(step)["recompute"].plan is None
+    assert rows_of(step)["recompute"].flops_added > 0
+    function = kj.explain(kj.pipeline(network, force=True))(*args)
+    assert [row.plan for row in rows_of(function).values()] == [None, None]
+    assert "not planned" in str(function)
 
 
 def test_alternatives_are_what_the_other_policy_would_be() -> None:
