@@ -40,7 +40,6 @@ CASES = (
     "plans nerf bf16 262144",
     "plans mgn bf16 200000",
     "plans swiglu bf16 65536",
-    "plans dlrm bf16 65536",
     "plans gat f32 1000000",
     "plans lstm_256 bf16 256",
     "plans train mgn bf16 200000",

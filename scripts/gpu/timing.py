@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.explain import jax_is_supported
 from kitsune_jax.report.render import Report
 from scripts.gpu.cases import TUNED, Built, build
 from scripts.gpu.worker import Findings, failure, note_kernels, wait_for_turn
@@ -35,6 +36,7 @@ _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}  # in a command buffer the pr
 
 
 def run(name: str, found: Findings, dry_run: bool, without_device: bool) -> None:
+    jax_is_supported()  # it plans functions of its own
     kernels_since, reports = note_kernels(), _note_reports()
     began = time.monotonic()
     built = build(name, dry_run)
