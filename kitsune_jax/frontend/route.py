@@ -296,7 +296,7 @@ class _TargetSearch:
     def plan(self, graph: Graph, region: Region) -> Plan | str:
         """The plan of ``region``, or the reason why it has none."""
         try:
-            if 2 * len(region.ops) > len(graph.ops) or self.target.is_planned_in_program(region, self.program):
+            if 2 * len(region.ops) > len(graph.ops):
                 return self._plan(graph, region)  # no other region can be equal to it
             own = isolate(graph, region)
             plan = self._plan(*own.key)

@@ -60,10 +60,6 @@ class Target(abc.ABC, Generic[M, P, L]):
     def program_context(self, graph: Graph, machine: M, body: bool) -> P:
         """The facts about the program ``graph`` that plans of its regions depend on. ``body``: it is the body of XLA's loop."""
 
-    def is_planned_in_program(self, region: Region, program: P) -> bool:
-        """Whether the plan of ``region`` depends on the readers of its results, so it needs its program to be planned."""
-        return False
-
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M, program: P) -> float:
         """Modelled seconds of ``ops`` where XLA runs them. Only for targets with ``splits_reductions`` or ``streams_elements``."""
         return 0.0

@@ -31,8 +31,10 @@ pytestmark = pytest.mark.expects_fallbacks
 def fresh_plans() -> Iterator[None]:
     """A plan made with a planted bug must not be remembered, nor one made without it be found."""
     lowering._routed.cache_clear()
+    route._known_plans.cache_clear()
     yield
     lowering._routed.cache_clear()
+    route._known_plans.cache_clear()
 
 
 def two_parts(x: Any, w1: Any, w2: Any) -> Any:

@@ -16,8 +16,6 @@ import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
-from kitsune_jax.targets.cpu.planning.xla_kernels import steps_of
-from kitsune_jax.targets.cpu.profile import profile as shipped
 
 MACHINES = ("avx512-2", "avx2-8", "zen5-2")
 
@@ -101,38 +99,6 @@ def test_no_call_in_a_short_step(machine: str) -> None:
     for rows, width in ((1, 64), (4, 4), (16, 16)):
         assert not report(until, (ones(rows, width), ones(width, width)), machine).regions
     assert report(until, (ones(8192, 64), ones(64, 64)), machine).regions
-
-
-def body_of(f: Any, *args: Any) -> Any:
-    (op,) = capture(jax.make_jaxpr(f)(*args)).graph.ops
-    assert op.body is not None
-    return op.body
-
-
-def test_one_product_or_reduction_of_a_library_makes_a_loop_interpreted() -> None:
-    profile = shipped.shipped("zen5-2")
-    for rows, width, compiled in ((1, 300, True), (7, 3, True), (2, 4, False), (8, 2, False)):
-        steps = steps_of(body_of(network, ones(rows, width), ones(width, width)), profile)
-        assert steps.compiled is compiled
-
-    def gradient(sums: Any, rows: Any, errors: Any) -> Any:
-        return lax.scan(lambda sums, x: (sums + x[0].T @ x[1], None), sums, (rows, errors))[0]
-
-    for m, k, n, compiled in ((3, 5, 3, True), (3, 300, 3, True), (16, 3, 16, True), (3, 16, 16, False), (6, 37, 6, False)):
-        body = body_of(gradient, ones(m, n), ones(9, k, m), ones(9, k, n))
-        assert steps_of(body, profile).compiled is compiled, (m, k, n)
-
-    def normalised(x: Any) -> Any:
-        return lax.fori_loop(0, 9, lambda i, x: x / jnp.sum(x), x)
-
-    assert steps_of(body_of(normalised, ones(4095)), profile).compiled
-    assert not steps_of(body_of(normalised, ones(4096)), profile).compiled
-
-    def nested(x: Any, w: Any) -> Any:
-        return lax.fori_loop(0, 3, lambda i, x: lax.fori_loop(0, 3, lambda j, x: x @ w, x) * 0.5, x)
-
-    assert not steps_of(body_of(nested, ones(9, 9), ones(9, 9)), profile).compiled
-    assert steps_of(body_of(nested, ones(1, 9), ones(9, 9)), profile).compiled
 
 
 def test_states_of_loops_that_are_one_pass_stay_in_the_first_cache() -> None:

@@ -423,18 +423,6 @@ def test_wide_folds_by_index_alone_are_taken_from_the_one_thread_that_xla_has_fo
     assert len(report.regions) == 1
 
 
-def test_sums_over_rows_of_what_is_computed_take_xla_one_thread():
-    """XLA shares out the sum of an array of integers over its rows; of a product that it computes meanwhile it does not."""
-
-    def modelled(computed: bool) -> float:
-        net = Net(131_101, dtype="int32")
-        x, y = net.input(net.rows, 64), net.input(net.rows, 64)
-        summed = net.op("mul", (x, y), (net.rows, 64)) if computed else x
-        return baseline(cost_of(*net.done(net.op("reduce_sum", (summed,), (64,), axes=(0,))), CPU))[0]
-
-    assert modelled(computed=True) > 2 * modelled(computed=False)
-
-
 def test_a_tile_that_is_passed_over_several_times_leaves_most_of_the_caches_free():
     """Rows of 512 numbers: x, the exponentials and the result of a tile are in a tenth of a core's L2."""
     report = kj.explain(jax.nn.softmax, force=True, platform="cpu", device="zen5-2")(jax.ShapeDtypeStruct((8192, 512), "float32"))
@@ -459,15 +447,3 @@ def test_rows_that_nothing_is_multiplied_with_are_worked_off_whole(f, columns):
     (region,) = route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions
     assert region.plan.tile_rows < 16
     assert region.plan.blocks is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_softmaxes_of_many_rows_are_one_kernel_of_xla(dtype):
-    """From 4096 rows on: the time for each row falls by a third and more."""
-
-    def modelled(rows: int) -> float:
-        x = jax.ShapeDtypeStruct((rows, 512), dtype)
-        (region,) = kj.explain(jax.nn.softmax, force=True, platform="cpu", device="zen5-2")(x).regions
-        return region.baseline_seconds / rows
-
-    assert modelled(4096) < 0.7 * modelled(4095)

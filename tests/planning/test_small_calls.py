@@ -80,16 +80,6 @@ def test_loops_of_a_small_program_find_their_operands_in_the_second_level(rows: 
     assert (known < 0.9 * alone) is cheaper and (known == alone) is not cheaper
 
 
-def test_small_updates_of_many_parameters_share_the_threads_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone has one of XLA's threads; of eight that do not wait for each other two have one each. As pipelines all workers work
-    on each of them."""
-    monkeypatch.setenv("KITSUNE_PROFILE", "amx-2")
-    p, g = (jnp.asarray(a, jnp.bfloat16) for a in _arrays((256, 256), (256, 256)))
-    updates = kj.pipeline(lambda ps, gs: [p - 0.5 * g for p, g in zip(ps, gs, strict=True)])
-    assert kj.explain(updates)([p], [g]).ops_pipelined == 2
-    assert kj.explain(updates)([p + k for k in range(8)], [g] * 8).ops_pipelined == 0
-
-
 def test_workers_that_would_wait_for_each_other_cost_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     def gradients(ws: list[Any], x: Any) -> Any:
         def loss(ws: list[Any]) -> Any:

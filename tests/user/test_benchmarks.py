@@ -198,19 +198,39 @@ def _between_markers(path: Path, name: str) -> str:
 
 
 def test_the_record_of_a_gpu_is_what_the_run_wrote() -> None:
-    """Every number is the run's: the stored file is made anew, and some cells are read from what the run wrote."""
-    folder = store.RESULTS / "h200"
-    measured = json.loads((folder / "record-2026-11-26" / "measured.json").read_text())
-    stored = store.load(folder / "2026-11-26.json")
-    assert gpu_record.converted(measured, "2026-11-26") == stored
-    (gat,) = (r for r in stored["cases"] if (r["app"], r["mode"]) == ("gat", "infer"))
-    (run,) = measured["cases"]["gat f32 1000000"]
-    assert gat["columns"]["pipeline"]["median"] == pytest.approx(run["ms"]["pipeline"] / 1e3)
-    assert gat["speedup"]["jit"]["median"] == run["speedup"]["jit"] < 1  # losses are kept
-    assert gat["kernels"]["pipeline"][0]["seconds"] == pytest.approx(run["kernels_pipeline"][0]["us"] / 1e6)
-    assert len(stored["cases"]) == len(measured["cases"])
-    assert sum(of["programs"] for of in stored["programs"]) == len(measured["correctness"])
-    assert sum(of["right"] for of in stored["programs"]) == sum(of["ok"] for of in measured["correctness"].values())
+    """Every number is the run's, losses included; what it did not measure has no entry."""
+    kernel = {"kernel": "kitsune_region", "op": "", "details": "", "calls": 2.0, "us": 500.0}
+    regions = [{"arrangement": "vertical", "seconds": 4e-4, "baseline": 9e-4}]
+    pipeline = {"ms": 1.25, "min_ms": 1.0, "speedup": 0.8, "regions": regions, "coverage": 1.0, "differs_from_jit": 0.01}
+    jit = {"ms": 1.0, "min_ms": 0.9, "speedup": 1.0}
+    plan = {"modelled_ms": 0.4, "replicas": 132, "lanes": 3, "cubins": ["a.cubin"], "ms": 0.5, "min_ms": 0.4, "kernels": [kernel]}
+    measured = {
+        "about": {"nvidia_smi": "NVIDIA H200, 580.159.04, 1980 MHz, 1980 MHz, 700.00 W", "jax": "0.11.2", "jaxlib": "0.11.2"},
+        "cases": {
+            "gat f32 1000000": {"columns": {"pipeline": {**pipeline, "kernels": [kernel]}, "jit": jit}, "flops": 0.0},
+            "train nerf bf16 262144": {"columns": {"pipeline": pipeline, "network": jit, "jit": jit}, "flops": 1.0},
+            "plans mgn bf16 200000": {"columns": {"sm90-vertical-resident-lanes3 cluster1 stages1 split1": plan, "jit": jit}},
+            "attention 4096 128 causal": {"columns": {"jit": {"error": "it did not run"}}, "flops": 1.0},
+        },
+        "torch": {"cases": {"nerf bf16 262144": {"eager_ms": 3.0, "train_eager_ms": 6.0}}, "gemm_tflops": 700.0},
+        "correctness": {
+            "mlp bfloat16 1 planned": {"ok": True, "equal_bits": True},
+            "mlp bfloat16 333 sm90-vertical-resident-lanes1": {"ok": False, "error": "a hang"},
+            "portable mlp bfloat16 1 planned": {"ok": True, "equal_bits": True},
+        },
+    }
+    measured["about"] |= {"nvrtc": "13.0", "commit": "abc"}
+    found = gpu_record.converted(measured, "2026-11-28")
+    gat, train = found["cases"]
+    assert (gat["app"], gat["mode"], train["app"], train["mode"]) == ("gat", "infer", "nerf", "train")
+    assert gat["speedup"]["jit"]["median"] == pytest.approx(0.8)  # losses are kept
+    assert gat["kernels"]["pipeline"] == [{"kernel": "kitsune_region", "calls": 2.0, "seconds": 5e-4}]
+    assert train["columns"]["torch"] == {"median": 6e-3} and train["speedup"]["network"]["jit"]["median"] == 1.0
+    (plans,) = found["plans"].values()
+    assert (plans[0]["modelled"], plans[0]["kernel"], plans[0]["lanes"]) == (4e-4, 1e-3, 3)
+    assert found["library"] == {"gemm_flops": 7e14} and found["machine"]["gpu"]["name"] == "NVIDIA H200"
+    (mlp,) = found["programs"]
+    assert (mlp["programs"], mlp["right"], mlp["outside"]) == (2, 1, ["mlp bfloat16 333 sm90-vertical-resident-lanes1"])
 
 
 def test_a_column_that_no_record_of_a_gpu_has_is_left_out() -> None:

@@ -122,9 +122,6 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
     def program_context(self, graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
         return xla_times.program_context(graph, machine, body)
 
-    def is_planned_in_program(self, region: Region, program: CpuProgramContext) -> bool:
-        return not program.unwritten.isdisjoint(region.outputs)
-
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext) -> float:
         return xla_times.of_ops(graph, ops, machine, program)
 

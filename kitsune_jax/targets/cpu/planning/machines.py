@@ -10,18 +10,17 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from kitsune_jax.ops.spec import Rounding
+from kitsune_jax.ops.spec import NARROW, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import Access, itemsize
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, ProgramContext
 from kitsune_jax.targets.cpu.call import FlopCounts
-from kitsune_jax.targets.cpu.planning.xla_kernels import ARITHMETIC, NARROW, SIMPLE, LoopStepCosts, RowKernels, fused
 from kitsune_jax.targets.cpu.profile import profile as shipped
 from kitsune_jax.targets.cpu.profile import store, xla
 from kitsune_jax.targets.cpu.profile.kernels import ACCESSED, DEPTHS, SHORT, SMALL_PRODUCTS, TILE, WIDTHS
-from kitsune_jax.targets.cpu.profile.profile import Profile, table, with_least_times_of_xla
+from kitsune_jax.targets.cpu.profile.profile import Profile, table
 
 # --- Machine models ---------------------------------------------------------------------------------------------------------------
 
@@ -53,16 +52,13 @@ class CpuMachine(Machine):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuProgramContext(ProgramContext):
-    """``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``steps``: costs of XLA's loop body, set when the
-    graph is the body of a loop that XLA executes. ``row_kernels``: XLA's kernels over rows in the program. ``flop_counts``:
-    operations of the program, by which XLA chooses the thread. ``unwritten``: values that XLA never writes to memory.
+    """``fresh_bytes``: larger arrays of XLA's are fresh pages at every call. ``looped``: the graph is the body of a loop that XLA
+    executes. ``flop_counts``: operations of the program, by which XLA chooses the thread.
     """
 
     fresh_bytes: int = FAULT_THRESHOLD
-    steps: LoopStepCosts | None = None
-    row_kernels: RowKernels = RowKernels()
+    looped: bool = False
     flop_counts: FlopCounts = FlopCounts()
-    unwritten: frozenset[int] = frozenset()
 
 
 REGION_ALONE = CpuProgramContext()  # the region is the whole program
@@ -104,14 +100,6 @@ def cpu_of(profile: Profile, rounds: Rounding = xla.KNOWN_ROUNDING) -> CpuMachin
         profile=profile,
         rounding=rounds,
     )
-
-
-def least_times_of_xla(machine: CpuMachine) -> CpuMachine:
-    """``machine`` with XLA's doubtful numbers at their least; ``machine`` itself where none is doubtful."""
-    profile = with_least_times_of_xla(machine.profile)
-    if profile is machine.profile:
-        return machine
-    return dataclasses.replace(machine, profile=profile, kernel_seconds=profile.seconds("xla/kernel"))
 
 
 def cpu_model(name: str) -> CpuMachine:
@@ -159,6 +147,11 @@ _NARROW_FOLDS = 1.5
 # number longer than float32 ones, an operation of the loop 0.19 (Xeon with AMX).
 _BESIDE = 0.4
 _ROWS = 1024  # of most measured products
+FAMILIES = ("pointwise", "convert")  # of ops that XLA fuses into loops
+_TANH_FLOPS = 14.0  # operations of a tanh, by which functions that were not measured are scaled
+SIMPLE = 4.0  # operations up to which an op costs as much as an addition
+ARITHMETIC = 5  # operations of the loop "arithmetic" beyond those of "move"
+_OF_TANH = 1 / 28  # one arithmetic operation, which short loops hide behind memory, over a tanh
 
 
 def least_elements(kind: str) -> int:
@@ -180,7 +173,7 @@ class CpuTimes:
         self.gradient = functools.lru_cache(maxsize=4096)(self._gradient)
         self._dot = functools.lru_cache(maxsize=4096)(self._xla_dot)
         self.vector = functools.lru_cache(maxsize=1024)(self._vector)
-        self.fused = fused(profile)
+        self.xla_op = functools.lru_cache(maxsize=1024)(self._xla_op)
 
     def __getitem__(self, key: str) -> float:
         return self._numbers[key]
@@ -372,19 +365,22 @@ class CpuTimes:
                 found.append((rows, k, n, seconds))
         return sorted(found)
 
-    def xla_near(self, dtypes: Iterable[str]) -> tuple[float, float]:
-        """Two factors for a loop in the second level of one thread, over the whole machine's rates for arrays of a megabyte: of its
-        operations, and of its moved bytes. ``dtypes``: of the arrays that the loop reads and writes."""
-        home = next((d for d in dtypes if d in NARROW), "float32")
-        move, tanh = (self[f"xla/near/{name}/{home}"] for name in ("move", "tanh"))
-        usual, functions = (self.profile.workers * self[f"xla/loop/{name}/{home}"] for name in ("move", "tanh"))
-        return min(1.0, max(tanh - move, 0.1 * tanh) / max(functions - usual, 0.1 * functions)), min(1.0, move / usual)
+    def _xla_op(self, kind: str, dtype: str) -> float:
+        """An element of an elementwise op in a fused loop, beyond reading and writing the loop's arrays."""
+        flops, like = (OPS[kind].flops, OPS[kind].like) if kind in OPS else (1.0, None)
+        home, (name, as_long) = dtype if dtype in NARROW else "float32", like or (kind, 1.0)
+        tanh = self._beyond("xla/loop/tanh/float32") / 2  # each is there twice
+        if f"xla/loop/{name}/float32" in self._numbers and name not in ("move", "arithmetic"):
+            found = self._beyond(f"xla/loop/{name}/float32") / 2 * as_long
+        else:
+            found = tanh * flops / _TANH_FLOPS if flops > SIMPLE else 0.0
+        found += self._beyond(f"xla/loop/arithmetic/{home}") / ARITHMETIC if home != "float32" else tanh * _OF_TANH
+        return found * (2.0 if dtype == "float64" else 1.0)
 
-    def uneven(self, dtype: str) -> float:
-        """The factor by which a loop takes longer on short rows that XLA's threads cannot share out evenly."""
-        home = dtype if dtype in NARROW else "float32"
-        found, usual = self[f"xla/uneven/tanh/{home}"], self[f"xla/loop/tanh/{home}"]
-        return max(1.0, found / usual)
+    def _beyond(self, key: str) -> float:
+        """An element of a loop beyond moving it."""
+        move = self["/".join((*key.split("/")[:2], "move", key.split("/")[-1]))]
+        return max(self[key] - move, 0.1 * move)
 
     def xla_moved(self, near: bool) -> float:
         """A byte that a kernel reads or writes: from the caches, or from memory."""
@@ -410,16 +406,10 @@ class CpuTimes:
         beyond = [self[f"xla/loop/arithmetic/{d}"] - self[f"xla/loop/move/{d}"] for d in (dtype, "float32")]
         return _BESIDE * self.profile.workers * max(0.0, beyond[0] - beyond[1]) / ARITHMETIC
 
-    def xla_reduce(self, dtype: str, dimensions: str, squares: bool = False) -> float:
-        """An element of a sum over ``dimensions`` ("row", "column", "middle" or "all"), or of a sum of squares."""
-        what = f"xla/{'squares' if squares else 'reduce'}/{dimensions}"
+    def xla_reduce(self, dtype: str, dimensions: str) -> float:
+        """An element of a sum over ``dimensions`` ("row", "column", "middle" or "all")."""
+        what = f"xla/reduce/{dimensions}"
         return self._numbers.get(f"{what}/{dtype}", self[f"{what}/float32"])
-
-    def xla_pass(self, dtype: str) -> float:
-        """An element of an operation that XLA's library computes in front of a sum."""
-        dtype = dtype if dtype == "bfloat16" else "float32"
-        absolute, plain = self[f"xla/absolute/{dtype}"], self[f"xla/reduce/all/{dtype}"]
-        return max(absolute - plain, 0.1 * plain)
 
 
 times = functools.lru_cache(maxsize=16)(CpuTimes)  # of a profile, made once

@@ -28,15 +28,14 @@ from kitsune_jax.program.loop_bounds import mean_iterations, with_known_bounds
 from kitsune_jax.targets.cpu.call import LONG_SECONDS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import (
+    FAMILIES,
     REGION_ALONE,
     SHARED_SECONDS,
     STEP_SECONDS,
     CpuMachine,
     CpuProgramContext,
-    least_times_of_xla,
 )
-from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds
-from kitsune_jax.targets.cpu.planning.xla_kernels import FAMILIES
+from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds, stored_seconds
 
 # --- Rows of a tile ---------------------------------------------------------------------------------------------------------------
 
@@ -366,7 +365,7 @@ def _plan_tiles(cost: CpuCost, model: TileModel) -> CpuPlan:
     # Reading rows that are only folded overlaps with folding them: 10^6 x 64 numbers took 11.9 ms by sorted index, and were
     # modelled at 18.6 as the sum of both (Xeon with AMX).
     moving -= min(moving, folded_seconds(cost) / machine.workers)
-    base_seconds, base_bytes = _least_baseline(cost, machine)
+    base_seconds, base_bytes = baseline(cost)
     seconds = _call_seconds(cost, replicas, busy, moving, rows, model.packs) + _copied_seconds(cost)
     ops = tuple(sorted(region.ops))
     name = stage_name(cost, 0, ops)
@@ -379,7 +378,7 @@ def _plan_tiles(cost: CpuCost, model: TileModel) -> CpuPlan:
         queues=(),
         replicas=replicas,
         seconds=seconds,
-        baseline_seconds=base_seconds + (_hand_over_seconds(cost, machine) if seconds < LONG_SECONDS else 0.0),
+        baseline_seconds=base_seconds + (_hand_over_seconds(cost) if seconds < LONG_SECONDS else 0.0),
         bytes_moved=traffic,
         baseline_bytes=base_bytes,
         bound="dram" if moving > busy else name,
@@ -396,35 +395,24 @@ def _margin(families: Set[str]) -> float:
     return FOLD_MARGIN if SCATTER in families <= {*_ELEMENTWISE, SCATTER} else VECTOR_MARGIN
 
 
-def _least_baseline(cost: CpuCost, machine: CpuMachine) -> tuple[float, int]:
-    """``baseline``, or the one by the least of XLA's doubtful numbers where that is less: no pipeline is chosen by a number that
-    differed in every measurement. The mean of squares of 4 MB was modelled at 862 us by such a number, and took 210 (Zen 4)."""
-    least = least_times_of_xla(machine)
-    seconds, moved = baseline(cost)
-    if least is machine:
-        return seconds, moved
-    return min(seconds, baseline(CpuCost(cost.graph, cost.region, least, cost.order, cost.program))[0]), moved
-
-
-def _hand_over_seconds(cost: CpuCost, machine: CpuMachine) -> float:
+def _hand_over_seconds(cost: CpuCost) -> float:
     """Half the seconds of XLA's hand-over, saved where the caller's thread can run all that is left of a program. Half, because the
     region may be a part of a larger program, which XLA hands over all the same."""
     known = cost.program.flop_counts
     if not known.is_of(cost.graph) or not known.avoids_hand_over(cost.region.ops):
         return 0.0
-    return 0.5 * least_times_of_xla(machine).profile.seconds("xla/call/handed")
+    return 0.5 * cost.times["xla/call/handed"]
 
 
 def _copied_seconds(cost: CpuCost) -> float:
     """In a step of a loop that XLA runs: seconds to copy each carry's next value that the call makes to the carry's place, where
     XLA's own kernels write in place. 4 MB of gradients of a neural ODE took 0.76 ms a step instead of 0.20 (Xeon with AMX)."""
-    steps = cost.program.steps
-    if steps is None:
+    if not cost.program.looped:
         return 0.0
     values, read = cost.graph.values, set(cost.region.inputs).intersection(cost.graph.inputs)
     carries = {(values[v].shape, values[v].dtype) for v in read}
     copied = [v for v in cost.outputs if v in cost.graph.outputs and (values[v].shape, values[v].dtype) in carries]
-    return sum(steps.kernel + cost.bytes(v) * cost.times["xla/while/stored"] for v in copied)
+    return sum(stored_seconds(cost, cost.bytes(v)) for v in copied)
 
 
 def _moving_seconds(machine: CpuMachine, moved: float) -> float:

@@ -2,26 +2,23 @@
 
 Comes in: a ``CpuCost``, or a whole program for ``program_context``. Goes out: seconds of the whole machine and off-chip bytes. A
 product is a library kernel at the rate measured for its dtype and shape; anything else is a loop, which takes the time of its ops
-for each element and of its moved bytes.
+for each element and of its moved bytes, on one thread if it is small. The model ranks plans; ``tuning`` times them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import ONLINE
-from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import (
     FREE,
     GATHER,
     ROOTS,
     SCATTER,
-    RegionCost,
     XlaKernel,
     between_kernels,
     folded_into,
@@ -32,181 +29,58 @@ from kitsune_jax.planning.cost import (
 from kitsune_jax.planning.streams import FEW_ROWS
 from kitsune_jax.targets.cpu.call import count_flops
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
-from kitsune_jax.targets.cpu.planning.machines import FAULT_THRESHOLD, REGION_ALONE, CpuMachine, CpuProgramContext
-from kitsune_jax.targets.cpu.planning.xla_kernels import (
+from kitsune_jax.targets.cpu.planning.machines import (
     FAMILIES,
-    IN_16_BITS,
-    IN_32_BITS,
+    FAULT_THRESHOLD,
     NARROW,
-    LoopStepCosts,
-    RowKernels,
-    hashes,
-    instructions,
-    is_function,
-    reduces_in_library,
-    row_kernels,
-    scalar_seconds,
-    sizes,
-    steps_of,
+    REGION_ALONE,
+    CpuMachine,
+    CpuProgramContext,
 )
-
-# --- Sums and maxima that XLA hands to its library, YNNPACK (as the optimized HLO of some 300 programs says, JAX 0.12) ------------
-
-# Dtypes in which the library computes; a loop in front of it converts float16 numbers, and computes them.
-_COMPUTED = frozenset({"float32", "bfloat16", "float64"})
-# Elementwise operations that the library does not have. Comparisons and readers of masks are left out by their dtype.
-_NOT_FUSED = frozenset({"clamp", "select_n", "is_finite", "cbrt"})
-
-
-def reduced_dimensions(op: Op, shape: tuple[int, ...]) -> str:
-    """The dimensions with more than one element that ``op`` reduces: "row" (trailing), "column" (leading), "middle", "all"."""
-    over = [d in op["axes"] for d, n in enumerate(shape) if n > 1]
-    if all(over) or over[0] and over[-1]:
-        return "all"
-    return "column" if over[0] else "row" if over[-1] else "middle"
-
-
-def arrays(cost: RegionCost) -> set[int]:
-    """The values that XLA writes to memory for the library's reductions: those that other kernels read as well, and those that the
-    library cannot compute, such as slices."""
-    graph, found = cost.graph, set[int]()
-    for root in cost.region.ops:
-        if reduces_in_library(graph, graph.ops[root]):
-            found |= _in_front_of(graph, root, cost.producer, cost.readers, cost.outputs)[1]
-    return found
-
-
-def unwritten(graph: Graph) -> frozenset[int]:
-    """The values of a whole program that XLA never writes to memory: its library computes them in front of a reduction."""
-    producers, consumers, found = graph.producers(), graph.consumers(), set[int]()
-    for root, op in enumerate(graph.ops):
-        if reduces_in_library(graph, op):
-            fused, _ = _in_front_of(graph, root, producers, consumers, graph.outputs)
-            found.update(v for i in fused for v in graph.ops[i].outputs)
-    return frozenset(found)
-
-
-def _in_front_of(
-    graph: Graph, root: int, producers: Mapping[int, int], readers: Mapping[int, Collection[int]], results: Container[int]
-) -> tuple[set[int], set[int]]:
-    """The ops that the library computes in front of the reduction ``root``, and the arrays that it reads and other ops make.
-
-    The library takes a reduction of 4096 numbers or more together with the elementwise operations whose results nothing else reads.
-    """
-    inside, written = {root}, set[int]()
-    work = [-producers[v] for v in graph.ops[root].inputs if v in producers]
-    while work:  # last op first: readers of a value before its maker
-        i = -heapq.heappop(work)
-        op = graph.ops[i]
-        if i in inside or not written.isdisjoint(op.outputs):
-            continue
-        alone = all(v not in results and inside.issuperset(readers.get(v, ())) for v in op.outputs)
-        if alone and _is_fused(graph, op):
-            inside.add(i)
-            for v in op.inputs:
-                if v in producers:
-                    heapq.heappush(work, -producers[v])
-        elif op.kind == "opaque" or OPS[op.kind].family not in FREE:
-            written.update(op.outputs)
-    return inside - {root}, written
-
-
-def _is_fused(graph: Graph, op: Op) -> bool:
-    if op.kind == "opaque" or OPS[op.kind].family not in (*FAMILIES, *FREE) or op.kind in _NOT_FUSED:
-        return False
-    return all(graph.values[v].dtype in _COMPUTED for v in (*op.inputs, *op.outputs))
-
-
-def reduction_seconds(cost: CpuCost, kernel: XlaKernel, root: int, moved: int) -> float:
-    """Seconds of the reduction ``root`` with all other ops of its ``kernel``, which moves ``moved`` bytes within the caches. All
-    threads share a reduction tile by tile; each fused operation is a pass over a tile in cache. A sum's square is free."""
-    times, graph, op = cost.times, cost.graph, cost.graph.ops[root]
-    value = graph.values[op.inputs[0]]
-    # A loop in front of the kernel has converted computed float16 numbers to float32.
-    home = "float32" if value.dtype == "float16" and op.inputs[0] in cost.producer else value.dtype
-    home = next((d for d in (graph.values[v].dtype for v in kernel.reads) if d == "bfloat16"), home)
-    square = _square(cost, op, kernel.ops)
-    found = value.size * times.xla_reduce(home, reduced_dimensions(op, value.shape), squares=square is not None)
-    found *= 2.0 if value.dtype == "float64" else 1.0
-    found += passes_seconds(cost, (i for i in kernel.ops if i != square))
-    # The rate of a reduction includes reading one operand.
-    more = moved - value.size * min((itemsize(graph.values[v].dtype) for v in kernel.reads), default=0)
-    return found + max(0, more) * times.xla_moved(near=True)
-
-
-def passes_seconds(cost: CpuCost, ops: Iterable[int]) -> float:
-    """Seconds of the elementwise ones of ``ops``, each of which is a pass over a tile in the library."""
-    times, found = cost.times, 0.0
-    for i in ops:
-        op, value = cost.graph.ops[i], cost.graph.values[cost.graph.ops[i].outputs[0]]
-        if cost.family(i) == "pointwise":
-            each = times.xla_pass(value.dtype) * (2.0 if value.dtype == "float64" else 1.0)
-            found += value.size * (each + (times.fused.op(op.kind, value.dtype) if is_function(op.kind) else 0.0))
-    return found
-
-
-def _square(cost: CpuCost, op: Op, ops: Collection[int]) -> int | None:
-    """The one of ``ops`` that squares the operand of the sum ``op``; the library has a kernel for sums of squares."""
-    i = cost.producer.get(op.inputs[0], -1)
-    if i in ops and cost.family(i) == "convert":  # XLA does not round a product that is widened
-        i = cost.producer.get(cost.graph.ops[i].inputs[0], -1)
-    if op.kind != "reduce_sum" or i not in ops:
-        return None
-    made = cost.graph.ops[i]
-    power = made.kind == "integer_pow" and made["y"] == 2
-    return i if power or made.kind == "square" or made.kind == "mul" and made.inputs[0] == made.inputs[1] else None
-
-
-def library_reduction(cost: CpuCost, kernel: XlaKernel) -> int | None:
-    """The only reduction of ``kernel``, if the library computes it; else None."""
-    found = [i for i in kernel.ops if cost.family(i) == "reduce"]
-    return found[0] if len(found) == 1 and reduces_in_library(cost.graph, cost.graph.ops[found[0]]) else None
-
-
-# --- The baseline -----------------------------------------------------------------------------------------------------------------
 
 # Batched products smaller than this are loops and not the library's.
 _SMALL = 64 * 64
-_SHORT_ROW = 16
-# The compiler unrolls a loop over a row of at most this many instructions, counting those around the operations, and then does not
-# vectorise it: with up to 28, 14 and 10 operations rows of 8, 12 and 16 were slow (JAX 0.12, float32).
-_UNROLLED, _AROUND = 305, 9
 # Dtypes in which XLA folds by index. It folds 16-bit numbers in float32, into zeros, and adds the array to the sums in a loop.
 _FOLDED = frozenset({"float32", "float64", "int32", "int64", "uint32", "uint64"})
 # An attention's copies in another order of dimensions, over a loop that adds, and products of several heads over those of one: 1.3
 # and 2.4, 1.8 and 2.4 (4 queries for each of 2 heads of 2048 keys, JAX 0.12, Zen 5).
 _STRIDED, _FEW_OF_BATCH = 2.0, 2.0
+_PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}  # the time of an element, over that of a sum's
+# XLA gives a loop a second thread if it moves this many bytes, or if it has more operations than bytes and its costs (an operation
+# 1, a byte 10) come to this: ``parallel_task_assignment.cc``, and confirmed (JAX 0.12).
+_SHARED_BYTES, _SHARED_COST, _BYTE_COST = 2 * (256 << 10), 2 * 100_000, 10
+# A library product in a step of a loop, on one thread: 8 x 8 x 8 took 310 ns, 64 x 64 x 64 4230 ns. One of a vector, or of less
+# than 8 rows and columns of which the library takes no less than 4, is compiled: 1 x 16 x 16 took 39 ns, 1 x 256 x 256 2128 (JAX
+# 0.12, float32, a Xeon 6).
+_CALLED_SECONDS, _CALLED_PER_TERM = 250e-9, 0.0155e-9
+_COMPILED_SECONDS, _COMPILED_PER_TERM, _TINY, _LEAST_COLUMNS = 20e-9, 0.031e-9, 8, 4
 # XLA's Threefry is a loop of five steps on one thread that keeps words in memory: a hash took 3 ns in a step of a loop, 5 to 20
-# alone; a word of an rbg key took 3.6 to 9.5 ns in a step of a loop, 18 alone (JAX 0.12, Xeon).
-_HASHED_BYTES, _RBG_ALONE = 40, 3.5
-_PASSES = {"reduce": 1.0, "argreduce": 4.0, "cumulative": 20.0}
+# alone (JAX 0.12, Xeon).
+_HASHED_BYTES = 40
 
 
 def baseline(cost: CpuCost) -> tuple[float, int]:
     """(seconds, off-chip bytes) of the region's ops as XLA would run them, one kernel after the other on the whole machine."""
-    if cost.program.row_kernels.hold(cost.region.ops):
-        return _row_kernels_baseline(cost, cost.program.row_kernels)
-    kernels = kernels_of(cost, folded_into(cost, _FOLDED), arrays(cost) if cost.program.steps is None else ())
-    hidden = [k for k in kernels if k.root in cost.program.unwritten.intersection(cost.outputs)]
-    seconds, moved = _kernels_seconds(cost, [k for k in kernels if k not in hidden], cost.program.steps)
-    # Hidden kernels are a part of a reduction behind the region, which reads the region's result instead of their operands.
-    seconds += sum(passes_seconds(cost, k.ops) for k in hidden)
+    kernels = kernels_of(cost, folded_into(cost, _FOLDED), _in_front_of_reductions(cost))
+    seconds, moved = _kernels_seconds(cost, kernels, cost.program.looped)
     looped, looped_bytes = _loops_baseline(cost)
-    seconds, moved = seconds + looped, moved + looped_bytes
-    written = [v for v in cost.outputs if v not in cost.program.unwritten]
-    return seconds + _fault_seconds(cost, kernels) + fault_seconds(cost, written, cost.machine.fault_bandwidth), moved
+    fresh = _fault_seconds(cost, kernels) + fault_seconds(cost, cost.outputs, cost.machine.fault_bandwidth)
+    return seconds + looped + fresh, moved + looped_bytes
 
 
-def _row_kernels_baseline(cost: CpuCost, rows: RowKernels) -> tuple[float, int]:
-    """``baseline`` of a region inside of kernels over rows, whose inner values are never in memory."""
-    read = sum(cost.read_bytes(v) for v in cost.region.inputs if v not in rows.between)
-    written = [v for v in cost.outputs if v not in rows.between]
-    moved = read + sum(map(cost.bytes, written))
-    seconds = sum(_op_seconds(cost, i) for i in cost.region.ops) + moved * cost.times.xla_moved(near=True)
-    fresh = fault_seconds(cost, written, cost.machine.fault_bandwidth)
-    dtypes = [cost.graph.values[v].dtype for i in cost.region.ops for v in cost.graph.ops[i].outputs]
-    rate = IN_16_BITS if "bfloat16" in dtypes else IN_32_BITS
-    return (cost.machine.kernel_seconds if written else 0.0) + rate * seconds + fresh, moved
+def _in_front_of_reductions(cost: CpuCost) -> set[int]:
+    """The values that XLA writes to memory for its library, which computes a reduction with the elementwise operations in front of
+    it, but no slices, gathers or the like."""
+    found = set[int]()
+    work = [i for i in cost.region.ops if cost.family(i) == "reduce" and not cost.program.looped]
+    for i in work:  # grows
+        makers = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
+        for maker in makers:
+            if cost.family(maker) in (*FAMILIES, *FREE):
+                work += [] if maker in work else [maker]
+            else:
+                found.update(cost.graph.ops[maker].outputs)
+    return found
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> float:
@@ -214,12 +88,19 @@ def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuPr
     return baseline(CpuCost(graph, left_region(graph, ops), machine, program=program))[0]
 
 
-def _kernels_seconds(
-    cost: CpuCost, kernels: Sequence[XlaKernel], steps: LoopStepCosts | None = None, slices: Collection[int] = ()
-) -> tuple[float, int]:
-    """(seconds, bytes moved). ``steps``: set for kernels of a loop's body; ``slices``: the body's slices of arrays."""
+def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
+    """The facts about the program ``graph`` that plans of its regions depend on. XLA has one block for all arrays between the
+    kernels of a program; where it is fresh at every call, so is any part of it. ``body``: of a loop, whose kernels start sooner."""
+    found = CpuProgramContext(looped=True) if body else CpuProgramContext(flop_counts=count_flops(graph))
+    if between_kernels(graph) <= found.fresh_bytes:
+        return found
+    return dataclasses.replace(found, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)
+
+
+def _kernels_seconds(cost: CpuCost, kernels: Sequence[XlaKernel], looped: bool) -> tuple[float, int]:
+    """(seconds, bytes moved). ``looped``: the kernels are those of a loop's body."""
     moved = [k.moved(cost) for k in kernels]
-    return sum(_kernel_seconds(cost, k, n, steps, slices) for k, n in zip(kernels, moved, strict=True)), sum(moved)
+    return sum(_kernel_seconds(cost, k, n, looped) for k, n in zip(kernels, moved, strict=True)), sum(moved)
 
 
 def _loops_baseline(cost: CpuCost) -> tuple[float, int]:
@@ -230,25 +111,17 @@ def _loops_baseline(cost: CpuCost) -> tuple[float, int]:
         if op.body is None:
             continue
         body, p = cost.body(i), parts(op)
-        steps = steps_of(body.graph, cost.machine.profile)
-        each, bytes_each = _kernels_seconds(body, kernels_of(body, folded_into(body, _FOLDED)), steps, frozenset(p.in_xs))
+        each, bytes_each = _kernels_seconds(body, kernels_of(body, folded_into(body, _FOLDED)), looped=True)
         inner, inner_bytes = _loops_baseline(body)
         stored = [v for y, v in zip(p.ys, p.in_ys, strict=True) if _is_stored(cost, y)]
-        each += sum(steps.kernel + body.bytes(v) * cost.times["xla/while/stored"] for v in stored)
+        each += sum(stored_seconds(cost, body.bytes(v)) for v in stored)
         seconds, moved = seconds + op["length"] * (each + inner), moved + op["length"] * (bytes_each + inner_bytes)
     return seconds, moved
 
 
-def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
-    """The facts about the program ``graph`` that plans of its regions depend on. XLA has one block for all arrays between the
-    kernels of a program; where it is fresh at every call, so is any part of it. ``body``: of a loop, whose kernels start sooner."""
-    if body:
-        found = CpuProgramContext(steps=steps_of(graph, machine.profile))
-    else:
-        found = CpuProgramContext(row_kernels=row_kernels(graph), flop_counts=count_flops(graph), unwritten=unwritten(graph))
-    if between_kernels(graph) <= found.fresh_bytes:
-        return found
-    return dataclasses.replace(found, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)
+def stored_seconds(cost: CpuCost, size: int) -> float:
+    """Seconds to store a slice of ``size`` bytes in a step of a loop that XLA runs."""
+    return cost.times["xla/while"] + size * cost.times["xla/while/stored"]
 
 
 def _is_stored(cost: CpuCost, y: int) -> bool:
@@ -256,116 +129,58 @@ def _is_stored(cost: CpuCost, y: int) -> bool:
     return y in cost.outputs or any(cost.family(i) == "loop" for i in cost.readers.get(y, ()))
 
 
-def _kept_bytes(cost: CpuCost) -> int:
-    """The size up to which arrays of a region are not counted as fresh pages. Without products memory binds both sides: sums into
-    DLRM's tables, with Adam, took 1.1 to 1.6 times as long as XLA's where small arrays counted as well."""
-    return cost.program.fresh_bytes if any(cost.family(i) == "dot" for i in cost.region.ops) else FAULT_THRESHOLD
+# --- One kernel -------------------------------------------------------------------------------------------------------------------
 
 
-def fault_seconds(cost: CpuCost, outputs: Iterable[int], bandwidth: float) -> float:
-    """Seconds of the first touch of result buffers, which XLA allocates at every call, for a pipeline as well."""
-    return sum(cost.bytes(v) for v in outputs if cost.bytes(v) > _kept_bytes(cost)) / bandwidth
-
-
-def _kernel_seconds(cost: CpuCost, kernel: XlaKernel, moved: int, steps: LoopStepCosts | None, slices: Collection[int]) -> float:
-    """``moved``: bytes that the kernel reads and writes. ``steps``: set in a step of a loop. Its kernels without products have one
-    thread (up to 16 MB were tried), are called instead of scheduled, and find the last step's arrays in the caches, except slices
-    of the loop's arrays, which products copy first."""
-    times, machine, ops, root = cost.times, cost.machine, kernel.ops, kernel.root
-    products, looped = [i for i in ops if cost.family(i) == "dot"], steps is not None
-    in_place = _is_in_place(cost, kernel)
-    reduction = None if looped else library_reduction(cost, kernel)
-    if reduction is not None:
-        far = max(0, moved - machine.shared_bytes) * times.xla_moved(near=False)
-        return machine.kernel_seconds + max(reduction_seconds(cost, kernel, reduction, moved), far)
-    loop = sum(_op_seconds(cost, i, in_place) for i in ops if cost.family(i) not in ("dot", *FAMILIES))
-    if kernel.into is None:  # else its one operation is the scatter's fold
-        loop += times.fused.kernel(cost, ops)
-    if looped:
-        functions = sum(is_function(cost.graph.ops[i].kind) for i in ops)
-        loop = max(loop, functions * _scalar_seconds(cost, ops, root) / machine.workers)
-    elif _is_uneven(cost, ops, root):
-        loop *= times.uneven(cost.graph.values[root].dtype)
-    if not looped:
-        words = sum(_size(cost, i) for i in ops if cost.graph.ops[i].kind == "philox4x32")
-        loop += (_RBG_ALONE - 1) * words * times.fused.op("philox4x32", "uint32")
-    loop += sum(_product_seconds(cost, i) for i in products)
-    cut = [v for v in kernel.reads if v in slices]
-    hashed = sum(_size(cost, i) * hashes(cost.graph.ops[i]) for i in ops if cost.graph.ops[i].kind == "threefry2x32")
-    one = looped and not products or hashed > 0 or times.fused.one_thread(cost, ops, moved)
+def _kernel_seconds(cost: CpuCost, kernel: XlaKernel, moved: int, looped: bool) -> float:
+    """``moved``: bytes that the kernel reads and writes. In a step of a loop, kernels without products have one thread, and are
+    called instead of scheduled."""
+    times, machine, ops = cost.times, cost.machine, kernel.ops
+    products = [i for i in ops if cost.family(i) == "dot"]
+    in_place = kernel.into is not None and (looped or kernel.into in cost.producer)
+    loop = sum(_op_seconds(cost, i, in_place) for i in ops if kernel.into is None or cost.family(i) not in FAMILIES)
+    loop += sum(_product_seconds(cost, i, looped) for i in products)
+    hashed = sum(_elements(cost, i) for i in ops if cost.graph.ops[i].kind == "threefry2x32")
+    one = not products and (looped or hashed > 0 or _is_small(cost, ops, moved))
     moved += int(_HASHED_BYTES * hashed)
-    called = looped and one
-    from_arrays = sum(map(cost.bytes, cut)) * times["xla/while/slices"] + (times["xla/while"] * len(cut) if products else 0.0)
-    start = steps.kernel if steps is not None and called else machine.kernel_seconds
-    if steps is not None and products:
-        start, loop = 0.0, _looped_products(cost, products, steps, start + loop)
     if not products and not any(cost.family(i) in _PASSES or cost.family(i) == SCATTER for i in ops):
         # The rates of products, reductions and scatters include their traffic within the caches.
-        if called and moved <= machine.local_bytes:
-            moved -= sum(map(cost.bytes, cut))
-            loop = loop * machine.workers + moved * times["xla/while/moved"]
-        else:
-            of_ops = of_moves = 1.0
-            if one and not looped and moved <= machine.local_bytes and cost.program.flop_counts.is_of(cost.graph):
-                of_ops, of_moves = times.xla_near(cost.graph.values[v].dtype for v in (root, *kernel.reads))
-            # Kernels of a part of a program run beside others, and XLA's threads share them out: eight updates of 256 x 256
-            # bfloat16 numbers took 27 us each, one alone 43 (Xeon with AMX).
-            alone = looped or cost.program.flop_counts.is_of(cost.graph)
-            loop = (of_ops * loop + of_moves * moved * times.xla_moved(near=True)) * (machine.workers if one and alone else 1)
-    elif not looped and _sums_computed_values(cost, ops):
-        # The measured reductions read an array. This one computes its operand on one thread.
-        loop = (loop + moved * times.xla_moved(near=True)) * machine.workers
+        loop = (loop + moved * times.xla_moved(near=True)) * (machine.workers if one else 1)
+    start = times["xla/while"] if one and looped else 0.0 if looped else machine.kernel_seconds
     # Beyond the last level bytes come from memory, while the core computes.
-    beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved))
+    beyond = moved * max(0.0, 1.0 - machine.shared_bytes / max(1, moved)) * times.xla_moved(near=False)
     # XLA folds by index on one thread, which waits for its rows.
     if any(cost.family(i) == SCATTER for i in ops):
-        return start + loop + beyond * times.xla_moved(near=False) * machine.workers + from_arrays
-    return start + from_arrays + max(loop, beyond * times.xla_moved(near=False))
+        return start + loop + beyond * machine.workers
+    return start + max(loop, beyond)
 
 
-def _size(cost: CpuCost, i: int) -> int:
-    return cost.graph.values[cost.graph.ops[i].outputs[0]].size
+def _elements(cost: CpuCost, i: int) -> float:
+    """Elements that op ``i`` computes. Two ops that each take a word of the same hash share one; a power by a fixed integer is
+    some multiplications."""
+    op, size = cost.graph.ops[i], cost.graph.values[cost.graph.ops[i].outputs[0]].size
+    if op.kind == "threefry2x32" and op["word"] != "xor":
+        return 0.5 * size
+    if op.kind == "integer_pow":
+        return size * max(1.0, abs(op["y"]).bit_length() + abs(op["y"]).bit_count() - 2)
+    return size
 
 
-def _is_in_place(cost: CpuCost, kernel: XlaKernel) -> bool:
-    """Whether a scatter folds into an array in place: a carry of a loop, or another kernel's result. XLA copies any other first."""
-    if kernel.into is None:
-        return False
-    looped = cost.program.steps is not None if cost.carried is None else kernel.root in cost.carried
-    return looped or kernel.into in cost.producer
-
-
-def _sums_computed_values(cost: CpuCost, ops: Collection[int]) -> bool:
-    """Whether ``ops`` sum their own results over the rows, or over everything, too few or integers for the library."""
-    over_rows = any(cost.family(i) == "reduce" and 0 in cost.graph.ops[i]["axes"] for i in ops)
-    return over_rows and any(cost.family(i) == "pointwise" for i in ops)
-
-
-def _scalar_seconds(cost: CpuCost, ops: Collection[int], root: int) -> float:
-    """Seconds of one thread for an elementary function in a step of a loop that XLA compiles to scalar code, else 0. Kernels with a
-    reduction are vectorised: log-sum-exp of [37, 6, 6] took 1.1 ns an element (JAX 0.12, Xeon with AMX)."""
-    value = cost.graph.values[root]
-    return 0.0 if any(cost.family(i) in _PASSES for i in ops) else value.size * scalar_seconds(value.shape)
-
-
-def _is_uneven(cost: CpuCost, ops: Collection[int], root: int) -> bool:
-    """Whether ``ops`` are a loop over rows shorter than a vector, not shared evenly by XLA's threads, with a broadcast."""
-    shape = cost.graph.values[root].shape
-    if len(shape) < 2 or not 1 < shape[-1] <= _SHORT_ROW or math.prod(shape[:-1]) % cost.machine.workers == 0:
-        return False
-    if shape[-1] * (_AROUND + instructions(cost, ops)) > _UNROLLED:
-        return False
-    spread = [cost.graph.ops[i].inputs[0] for i in ops if cost.graph.ops[i].kind == "broadcast_in_dim"]
-    return any(cost.graph.values[v].size > 1 for v in spread)
+def _is_small(cost: CpuCost, ops: Collection[int], moved: int) -> bool:
+    """Whether XLA gives a loop of ``ops``, which reads and writes ``moved`` bytes, only one thread."""
+    flops = sum(_elements(cost, i) for i in ops if cost.family(i) in FAMILIES)
+    return moved < _SHARED_BYTES if flops <= moved else flops + _BYTE_COST * moved < _SHARED_COST
 
 
 def _op_seconds(cost: CpuCost, i: int, in_place: bool = False) -> float:
-    """Seconds of op ``i`` outside of fused loops and products. ``in_place``: it folds into an existing array."""
+    """Seconds of op ``i`` outside of products. ``in_place``: it folds into an existing array."""
     op, family, times = cost.graph.ops[i], cost.family(i), cost.times
     dtype = cost.graph.values[op.inputs[0] if op.inputs else op.outputs[0]].dtype
+    if family in FAMILIES:
+        return _elements(cost, i) * times.xla_op(op.kind, dtype)
     if family in _PASSES:
         value = cost.graph.values[op.inputs[0]]
-        dimensions = reduced_dimensions(op, value.shape) if family == "reduce" else "row"
+        dimensions = _reduced_dimensions(op, value.shape) if family == "reduce" else "row"
         return _PASSES[family] * value.size * times.xla_reduce(dtype, dimensions)
     if family in (GATHER, SCATTER):
         # The dimensions behind the indexed one are the row that an index moves.
@@ -379,9 +194,15 @@ def _op_seconds(cost: CpuCost, i: int, in_place: bool = False) -> float:
         if family == SCATTER:
             first += elements * times.rounded(cost.graph.values[rows].dtype)
         return first + times.xla_rows(family, elements / max(1, width), width, reach) + _scaling_seconds(cost, i)
-    if family not in FAMILIES:
-        return 0.0
-    return cost.graph.values[op.outputs[0]].size * times.fused.op(op.kind, dtype)
+    return 0.0
+
+
+def _reduced_dimensions(op: Op, shape: tuple[int, ...]) -> str:
+    """The dimensions with more than one element that ``op`` reduces: "row" (trailing), "column" (leading), "middle", "all"."""
+    over = [d in op["axes"] for d, n in enumerate(shape) if n > 1]
+    if all(over) or over[0] and over[-1]:
+        return "all"
+    return "column" if over[0] else "row" if over[-1] else "middle"
 
 
 def _scaling_seconds(cost: CpuCost, i: int) -> float:
@@ -390,19 +211,21 @@ def _scaling_seconds(cost: CpuCost, i: int) -> float:
     if op.kind not in ONLINE:
         return 0.0
     values, scores = cost.graph.values[op.inputs[0]], cost.graph.values[op.inputs[2]]
-    seconds = values.size * times.fused.op("mul", values.dtype)
+    seconds = values.size * times.xla_op("mul", values.dtype)
     if cost.first_of_scores(i):
         width = math.prod(scores.shape[1:])
         rows, reach = scores.size / max(1, width), op["n"] * width * itemsize(scores.dtype)
         seconds += times.xla_rows(SCATTER, rows, width, reach) + times.xla_rows(GATHER, rows, width, reach)
-        seconds += scores.size * times.fused.op("exp", scores.dtype)
+        seconds += scores.size * times.xla_op("exp", scores.dtype)
     return seconds
 
 
-def _product_seconds(cost: CpuCost, i: int) -> float:
+def _product_seconds(cost: CpuCost, i: int, looped: bool) -> float:
     op, times = cost.graph.ops[i], cost.times
     lhs, rhs = (cost.graph.values[v] for v in op.inputs)
-    m, k, n, batch = sizes(cost.graph, op)
+    batch = math.prod(lhs.shape[d] for d in op["lhs_batch"])
+    k = math.prod(lhs.shape[d] for d in op["lhs_contract"])
+    m, n = (value.size // max(1, batch * k) for value in (lhs, rhs))
     few = min(m, n) <= FEW_ROWS and max(m, n) * k >= _SMALL
     if batch > 1 and m * n < _SMALL and not few:
         return times.xla_batched(lhs.dtype) * batch * m * n * k
@@ -414,25 +237,12 @@ def _product_seconds(cost: CpuCost, i: int) -> float:
     elif len(rhs.shape) - 1 in op["rhs_contract"]:
         form = "dot_t"
     apart = _FEW_OF_BATCH if batch > 1 and few else 1.0
-    return copied + times.xla_dot(lhs.dtype, m, k, n, form, apart * batch)
-
-
-def _looped_products(cost: CpuCost, products: Sequence[int], steps: LoopStepCosts, shared: float) -> float:
-    """Seconds of a kernel of products in a step of a loop. ``shared``: its seconds where the library shares it out.
-
-    One thread copies operands into the product's order: with keys of 256 x 4 heads of 32 for each of 4 a step took 30 to 35 us, and
-    7 without copies (JAX 0.12, Xeon with AMX).
-    """
-    seconds = 0.0
-    for i in products:
-        op = cost.graph.ops[i]
-        dtype = cost.graph.values[op.inputs[0]].dtype
-        if dtype not in ("float32", "float64"):  # not measured
-            return shared
-        seconds += steps.product_seconds(*sizes(cost.graph, op)) * (2.0 if dtype == "float64" else 1.0)
-        if not steps.compiled:
-            seconds += sum(cost.times.written(cost.bytes(op.inputs[side])) for side in range(2) if _needs_copy(cost, op, side))
-    return seconds if steps.compiled else min(seconds, shared)
+    shared = copied + times.xla_dot(lhs.dtype, m, k, n, form, apart * batch)
+    if not looped:
+        return shared
+    if min(m, k, n) == 1 or max(m, k, n) < _TINY and min(k, max(m, n)) < _LEAST_COLUMNS:
+        return _COMPILED_SECONDS + batch * m * k * n * _COMPILED_PER_TERM
+    return min(cost.machine.kernel_seconds + shared, _CALLED_SECONDS + batch * m * k * n * _CALLED_PER_TERM)
 
 
 def _needs_copy(cost: CpuCost, op: Op, side: int) -> bool:
@@ -446,6 +256,20 @@ def _needs_copy(cost: CpuCost, op: Op, side: int) -> bool:
         v = cost.graph.ops[cost.producer[v]].inputs[0]
     # Computed operands are written in the product's order, but an update stays in the order of its array.
     return v not in cost.producer or cost.graph.ops[cost.producer[v]].kind == "dynamic_update_slice"
+
+
+# --- Fresh pages ------------------------------------------------------------------------------------------------------------------
+
+
+def _kept_bytes(cost: CpuCost) -> int:
+    """The size up to which arrays of a region are not counted as fresh pages. Without products memory binds both sides: sums into
+    DLRM's tables, with Adam, took 1.1 to 1.6 times as long as XLA's where small arrays counted as well."""
+    return cost.program.fresh_bytes if any(cost.family(i) == "dot" for i in cost.region.ops) else FAULT_THRESHOLD
+
+
+def fault_seconds(cost: CpuCost, outputs: Iterable[int], bandwidth: float) -> float:
+    """Seconds of the first touch of result buffers, which XLA allocates at every call, for a pipeline as well."""
+    return sum(cost.bytes(v) for v in outputs if cost.bytes(v) > _kept_bytes(cost)) / bandwidth
 
 
 def _fault_seconds(cost: CpuCost, kernels: list[XlaKernel]) -> float:

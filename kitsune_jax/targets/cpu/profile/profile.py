@@ -29,22 +29,16 @@ Profiles are plain data, written as JSON and read back without loss, and equal p
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function without work; one more kernel in it
 ``xla/call/handed``                    handing a program to another thread, beside the program
-``xla/while``                          a step of a loop with one kernel of one thread; ``/moved``: a byte that it reads or writes;
-                                       ``/slices``: a byte of a slice of the loop's arrays; ``/stored``: of one that it stores
+``xla/while``                          a step of a loop with one kernel of one thread; ``/stored``: a byte of a slice that it stores
 ``xla/start``                          one of several products of 16 x 64 times 64 x 64, one after the other
 ``xla/dot/<dtype>/<rows>x<K>x<N>``     ``x @ w``; ``xla/dot_t/``: times w transposed; ``xla/outer/``: ``x.T @ y``
 ``xla/vector/<dtype>``                 an element of a weight in the L3 that a single row is multiplied by
 ``xla/batched/<dtype>``                a multiplication and addition of batched products of 16 x 64 times 64 x 16
 ``xla/loop/<op>/<dtype>``              an element of a fused loop with that operation, in the cache
-``xla/chain/<tanh, gelu>/<dtype>``     an element of a loop of six tanhs, or three gelus, that each wait for the previous one
-``xla/beside/tanh/float32``            an element of a loop of six independent tanhs
-``xla/near/<move or tanh>/<dtype>``    an element of such a loop on one thread, in its second level
-``xla/uneven/tanh/<dtype>``            the same of rows of 16 that the threads cannot share evenly, with a broadcast operand
 ``xla/gather/<1, 64>``                 a row of so many elements read by a random index; ``/far``: more, of a table in the L3
 ``xla/scatter/<1, 64>``                a row added by a random index
 ``xla/reduce/<which>/<dtype>``         an element of a sum over the trailing dimension (row), the leading one (column), the middle
-                                       one (middle) or all; ``xla/squares/``: of a sum of squares; ``xla/absolute/<dtype>``: of a
-                                       sum of absolute values over all dimensions
+                                       one (middle) or all
 =====================================  ============================================================================================
 """
 
@@ -139,16 +133,6 @@ def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def with_least_times_of_xla(profile: Profile) -> Profile:
-    """``profile`` with XLA's doubtful numbers at their least: a pipeline that wins by such a number may lose."""
-    doubtful = dict(profile.doubtful)
-    if not any(key.startswith("xla/") for key in doubtful):
-        return profile
-    least = {key: seconds / doubtful.get(key, 1.0) if key.startswith("xla/") else seconds for key, seconds in profile.numbers}
-    return dataclasses.replace(profile, numbers=numbers_of(least))
-
-
-@functools.lru_cache(maxsize=64)
 def table(profile: Profile) -> Mapping[str, float]:
     return dict(profile.numbers)
 
@@ -180,7 +164,7 @@ class Family:
 
 # Numbers that grow with the time of a vector.
 _BY_VECTORS = ("vector", "vector64", "activation", "load", "store", "fold", "take", "folded", "runs", "picked", "few")
-_NOT_SHARED = ("call", "kernel", "near", "start", "while")  # numbers of XLA that more workers do not change
+_NOT_SHARED = ("call", "kernel", "start", "while")  # numbers of XLA that more workers do not change
 _BY_INTEGERS = 1.2  # the time of rounding by integer operations, over that by instructions
 _NO_BFLOAT16 = 0.45  # of the f32 rate: XLA widens, multiplies and rounds
 FAMILIES = {

@@ -50,7 +50,6 @@ _GRADIENTS = ((2048, 16, 16), (2048, 64, 64), (2048, 256, 256), (1024, 1024, 102
 _BATCHED = (512, 16, 64, 16)  # products of m x k and k x n, as in interactions of features
 # Sizes that are no powers of two, which would align all arrays to the same offset in a page.
 _LOOP = (2003, 128)
-_NEAR = (331, 96)  # small enough for one thread
 _REDUCED = (4099, 256)
 # Shape and reduced dimensions; the library reduces all of them tile by tile, at different rates. A million elements, because it is
 # slower with few rows: a sum of squared differences over 1 009 rows took 0.30 ns an element, over 16 411 0.13 (Xeon with AMX).
@@ -70,9 +69,8 @@ _ORDERED = 1 << 17  # indices for each worker
 _PICKED = (729, 351)  # elements of a row, and of those selected: the products of 27 features, each pair once
 _RUN = 8  # consecutive rows with one index
 CHAIN = 9
-_STEPS, _CARRIED = 1000, 4096
-# Arrays that a loop reads slice by slice, as a recurrent layer's gradient does, together larger than a second level.
-_SLICES, _SLICED = (64, 256, 64), 5
+_STEPS = 1000
+_SLICES = (64, 256, 64)  # an array that a loop stores slice by slice, as a recurrent layer does, larger than a second level
 # Calls of a program that is handed to another thread: a tanh of an array that takes one thread 10 us, longer than threads spin.
 _TURNS, _CALLS, _HANDED = 5, 40, (61, 96)
 _HANDED_KEY, _HANDED_AGREE = "xla/call/handed", 1.3  # the time to wake a thread varies more
@@ -98,27 +96,6 @@ LOOPS: dict[str, Function] = {
     "arithmetic": lambda x, y: ((x * y + x) * x + y) * x + y,
 }
 _NARROW_LOOPS = ("move", "tanh", "arithmetic")
-# Functions of one loop, more than a core has under way at once: in a chain or independent; and gelus, whose arithmetic waits too.
-IN_CHAIN, BESIDE, GELUS = 6, 6, 3
-GELU_ARITHMETIC = 8  # operations of a gelu beside its tanh, all in a chain
-# Rows shorter than a vector that XLA's threads cannot share evenly, with an operand broadcast along them: scalar code.
-_UNEVEN = (16001, 16)
-
-
-def tanhs_in_chain(x: Any, y: Any) -> Any:
-    for _ in range(IN_CHAIN):
-        x = lax.tanh(x)
-    return x + y
-
-
-def _tanhs_beside(x: Any, y: Any) -> Any:
-    return functools.reduce(lax.add, (lax.tanh(x * (k + 1)) for k in range(BESIDE)), y)
-
-
-def gelus_in_chain(x: Any, y: Any) -> Any:
-    for _ in range(GELUS):
-        x = (lax.tanh((x * x * x * 0.04 + x) * 0.8) + 1) * x * 0.5
-    return x + y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +221,6 @@ def _programs(workers: int) -> Iterator[_MeasuredProgram]:
     yield _MeasuredProgram("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
     yield _MeasuredProgram(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
     yield _MeasuredProgram("xla/while", _loop, (((16,), f32),), _STEPS)
-    yield _MeasuredProgram("xla/while/moved", _loop, (((_CARRIED,), f32),), _STEPS * _CARRIED * 8)
-    slices = ((_SLICES, f32),)
-    yield _MeasuredProgram("xla/while/slices", _read_slices, slices * _SLICED, _SLICED * 4 * math.prod(_SLICES))
     yield _MeasuredProgram("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), 4 * math.prod(_SLICES))
     yield _MeasuredProgram("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
@@ -268,21 +242,10 @@ def _programs(workers: int) -> Iterator[_MeasuredProgram]:
         for rows, k, n in dots:
             yield _MeasuredProgram(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
     for dtype in (f32, *sorted(NARROW)):
-        uneven = ((_UNEVEN, dtype), (_UNEVEN[1:], dtype))
-        yield _MeasuredProgram(f"xla/uneven/tanh/{dtype}", LOOPS["tanh"], uneven, math.prod(_UNEVEN))
-        sums = [(f"reduce/{which}", _sum(axes), shape) for which, (shape, axes) in _REDUCTIONS.items()]
-        if dtype != "float16":  # of which the library computes nothing but the sum
-            sums += [(f"squares/{which}", _sum(axes, lambda x: x * x), shape) for which, (shape, axes) in _REDUCTIONS.items()]
-            sums.append(("absolute", _sum((0, 1), lax.abs), _REDUCED))
-        for name, function, shape in sums:
-            yield _MeasuredProgram(f"xla/{name}/{dtype}", function, ((shape, dtype),), math.prod(shape))
-        loops = [(f"near/{name}", LOOPS[name], _NEAR) for name in ("move", "tanh")]
-        loops += [(f"loop/{name}", LOOPS[name], _LOOP) for name in (LOOPS if dtype == f32 else _NARROW_LOOPS)]
-        loops.append(("chain/gelu", gelus_in_chain, _LOOP))
-        if dtype == f32:
-            loops += [("chain/tanh", tanhs_in_chain, _LOOP), ("beside/tanh", _tanhs_beside, _LOOP)]
-        for name, function, shape in loops:
-            yield _MeasuredProgram(f"xla/{name}/{dtype}", function, ((shape, dtype),) * 2, math.prod(shape))
+        for which, (shape, axes) in _REDUCTIONS.items():
+            yield _MeasuredProgram(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), math.prod(shape))
+        for name in LOOPS if dtype == f32 else _NARROW_LOOPS:
+            yield _MeasuredProgram(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, math.prod(_LOOP))
 
 
 def _indexed(workers: int) -> Iterator[_MeasuredProgram]:
@@ -334,13 +297,6 @@ def _loop(x: Any) -> Any:
     return lax.fori_loop(0, _STEPS, lambda _, x: x * 0.75 + 1, x)
 
 
-def _read_slices(*xs: Any) -> Any:
-    def step(carry: Any, x: Any) -> tuple[Any, None]:
-        return carry * 0.5 + functools.reduce(lax.mul, x), None
-
-    return lax.scan(step, xs[0][0], xs)[0]
-
-
 def _store_slices(x: Any) -> Any:
     def step(carry: Any, _: None) -> tuple[Any, Any]:
         carry = carry * 0.75 + 1
@@ -355,8 +311,8 @@ def _chain(x: Any, w: Any) -> Any:
     return x
 
 
-def _sum(axes: tuple[int, ...], of: Function = lambda x: x) -> Function:
-    return lambda x: of(x).sum(axes)
+def _sum(axes: tuple[int, ...]) -> Function:
+    return lambda x: x.sum(axes)
 
 
 # --- Where ``jax.jit`` rounds 16-bit results --------------------------------------------------------------------------------------
