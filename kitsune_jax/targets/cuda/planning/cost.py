@@ -68,13 +68,14 @@ class GpuCost(RegionCost):
     any, wherever they are faster than a table of each lane; ``unordered`` are these folds.
 
     ``loop_sums``: for each loop of the region, the sinks that add up values of its steps, as ops of its body, whose work is part of
-    a step's; ``step_sums``: all of these sinks.
+    a step's; ``step_sums``: all of these sinks. ``slices``: of a loop's body, the values that a step loads; None elsewhere.
     """
 
     machine: GpuMachine
 
     def __init__(self, graph: Graph, region: Region, machine: GpuMachine, order: int | None = None, atomic: bool = False):
         super().__init__(graph, region, machine, order)
+        self.slices: frozenset[int] | None = None
         self.has_digits_read = functools.lru_cache(maxsize=None)(self._has_digits_read)
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
@@ -128,6 +129,10 @@ class GpuCost(RegionCost):
         op = self.graph.ops[i]
         return atomic_bytes(op, self.graph.values[op.inputs[0]].dtype) * self.elements(i) * self.region.space.rows
 
+    def loads(self, v: int) -> bool:
+        """Does a lane load rows of ``v``, if no stage before it passes them on? What a loop carries is in registers."""
+        return self.streamed(v) and (self.slices is None or v in self.slices or v not in self.region.inputs)
+
     def _sums_of(self, loop: Op) -> dict[int, Op]:
         found = {k: as_step(loop, self.graph.ops[k]) for k in self.region.sinks}
         return {k: op for k, op in found.items() if op is not None}
@@ -136,6 +141,7 @@ class GpuCost(RegionCost):
         """The costs of the body of loop ``i`` with the sums that a step adds to; values that only these sums read are no
         results."""
         body = super()._body(i)
+        body.slices = frozenset(parts(self.graph.ops[i]).in_xs)
         if not (sums := self.loop_sums[i]):
             return body
         graph, region, p = body.graph, body.region, parts(self.graph.ops[i])
@@ -153,7 +159,7 @@ class GpuCost(RegionCost):
         found = type(self)(
             dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole, self.machine
         )
-        found.carried = body.carried
+        found.carried, found.slices = body.carried, body.slices
         return found
 
     def tile_seconds(self, i: int, rows: int) -> float:
@@ -215,6 +221,12 @@ class GpuCost(RegionCost):
         folds = [self.graph.ops[k] for k in self.region.sinks if self.access(k) is not None]
         index = self.source(self.graph.ops[i].inputs[1])
         return any(op["sorted"] and self.source(op.inputs[1]) == index for op in folds)
+
+    def piece_bytes(self) -> int:
+        """Bytes of the streamed arrays whose rows are read and written in pieces of 64 bytes: each of the four threads that share a
+        row has 16 of them. (Narrower rows lie side by side; rows of another pitch come by bulk copies.)"""
+        arrays = [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
+        return sum(self.bytes(v) for v in arrays if self.row_bytes(v) > QUAD * 16 and self.row_bytes(v) % 16 == 0)
 
     def order_bytes(self) -> int:
         """Extra bytes moved because rows stream in an order of their own, so that each row is read and written in whole sectors."""
@@ -696,9 +708,13 @@ _ADDRESS_SLOTS = 16  # of two rows of a table: compare the indices with its ends
 # Fraction of wgmma's rate that mma.sync reaches, for float32 gradients and products for each row. An assumption until measured.
 _WARP_MATMUL = 0.62
 QUAD = 4  # threads that share a row: each has a copy of every number of the row
-# Cycles between an operation and the next one that needs its result, divided by those between two issues of a warp (four cycles,
-# for two rows of a thread). An assumption until a device has measured it.
-DEPENDENT = 2.0
+# Cycles of a warp for an instruction when no other warp of the lane's can take its place: what it waits for results, operands and
+# instructions. ncu on an H200, 2026-11-26: 2.1 to 5.3 times the cycles of the issue itself in eight kernels, 3 in most.
+DEPENDENT = 3.0
+# Instructions for one that is counted on an element of a tile: addresses, predicates, biases, moves. ncu: 1.2 to 2.4.
+_OVERHEAD = 1.5
+_MOVE_SLOTS = 8.0  # instructions to load or store 16 bytes: an address, a predicate, the access, its place in a tile
+_LOAD_BYTES = 128  # of a row that a lane asks for at once: a chunk of K, four loads of 16 bytes in each thread
 K_BYTES = 32  # the K of one wgmma in bytes (PTX ISA)
 
 
@@ -722,8 +738,8 @@ class TileWork:
         return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait) / lanes)
 
     def latency(self, wait: float = 0.0) -> float:
-        """Seconds from a tile's first instruction to its last."""
-        return max(self.tensor + self.issue, self.shared) + self.alone + wait
+        """Seconds from a tile's first instruction to its last: a warp by itself waits for its own instructions."""
+        return max(self.tensor + DEPENDENT * self.issue, self.shared) + self.alone + wait
 
     def plus(self, times: float, step: TileWork) -> TileWork:
         """This work and ``times`` times ``step``."""
@@ -737,8 +753,10 @@ class TileWork:
         return rounds * lanes * self.period(lanes, wait) + (rest * self.period(rest, wait) if rest else 0.0)
 
 
-def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1) -> TileWork:
-    """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate."""
+def tile_work(
+    cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1, place: str = "l2"
+) -> TileWork:
+    """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate. ``place``: of rings that they read."""
     machine = cost.machine
     ops = [i for i in ops if i not in cost.step_sums]
     tensor, weights = 0.0, 0
@@ -751,24 +769,61 @@ def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: f
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
+    slots += TILE_ROWS * _crossing_bytes(cost, ops, split) / 16 * _MOVE_SLOTS
     moved, cycles = float(weights + storage.image_traffic), 0.0
     for i in row_products_of(cost, ops):
         flops, issued, shared, waited = _product_work(cost, i)
         tensor += flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
         slots, moved, cycles = slots + issued, moved + shared, cycles + waited
     issue = max(slots, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, cycles / machine.clock)
+    alone = cycles / machine.clock + load_seconds(cost, ops, place)
+    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
     for steps, body in loops_of(cost, ops):
         work = work.plus(steps, _step(body, storage, efficiency, split))
     return work
+
+
+def _crossing_bytes(cost: GpuCost, ops: Sequence[int], split: int) -> float:
+    """Bytes of a row that a lane loads from arrays and rings, and stores to them."""
+    inside, own = frozenset(ops), [i for i in ops if not cost.is_maker(i) and cost.graph.ops[i].body is None]
+    made = {v for i in own for v in cost.graph.ops[i].outputs}
+    read = {v for i in own for v in cost.graph.ops[i].inputs if cost.loads(v) and v not in made}
+    left = [v for v in made if cost.streamed(v) and (v in cost.outputs or not inside.issuperset(cost.readers.get(v, ())))]
+    left = [v for v in left if cost.carried is None or v not in cost.carried]
+    return sum(map(cost.row_bytes, read)) + sum(map(cost.row_bytes, left)) / split
+
+
+def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
+    """Seconds that a lane waits for the rows of a tile that it loads and gathers: ``_LOAD_BYTES`` of each row at a time, as it has no
+    other tile meanwhile. Rows that are read before a product or a sum of a row and after it are loaded twice."""
+    machine, copied = cost.machine, fed_by(cost)
+    near, far = machine.place("l2").latency, machine.transfers.load_seconds
+    before, loads = dict[int, int](), dict[tuple[int, int], tuple[float, int]]()
+    for i in ops:
+        op, access = cost.graph.ops[i], cost.access(i)
+        step = max((before.get(v, 0) for v in op.inputs), default=0)
+        before.update(dict.fromkeys(op.outputs, step + (cost.family(i) in _ANCHORS)))
+        if i in copied or op.body is not None or cost.is_maker(i):
+            continue
+        for v in op.inputs:
+            if cost.loads(v) and v not in before:
+                size = cost.row_bytes(op.outputs[0] if op.kind == "slice" else v)
+                if v in cost.region.inputs or place == "l2":
+                    loads[v, step] = (far if v in cost.region.inputs and cost.slices is None else near), size
+        if access is not None and not access.folds:  # after the index
+            latency = far if access.table_bytes > machine.shared_bytes else near
+            loads[-1 - i, step] = latency, access.count * access.row_bytes
+    seconds = far if cost.order is not None and loads else 0.0
+    for latency, size in loads.values():
+        seconds += -(-size // _LOAD_BYTES) * latency + TILE_ROWS * size / machine.transfers.lane_bandwidth
+    return seconds
 
 
 def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:
     """The work of one step of a loop on a tile.
 
     Values with one number per row are computed by all four threads that share the row, unless all values are such (a thread then
-    has rows of its own). Every operation waits for the one before it, as a lane has no other tile to work on. Slices are loaded
-    when the step begins.
+    has rows of its own).
     """
     work = tile_work(body, body.region.ops, storage, efficiency, split)
     alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
@@ -777,8 +832,7 @@ def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> Til
     again, special = _slots(body, numbers, 1)
     machine = body.machine
     issue = work.issue + (QUAD - 1) * max(again, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    loads = machine.place("l2").latency if any(v in body.labels for v in body.region.inputs) else 0.0
-    return dataclasses.replace(work, issue=issue, alone=work.alone + (DEPENDENT - 1) * issue + loads)
+    return dataclasses.replace(work, issue=issue)
 
 
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
@@ -797,7 +851,7 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")
         size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
-        elements = TILE_ROWS * (size // split)
+        elements = TILE_ROWS * (size // split) * (_OVERHEAD if size > 1 else 1.0)
         if family == "dot" and i in cost.sinks:
             dot = cost.work(i).dot
             assert dot is not None
@@ -847,19 +901,17 @@ class ProgramWork:
 
     def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
         found = TileWork(0.0, 0.0, 0.0)
-        slots = special = numbers = 0.0
+        slots = special = 0.0
         for i in body:
             if i.block is not None:
                 found = found.plus(times(i), self.of(i.block.body, times))
             elif i.kind == "matmul":
                 found = found.plus(1, self._product(i))
             else:
-                each, functions, alone = self._slots(i)
+                each, functions = self._slots(i)
                 slots, special = slots + each, special + functions
-                numbers += each if alone else 0.0
-        per_second = self.machine.rate(self.machine.simt_rates, "other")
-        issue = max(slots, special * SPECIAL_SLOTS) / per_second
-        return found.plus(1, TileWork(0.0, issue, 0.0, (DEPENDENT - 1) * numbers / per_second))
+        issue = max(slots, special * SPECIAL_SLOTS) / self.machine.rate(self.machine.simt_rates, "other")
+        return found.plus(1, TileWork(0.0, issue, 0.0))
 
     def weight_bytes(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> float:
         """Of packed weights that a tile multiplies with."""
@@ -881,22 +933,22 @@ class ProgramWork:
         slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
         return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
 
-    def _slots(self, instr: Instr) -> tuple[float, float, bool]:
-        """(instructions, special function results, is it one number for each row?) of an instruction on a tile."""
+    def _slots(self, instr: Instr) -> tuple[float, float]:
+        """(instructions, special function results) of an instruction on a tile."""
         spec = OPS.get(instr.kind)
         if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
-            return 0.0, 0.0, False
+            return 0.0, 0.0
         read = [self.program.values[v] for v in instr.inputs]
         n = math.prod(self.program.values[instr.outputs[0]].shape)
         numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
         elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # each thread of a row computes the numbers of the row
         if spec.family == "reduce" and not numbers:
-            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0, False
+            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0
         if spec.family == "convert":
-            return elements * CONVERT_SLOTS, 0.0, numbers
+            return elements * CONVERT_SLOTS, 0.0
         if spec.family == "pointwise":
             fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
             out = instr.outputs[0]
             rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
-            return elements * (fast + rounding), elements * bool(spec.special), numbers
-        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False
+            return elements * (fast + rounding), elements * bool(spec.special)
+        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0

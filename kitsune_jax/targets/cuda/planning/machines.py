@@ -9,10 +9,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from typing import Any
 
 from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """What a lane waits for. ``hop_seconds``: to meet a stage at one end of a ring, by the ring's place. ``load_seconds``: until the
+    first bytes of a load from memory are there; ``lane_bandwidth``: bytes per second in which the rest follow. ``piece_bandwidth``:
+    bytes per second of all rows that are read and written in pieces of 64 bytes. ``pack_bandwidth``: bytes per second of XLA's
+    kernels that pack weights; ``pack_seconds``: of starting those of one weight. 0 and infinity: not measured, no wait.
+    """
+
+    hop_seconds: Rates
+    load_seconds: float = 0.0
+    lane_bandwidth: float = math.inf
+    piece_bandwidth: float = math.inf
+    pack_bandwidth: float = math.inf
+    pack_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +50,7 @@ class GpuMachine(Machine):
     max_cluster: int
     cluster_counts: tuple[tuple[int, int], ...]
     cluster_bandwidth: Rates
+    transfers: Transfers
     tile_seconds: float = 0.3e-6
     barrier_seconds: float = 2e-6
 
@@ -51,13 +69,24 @@ def _rates(half: float, single: float, lanes: float) -> dict[str, Any]:
     return {"tensor_rates": tensor, "simt_rates": (("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes))}
 
 
+_RECORD = "measured on an H200, 2026-11-26"
 _HOPPER_SOURCES = (
     ("places", "shared memory 29, DSMEM 180, L2 263 cycles (published H100/H800 measurements); 128 bytes a cycle: 32 banks of 4"),
     (
         "cluster_bandwidth",
-        "published H100/H800 measurements: 3.3 TB/s at cluster 2, 2.65 at cluster 4; larger ones: none, taken as 4",
+        f"{_RECORD}: rings with entries of 16 KB in clusters of 2, 4, 8 and 16, each also for the sizes below it",
     ),
-    ("cluster_counts", "a cluster lies in one GPC; 132 SMs as 6 of 16 and 2 of 18: 16 clusters of 8. The driver has the last word"),
+    (
+        "cluster_counts",
+        f"{_RECORD}: 66 clusters of 2, 30 of 4, 15 of 8 and 7 of 16, as of GPCs of 5 x 18, 2 x 16 and 10 SMs. The driver has the "
+        "last word",
+    ),
+    (
+        "transfers",
+        f"{_RECORD}: a flag takes 0.63 us through the L2, an entry of 2 KB 0.26 us in a cluster; 128 threads of each SM that load 2 "
+        "and 8 times 16 bytes at once read 1.21 and 3.19 TB/s, as of 0.37 us and 52 GB/s; the edge MLP of a graph network is bound by "
+        "memory at 2.9 TB/s; XLA packs keys and values of 134 MB in 375 us (four passes), and ten weights of NeRF in 34 us",
+    ),
     (
         "lane_registers",
         "a launch of 2, 3 or 4 warpgroups has 255, 168 or 128 registers a thread (64 K a CTA, in steps of 8); setmaxnreg (PTX ISA) "
@@ -65,16 +94,22 @@ _HOPPER_SOURCES = (
     ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
-    (
-        "barrier_seconds",
-        "an assumption until a device has measured it: a release, an acquire and polls of the L2, a few trips of 263 cycles",
-    ),
+    ("barrier_seconds", f"{_RECORD}: a barrier of 132 CTAs"),
     (
         "vertical_efficiency",
         "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",
     ),
     ("spatial_efficiency", "the same: 75-90 % weight-stationary, if DSMEM delivers"),
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
+)
+
+_HOPPER_TRANSFERS = Transfers(
+    hop_seconds=(("cluster", 0.26e-6), ("other", 0.63e-6)),
+    load_seconds=0.37e-6,
+    lane_bandwidth=52e9,
+    piece_bandwidth=2.9e12,
+    pack_bandwidth=2 * 134e6 / 375e-6,
+    pack_seconds=2.8e-6,
 )
 
 H200 = GpuMachine(
@@ -98,8 +133,10 @@ H200 = GpuMachine(
     # launch, and 240 leave them the same room for addresses.
     lane_registers=(240, 240, 160),
     max_cluster=16,
-    cluster_counts=tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17)),
-    cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)),
+    cluster_counts=tuple((n, 5 * (18 // n) + 2 * (16 // n) + 10 // n) for n in range(2, 17)),
+    cluster_bandwidth=(("2", 2.6e12), ("3", 1.58e12), ("4", 1.58e12), *((str(n), 0.89e12) for n in range(5, 9)), ("other", 0.44e12)),
+    transfers=_HOPPER_TRANSFERS,
+    barrier_seconds=0.93e-6,
     call_seconds=5e-6,
     kernel_seconds=1.3e-6,
     sources=(
@@ -135,6 +172,7 @@ A100 = GpuMachine(
     max_cluster=1,
     cluster_counts=(),
     cluster_bandwidth=(),
+    transfers=Transfers(hop_seconds=(("other", 2 * 263 / 1.41e9),)),  # the data or the flag, and the reader's load
     call_seconds=5e-6,
     kernel_seconds=1.3e-6,
     sources=(
