@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.ops.loops import parts
+from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning.cost import DotWork, itemsize, pipeline_traffic
 from kitsune_jax.planning.plan import GpuPlan, Infeasible, Queue, Stage, size_text
 from kitsune_jax.planning.stages import (
@@ -41,6 +42,7 @@ from kitsune_jax.targets.cuda.planning.cost import (
     matmul_efficiency,
     most_split,
     packed_bytes,
+    repeated_bytes,
     shared_bytes,
     tile_work,
 )
@@ -82,7 +84,10 @@ class GpuRegion:
         gathered, far = self.cost.gathered_bytes()
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
-        dram = moved / machine.bandwidth(moved) + self.cost.piece_bytes() * self._piece_seconds(moved)
+        if moved > machine.shared_bytes // 2:
+            moved += sum(repeated_bytes(self.cost, stage.ops) for stage in a.stages)
+        pieces = min(moved, self.cost.piece_bytes())
+        dram = (moved - pieces) / machine.bandwidth(moved) + pieces / min(machine.bandwidth(moved), machine.transfers.piece_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = max((moved + near_bytes) / machine.shared_bandwidth, self.cost.atomic_seconds())  # traffic of memory passes the L2 too
         bound = a.bound
@@ -109,10 +114,6 @@ class GpuRegion:
             unordered=self.cost.unordered,
         )
 
-    def _piece_seconds(self, moved: int) -> float:
-        """Seconds of memory that a byte takes longer which is read or written in a small piece of a row."""
-        return max(0.0, 1 / self.machine.transfers.piece_bandwidth - 1 / self.machine.bandwidth(moved))
-
     def _pack_seconds(self) -> float:
         """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
         machine, ops = self.machine, self.cost.region.ops
@@ -124,10 +125,17 @@ class GpuRegion:
         return machine.kernel_seconds + count * machine.transfers.pack_seconds + 2 * weights / bandwidth
 
     def _fold_seconds(self, lanes: int) -> float:
-        """Seconds to fold the tables of all lanes after the last tile: one lane folds those of 16 lanes, another the results. A
-        thread has four numbers of each 512, and fetches those of four tables at once."""
+        """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each
+        before; and two rows of a lane for each sink by sorted indices, 64 in a round, of which a warp takes 16, block by block. A
+        thread has four numbers of each 512 of a table, and fetches those of four tables, or of four rows, at once; those of an
+        online sum one by one."""
         waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
-        return waits * self.machine.place("l2").latency
+        for i in self.cost.region.sinks:
+            access, op = self.cost.access(i), self.cost.graph.ops[i]
+            if access is not None and access.near:
+                blocks = -(-padded(self.cost.elements(i)) // BLOCK_COLUMNS)
+                waits += -(-2 * lanes // TILE_ROWS) * blocks * (16 if op.kind in ONLINE else 4)
+        return waits * self.machine.rate(self.machine.transfers.hop_seconds, "l2")  # other lanes have written them just now
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Bytes of partial sums written, and read again in a fixed order: those of every lane, one part of a weight gradient for
@@ -348,7 +356,7 @@ class _SpatialBuilder:
         """The stage of ``ops``, which must fit (``_fits``)."""
         storage = self._storage(ops, split)
         assert storage is not None
-        work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split, self.place)
+        work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True, self.lanes), split, self.place)
         entering, leaving = self._crossing(ops)
         return _StageTraffic(ops, split, work, entering, leaving // split)
 
@@ -513,7 +521,7 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
             need = shared_bytes(cost, ops, storage, lanes, weights, rings)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
-                work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True), size)
+                work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True, lanes), size)
                 for exchanged in _exchanged(cost, ops):
                     work = work.plus(exchanged.steps, exchanged.work(size))
                 found.append(_arranged(region, ops, work, size, lanes))
@@ -634,7 +642,7 @@ def _tensor_seconds(body: GpuCost, dot: DotWork, size: int) -> float:
     """Seconds of a CTA's share of a product on a tile."""
     machine = body.machine
     flops = 2.0 * TILE_ROWS * dot.k * dot.n / size
-    return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True)
+    return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True, 1)
 
 
 def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int) -> Arranged:

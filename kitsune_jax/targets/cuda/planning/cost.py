@@ -310,12 +310,13 @@ def entry_bytes(cost: GpuCost, v: int) -> int:
 # --- Products for each row: matmuls whose operands both stream --------------------------------------------------------------------
 
 _VIEWS = frozenset({"broadcast", "reshape"})
-# Cycles of a warp for a row that its engines do not account for: barriers, and the latency of a chain of products and of its sums
-# on their way through shared memory. A design value: no device has measured it.
-_ROW_CYCLES = 500
-_COPY_SLOTS = 8  # instructions to copy 16 bytes: an address, a place, the copy itself
+# Cycles of a warp for a row that its engines do not account for: the trip of its operands from memory, barriers, and the latency of
+# a chain of products and of its sums on their way through shared memory. DLRM on an H200, 2026-11-26.
+_ROW_CYCLES = 1500
+_COPY_SLOTS = 24  # instructions to copy 16 bytes: an index and its test, an address, a place, the copy itself
 _PRODUCT_SLOTS = 64  # instructions of an mma.sync and its share of ldmatrix, over the 32 threads of a warp
-_SUM_SLOTS = 4  # instructions for a sum: to shared memory, and from there to its destination
+# Instructions for a sum: to shared memory, and from there to its destination, by an index that is loaded (machine code).
+_SUM_SLOTS = 16
 _MMA_ROWS, _MMA_COLUMNS, _DEPTH_BYTES = 16, 8, 32  # of an mma.sync
 
 
@@ -709,12 +710,13 @@ _ADDRESS_SLOTS = 16  # of two rows of a table: compare the indices with its ends
 _WARP_MATMUL = 0.62
 QUAD = 4  # threads that share a row: each has a copy of every number of the row
 # Cycles of a warp for an instruction when no other warp of the lane's can take its place: what it waits for results, operands and
-# instructions. ncu on an H200, 2026-11-26: 2.1 to 5.3 times the cycles of the issue itself in eight kernels, 3 in most.
-DEPENDENT = 3.0
+# instructions. ncu on an H200, 2026-11-26: 2.1 to 5.3 times the cycles of the issue itself in eight kernels.
+DEPENDENT = 2.5
 # Instructions for one that is counted on an element of a tile: addresses, predicates, biases, moves. ncu: 1.2 to 2.4.
 _OVERHEAD = 1.5
 _MOVE_SLOTS = 8.0  # instructions to load or store 16 bytes: an address, a predicate, the access, its place in a tile
 _LOAD_BYTES = 128  # of a row that a lane asks for at once: a chunk of K, four loads of 16 bytes in each thread
+PRODUCT_CYCLES = 200  # from the last issue of a product to its results: wgmma of 128 columns, a fence, a commit, a wait
 K_BYTES = 32  # the K of one wgmma in bytes (PTX ISA)
 
 
@@ -759,18 +761,19 @@ def tile_work(
     """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate. ``place``: of rings that they read."""
     machine = cost.machine
     ops = [i for i in ops if i not in cost.step_sums]
-    tensor, weights = 0.0, 0
+    tensor, weights, cycles = 0.0, 0, 0.0
     for dot in dots_of(cost, ops):
         columns = padded(dot.n // split)
         depth = round_up(dot.k * itemsize(dot.dtype), K_BYTES)
         tensor += 2.0 * TILE_ROWS * columns * (depth / itemsize(dot.dtype)) / machine.rate(machine.tensor_rates, dot.dtype)
         weights += columns * depth  # every warpgroup reads all of B from shared memory
+        cycles += -(-columns // tiles.CHUNK_COLUMNS) * PRODUCT_CYCLES
     for dot in gradients_of(cost, ops):
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
-    slots += TILE_ROWS * _crossing_bytes(cost, ops, split) / 16 * _MOVE_SLOTS
-    moved, cycles = float(weights + storage.image_traffic), 0.0
+    slots += (TILE_ROWS * _crossing_bytes(cost, ops, split) + storage.image_traffic) / 16 * _MOVE_SLOTS
+    moved = float(weights + storage.image_traffic)
     for i in row_products_of(cost, ops):
         flops, issued, shared, waited = _product_work(cost, i)
         tensor += flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
@@ -793,30 +796,48 @@ def _crossing_bytes(cost: GpuCost, ops: Sequence[int], split: int) -> float:
     return sum(map(cost.row_bytes, read)) + sum(map(cost.row_bytes, left)) / split
 
 
-def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
-    """Seconds that a lane waits for the rows of a tile that it loads and gathers: ``_LOAD_BYTES`` of each row at a time, as it has no
-    other tile meanwhile. Rows that are read before a product or a sum of a row and after it are loaded twice."""
-    machine, copied = cost.machine, fed_by(cost)
-    near, far = machine.place("l2").latency, machine.transfers.load_seconds
-    before, loads = dict[int, int](), dict[tuple[int, int], tuple[float, int]]()
+def _loads(cost: GpuCost, ops: Sequence[int]) -> dict[tuple[int, int], int]:
+    """(value, step) -> bytes of a row that a lane loads. Steps end with a product or a sum of a row: what is read before one and
+    after it is loaded twice. Operands of products for each row are copied, and not loaded. Rows of a table: the value of op i
+    that gathers them is -1 - i."""
+    copied, before, cut, found = fed_by(cost), dict[int, int](), dict[int, int](), dict[tuple[int, int], int]()
     for i in ops:
         op, access = cost.graph.ops[i], cost.access(i)
+        reads = {cut.get(v, v): v for v in op.inputs if v in cut or (cost.loads(v) and v not in before)}
+        if op.kind == "slice" and reads:  # its readers load it
+            cut.update(dict.fromkeys(op.outputs, next(iter(reads))))
+            continue
         step = max((before.get(v, 0) for v in op.inputs), default=0)
         before.update(dict.fromkeys(op.outputs, step + (cost.family(i) in _ANCHORS)))
         if i in copied or op.body is not None or cost.is_maker(i):
             continue
-        for v in op.inputs:
-            if cost.loads(v) and v not in before:
-                size = cost.row_bytes(op.outputs[0] if op.kind == "slice" else v)
-                if v in cost.region.inputs or place == "l2":
-                    loads[v, step] = (far if v in cost.region.inputs and cost.slices is None else near), size
-        if access is not None and not access.folds:  # after the index
-            latency = far if access.table_bytes > machine.shared_bytes else near
-            loads[-1 - i, step] = latency, access.count * access.row_bytes
+        for v, part in reads.items():
+            found[v, step] = max(found.get((v, step), 0), cost.row_bytes(part))
+        if access is not None and not access.folds:
+            found[-1 - i, step] = access.count * access.row_bytes
+    return found
+
+
+def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
+    """Seconds that a lane waits for the rows of a tile that it loads and gathers: ``_LOAD_BYTES`` of each row at a time, as it has no
+    other tile meanwhile. Rows that lie together were brought to the L2 while it worked on the tile before. ``place``: of rings."""
+    machine, loads = cost.machine, _loads(cost, ops)
+    near, far = machine.place("l2").latency, machine.transfers.load_seconds
     seconds = far if cost.order is not None and loads else 0.0
-    for latency, size in loads.values():
-        seconds += -(-size // _LOAD_BYTES) * latency + TILE_ROWS * size / machine.transfers.lane_bandwidth
+    for (v, _), size in loads.items():
+        if v >= 0 and v not in cost.region.inputs and place != "l2":
+            continue  # in shared memory
+        access = None if v >= 0 else cost.access(-1 - v)
+        strewn = cost.order is not None and v in cost.region.inputs if access is None else access.table_bytes > machine.shared_bytes
+        seconds += -(-size // _LOAD_BYTES) * (far if strewn else near) + TILE_ROWS * size / machine.transfers.lane_bandwidth
     return seconds
+
+
+def repeated_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
+    """Bytes of arrays that the lanes of a stage load a second time, too much later to find them in the L2."""
+    arrays = {(v, step): size for (v, step), size in _loads(cost, ops).items() if v in cost.region.inputs and cost.slices is None}
+    first = {v: max(size for (w, _), size in arrays.items() if w == v) for v, _ in arrays}
+    return cost.region.space.rows * (sum(arrays.values()) - sum(first.values()))
 
 
 def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:
@@ -876,11 +897,12 @@ def _pointwise_slots(cost: GpuCost, i: int) -> tuple[float, int]:
     return spec.fast if narrow and spec.fast else spec.flops, int(spec.special)
 
 
-def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool) -> float:
+def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool, lanes: int) -> float:
     """Fraction of the tensor rate that matmuls reach while their epilogues are hidden behind other lanes."""
+    of_lanes = machine.lane_efficiency[lanes - 1]
     if arrangement == "spatial":
-        return machine.rate(machine.spatial_efficiency, "other")
-    return machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")
+        return of_lanes * machine.rate(machine.spatial_efficiency, "other")
+    return of_lanes * machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")
 
 
 # --- Work of a tile program -------------------------------------------------------------------------------------------------------
@@ -930,6 +952,7 @@ class ProgramWork:
         dtype, out = self.program.values[instr.inputs[0]].dtype, self.program.values[instr.outputs[0]]
         machine = self.machine
         tensor = 2.0 * TILE_ROWS * size / itemsize(dtype) / machine.rate(machine.tensor_rates, dtype) / self.efficiency
+        tensor += PRODUCT_CYCLES / machine.clock  # lanes take turns, and keep theirs until the product has ended
         slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
         return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
 

@@ -36,7 +36,8 @@ class Transfers:
 class GpuMachine(Machine):
     """``simt_rates``: instructions of all lanes of one SM per second, by dtype. ``vertical_efficiency``: fraction of the tensor
     rate that a CTA with the whole chain reaches, with "resident" or "streamed" weights; ``spatial_efficiency``: that a CTA per
-    stage reaches. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader. ``max_cluster``:
+    stage reaches. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader;
+    ``lane_efficiency``: fraction of these efficiencies that so many reach. ``max_cluster``:
     CTAs of the largest cluster; ``cluster_counts``: (size, number of resident clusters) where this is less than ``workers`` //
     size; ``cluster_bandwidth``: total DSMEM bandwidth of all workers, by cluster size. ``tile_seconds``: to pick the next tile, or
     of a barrier's round trip. ``barrier_seconds``: from the last CTA that ends a phase to the first that begins the next.
@@ -47,6 +48,7 @@ class GpuMachine(Machine):
     vertical_efficiency: Rates
     spatial_efficiency: Rates
     lane_registers: tuple[int, ...]
+    lane_efficiency: tuple[float, ...]
     max_cluster: int
     cluster_counts: tuple[tuple[int, int], ...]
     cluster_bandwidth: Rates
@@ -71,10 +73,15 @@ def _rates(half: float, single: float, lanes: float) -> dict[str, Any]:
 
 _RECORD = "measured on an H200, 2026-11-26"
 _HOPPER_SOURCES = (
-    ("places", "shared memory 29, DSMEM 180, L2 263 cycles (published H100/H800 measurements); 128 bytes a cycle: 32 banks of 4"),
+    (
+        "places",
+        "shared memory 29, DSMEM 180 cycles (published H100/H800 measurements), L2 287 (record); 128 bytes a cycle: 32 banks of 4",
+    ),
+    ("clock", f"{_RECORD}: 1.98 GHz where a kernel waits, 1.75 where its products draw all power, which their rate accounts for"),
     (
         "cluster_bandwidth",
-        f"{_RECORD}: rings with entries of 16 KB in clusters of 2, 4, 8 and 16, each also for the sizes below it",
+        f"{_RECORD}: 3.3 TB/s in pairs, entries of 64 KB; published H100/H800 measurements: 2.65 at cluster 4; larger ones taken as "
+        "4 (the record's rings of 4 to 16 are bound by the loop over the mask of their readers)",
     ),
     (
         "cluster_counts",
@@ -91,6 +98,11 @@ _HOPPER_SOURCES = (
         "lane_registers",
         "a launch of 2, 3 or 4 warpgroups has 255, 168 or 128 registers a thread (64 K a CTA, in steps of 8); setmaxnreg (PTX ISA) "
         "hands them to the lanes: 24 + 2 x 240 with two of them, 32 + 3 x 160 with three, where the first is the loader's share",
+    ),
+    (
+        "lane_efficiency",
+        f"{_RECORD}: NeRF with streamed weights takes 18.4 us of an SM for a tile with three lanes, 12.0 modelled for two (0.45 and "
+        "0.61 ms); attention's block 0.9 and 0.6 us. 160 registers do not hold a product's operands and the results of another",
     ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
@@ -116,8 +128,8 @@ H200 = GpuMachine(
     name="h200",
     platform="cuda",
     workers=132,
-    clock=1.7e9,
-    **_rates(788e12 / 132, 394e12 / 132, 128 * 1.7e9),  # FP32 lanes of an SM: GH100 128 (whitepaper)
+    clock=1.98e9,
+    **_rates(788e12 / 132, 394e12 / 132, 128 * 1.98e9),  # FP32 lanes of an SM: GH100 128 (whitepaper)
     vertical_efficiency=(("resident", 0.85), ("other", 0.88)),
     spatial_efficiency=(("other", 0.80),),
     local_bytes=227 * KIB,
@@ -125,16 +137,17 @@ H200 = GpuMachine(
     shared_bandwidth=5.5e12,
     dram_bandwidth=4.3e12,
     places=(
-        Place("smem", 29 / 1.7e9, 128 * 1.7e9),
-        Place("cluster", 180 / 1.7e9, 3.3e12 / 132),
-        Place("l2", 263 / 1.7e9, 5.5e12 / 132),
+        Place("smem", 29 / 1.98e9, 128 * 1.98e9),
+        Place("cluster", 180 / 1.98e9, 3.3e12 / 132),
+        Place("l2", 287 / 1.98e9, 5.5e12 / 132),
     ),
     # Of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of the
     # launch, and 240 leave them the same room for addresses.
     lane_registers=(240, 240, 160),
+    lane_efficiency=(1.0, 1.0, 0.65),
     max_cluster=16,
     cluster_counts=tuple((n, 5 * (18 // n) + 2 * (16 // n) + 10 // n) for n in range(2, 17)),
-    cluster_bandwidth=(("2", 2.6e12), ("3", 1.58e12), ("4", 1.58e12), *((str(n), 0.89e12) for n in range(5, 9)), ("other", 0.44e12)),
+    cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)),
     transfers=_HOPPER_TRANSFERS,
     barrier_seconds=0.93e-6,
     call_seconds=5e-6,
@@ -169,6 +182,7 @@ A100 = GpuMachine(
     dram_bandwidth=1.5e12,
     places=(Place("smem", 29 / 1.41e9, 128 * 1.41e9), Place("l2", 263 / 1.41e9, 4.0e12 / 108)),
     lane_registers=(240, 168, 128),
+    lane_efficiency=(1.0, 1.0, 1.0),
     max_cluster=1,
     cluster_counts=(),
     cluster_bandwidth=(),

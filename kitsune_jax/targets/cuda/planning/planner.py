@@ -126,7 +126,7 @@ def _plan_of_lanes(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: t
     """The plan of CTAs with ``lanes`` lanes, which take ``lanes`` tiles of one batch in a round."""
     machine, body = gpu.machine, program.stages[0].body
     coarse = facts.coarse_exponentials(program, body)
-    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
+    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False, lanes), coarse)
     wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
     sample, rounds, seconds, fetched = _sample_rounds(wide), wide.tiles, list[float](), 0.0
     for round_rows in sample:
@@ -331,7 +331,7 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
 def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights: _Weights, free: int) -> Arranged:
     """The arrangement. ``free``: bytes of a CTA's shared memory that nothing else uses."""
     cost, machine, cluster, resident = region.cost, region.machine, weights.cluster, weights.resident
-    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident))
+    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident, lanes))
     replicas = max(1, min(machine.clusters(cluster), -(-region.tiles // cluster)))
     ctas = replicas * cluster
     tiles = -(-region.tiles // ctas)
