@@ -38,8 +38,9 @@ _ROWS, _COLUMNS = 64, 8  # a product of the tensor cores is padded to multiples 
 LOOP_EFFICIENCY = 0.5
 # Instructions that round a float to 16 bits and keep it a float: bfloat16 is packed into the upper half, float16 converted twice.
 ROUND_SLOTS = {"bfloat16": 1.0, "float16": 2.0}
-# Instructions to fold an element into a segment: to shared memory, and down the rows (``stage/segment.h``).
-FOLD_SLOTS = 10.0
+# Instructions to fold an element into a segment: to shared memory, and down the rows, where a warp takes a block of 32 columns
+# however many there are; and for a row, to join the runs of a tile (128 threads, 8 runs one after the other; ``stage/segment.h``).
+FOLD_SLOTS, _JOIN_SLOTS = 12.0, 600.0
 # Instructions to fold an element into a lane's table: for each block of 32 columns 128 threads go down 64 rows, with four
 # instructions a row, and fold a quarter of the rows with twelve (``stage/table.h``).
 TABLE_SLOTS = 28.0
@@ -109,8 +110,10 @@ class GpuCost(RegionCost):
     def row_fold_slots(self, i: int, access: Access) -> float:
         """Instructions for a row of op ``i``, which folds by indices, or gathers (0), or makes a softmax sum."""
         products, scores = self.scaling(i)
-        folded = self.elements(i) * self.fold_slots(i) if access.folds else 0.0
-        return products + scores * (FOLD_SLOTS + SCALING_SLOTS) + folded
+        tops = scores and round_up(scores, BLOCK_COLUMNS) * FOLD_SLOTS + scores * SCALING_SLOTS
+        if access.folds and access.near:
+            return products + tops + round_up(self.elements(i), BLOCK_COLUMNS) * FOLD_SLOTS + _JOIN_SLOTS
+        return products + tops + (self.elements(i) * self.fold_slots(i) if access.folds else 0.0)
 
     def scaling(self, i: int) -> tuple[int, int]:
         """(elements of a row to multiply, scores of a row to find the largest of) for a softmax sum, else (0, 0). Sums over the
@@ -734,14 +737,16 @@ class TileWork:
     alone: float = 0.0
     between: float = 0.0
 
-    def period(self, lanes: int, wait: float = 0.0) -> float:
-        """Seconds between two tiles of an SM with ``lanes`` busy lanes that each wait ``wait`` per tile: those of the slowest
-        engine or lane."""
-        return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait) / lanes)
+    def period(self, lanes: int, wait: float = 0.0, together: int = 1) -> float:
+        """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups of lanes ``together``, that each wait ``wait`` per
+        tile: those of the slowest engine or lane."""
+        return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait, together) / lanes)
 
-    def latency(self, wait: float = 0.0) -> float:
-        """Seconds from a tile's first instruction to its last: a warp by itself waits for its own instructions."""
-        return max(self.tensor + DEPENDENT * self.issue, self.shared) + self.alone + wait
+    def latency(self, wait: float = 0.0, together: int = 1) -> float:
+        """Seconds from a tile's first instruction to its last: a warp by itself waits for its own instructions. Of ``together`` lanes
+        that take the same weights, one multiplies after the other, and all wait for their other instructions and loads at once."""
+        issue = max(DEPENDENT / together, 1.0) * self.issue
+        return max(self.tensor + issue, self.shared) + (self.alone + wait) / together
 
     def plus(self, times: float, step: TileWork) -> TileWork:
         """This work and ``times`` times ``step``."""
@@ -749,10 +754,10 @@ class TileWork:
         alone, between = self.alone + times * step.alone, self.between + times * step.between
         return TileWork(tensor, issue, self.shared + times * step.shared, alone, between)
 
-    def busy(self, tiles: int, lanes: int, wait: float = 0.0) -> float:
+    def busy(self, tiles: int, lanes: int, wait: float = 0.0, together: int = 1) -> float:
         """Seconds of an SM for ``tiles`` tiles: full rounds, and a last round of the remaining tiles."""
         rounds, rest = divmod(tiles, lanes)
-        return rounds * lanes * self.period(lanes, wait) + (rest * self.period(rest, wait) if rest else 0.0)
+        return rounds * lanes * self.period(lanes, wait, together) + (rest * self.period(rest, wait, together) if rest else 0.0)
 
 
 def tile_work(

@@ -339,9 +339,10 @@ def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights
     # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed_bytes(cost, ops) * (1.0 if resident else -(-tiles // lanes) / cluster)
     name = stage_name(cost, 0, ops)
-    period = work.period(independent, machine.tile_seconds)
+    together = lanes // independent
+    period = work.period(independent, machine.tile_seconds, together)
     stage = Stage(name, ops, resource_of(cost, ops), cluster, period, resident=resident)
-    busy = work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if resident else 0.0)
+    busy = work.busy(tiles, independent, machine.tile_seconds, together) + (fetched / machine.shared_bandwidth if resident else 0.0)
     return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name)
 
 
