@@ -249,14 +249,20 @@ def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
     )
 
 
-def why_separate_calls(joined: Sequence[GpuPlan], separate: float) -> str | None:
-    """Why the plans ``joined`` should not be phases of one call; None where they take no longer than ``separate`` seconds.
+def with_lanes(plans: Sequence[GpuPlan], lanes: int, separate: float, machine: GpuMachine) -> tuple[GpuPlan, ...] | str:
+    """``plans``, phases of one call, with ``lanes`` lanes each; or why they should not be one call, if this takes longer than
+    ``separate`` seconds. A plan that loses lanes, and does not wait for memory, takes longer by as much: its lanes wait for their own
+    instructions and loads.
 
     Results of one phase that fit the L2 stay there: a plan already assumes that what the kernel before wrote is in the L2.
     """
-    seconds = sum(p.seconds for p in joined)
-    if seconds <= separate:
-        return None
+    found = list[GpuPlan]()
+    for k, p in enumerate(plans):
+        own = max(0.0, p.seconds - (0.0 if k else machine.call_seconds))
+        lost = 0.0 if p.bound in ("dram", "l2") else max(0.0, p.lanes / lanes - 1)
+        found.append(dataclasses.replace(p, lanes=lanes, seconds=p.seconds + lost * own))
+    if (seconds := sum(p.seconds for p in found)) <= separate:
+        return tuple(found)
     return f"with the barriers between them they would take {seconds * 1e6:.1f} us, as separate calls {separate * 1e6:.1f}"
 
 
