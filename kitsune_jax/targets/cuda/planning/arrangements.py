@@ -128,14 +128,17 @@ class GpuRegion:
         """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each
         before; and two rows of a lane for each sink by sorted indices, 64 in a round, of which a warp takes 16, block by block. A
         thread has four numbers of each 512 of a table, and fetches those of four tables, or of four rows, at once; those of an
-        online sum one by one."""
+        online sum one by one. Of rows it also looks where segments end, so a fetch takes as long as a hop: on an H200 (2026-11-26)
+        the last lane of a graph attention network needs 273 us for 416 rows."""
         waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
+        hops = 0
         for i in self.cost.region.sinks:
             access, op = self.cost.access(i), self.cost.graph.ops[i]
             if access is not None and access.near:
                 blocks = -(-padded(self.cost.elements(i)) // BLOCK_COLUMNS)
-                waits += -(-2 * lanes // TILE_ROWS) * blocks * (16 if op.kind in ONLINE else 4)
-        return waits * self.machine.rate(self.machine.transfers.hop_seconds, "l2")  # other lanes have written them just now
+                hops += -(-2 * lanes // TILE_ROWS) * blocks * (16 if op.kind in ONLINE else 4)
+        hop = self.machine.rate(self.machine.transfers.hop_seconds, "l2")
+        return waits * self.machine.place("l2").latency + hops * hop
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Bytes of partial sums written, and read again in a fixed order: those of every lane, one part of a weight gradient for
