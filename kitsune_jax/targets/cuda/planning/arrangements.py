@@ -114,6 +114,10 @@ class GpuRegion:
             unordered=self.cost.unordered,
         )
 
+    def kernel_seconds(self, plan: GpuPlan) -> float:
+        """Seconds of the kernel of ``plan`` alone."""
+        return plan.seconds - self._pack_seconds() - self.cost.order_seconds()
+
     def _pack_seconds(self) -> float:
         """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
         machine, ops = self.machine, self.cost.region.ops
@@ -248,6 +252,15 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
     if not found:
         reasons = [b.reason for b in builders if b.reason]
         raise Infeasible(reasons[-1] if reasons else "a pipeline needs two stages, and the region is only one")
+    return found
+
+
+def spatial_as(region: GpuRegion, stages: Sequence[Ops], place: str, lanes: int, splits: Sequence[int], instances: int) -> Arranged:
+    """The arrangement of ``stages`` as they are. Raises ``Infeasible`` where it does not fit."""
+    builder = _SpatialBuilder(region, place, lanes)
+    found = builder._arranged(stages, splits, instances) or builder._arranged(stages, splits, instances, False)
+    if found is None:
+        raise Infeasible(builder.reason)
     return found
 
 
