@@ -151,9 +151,9 @@ def test_a_table_that_the_lanes_have_room_for_needs_no_atomic_additions() -> Non
     shape = jax.ShapeDtypeStruct
     params = shape((48, 16), "float32"), shape((16, 16), "float32")
     ends = [shape((1_000_000,), "int32")] * 2
-    explained = kj.explain(jax.value_and_grad(edge_loss, (0, 1)), platform="cuda", device="h200")
+    explained = kj.explain(kj.pipeline(jax.value_and_grad(edge_loss, (0, 1)), force=True), platform="cuda", device="h200")
     report = explained(params, shape((1_000, 16), "float32"), shape((1_000_000, 16), "float32"), *ends)
-    assert not report.regions[0].order and any("scatter-add" in op for stage in report.regions[0].stages for op in stage.ops)
+    assert report.coverage > 0.9 and not report.regions[0].order
     assert not any("added atomically" in note for note in report.notes)
 
 
