@@ -6,6 +6,7 @@ python -m benchmarks run --all --mode train                 # whole training ste
 python -m benchmarks run --app gat --mode train --dtype f32 # a graph network; --rows counts edges
 python -m benchmarks run --app lstm_64 --dtype f32          # a loop over time; --rows counts sequences
 python -m benchmarks grid                                   # ordinary functions: never slower than jax.jit? (--help)
+python -m benchmarks model                                  # the planner's model of an H200 beside the record of one
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks table                                  # writes the tables of docs; --print shows them instead
 """
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _table(args)
     if args.command == "grid":
         return grid.run(args)
+    if args.command == "model":
+        from benchmarks import gpu_model
+
+        return gpu_model.run(args)
     # Measuring imports JAX; making the table does not need it.
     from benchmarks.measure import Effort, child, train_child
 
@@ -123,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--seconds", type=float, default=30.0, help="stop a case's rounds after this long (default 30)")
 
     grid.add_arguments(commands.add_parser("grid", help="the planner's choice against jax.jit, over many ordinary functions"))
+
+    model = commands.add_parser("model", help="the planner's model of an H200 beside what a run on one measured")
+    model.add_argument("--match", default="", help="a regular expression: only cases whose name it finds")
 
     show = commands.add_parser("table", help="write the README's summary and the tables of docs/measured.md from what is stored")
     show.add_argument("--print", action="store_true", help="print it, change nothing")

@@ -80,11 +80,11 @@ def asked(found: list[counters.Counts], name: str) -> int:
 )
 def test_a_token_asks_for_the_weight_behind_it(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(dtype)
-    decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True)
+    decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True, force=True)
     (region,) = kj.explain(decode)(*args).regions
     assert region.ahead is not None and region.ahead.weight_bytes == args[-1].nbytes
     assert 1e6 < region.ahead.bytes < 0.25 * args[-1].nbytes and region.ahead.bytes % PIECE_BYTES == 0
-    without = kj.pipeline(layer, target="emulator", strict=True)
+    without = kj.pipeline(layer, target="emulator", strict=True, force=True)
     assert kj.explain(without)(*args).regions[0].ahead is None
     plain = np.asarray(jax.jit(without)(*args))
     monkeypatch.setenv("KITSUNE_EMULATOR_SEED", "7")
@@ -111,7 +111,7 @@ def planned(device: str, *args: Array) -> tuple[Any, PlannedRegion]:
     """``decode`` as it is planned for ``device``, with the code of its one call."""
     jaxpr = jax.make_jaxpr(decode)(*args)
     captured, routed, _ = lowering.capture_until_stable(
-        jaxpr, lambda body: body, "emulator", RouteOptions(strict=True, fetch_ahead=True, device=device)
+        jaxpr, lambda body: body, "emulator", RouteOptions(strict=True, fetch_ahead=True, device=device, force=True)
     )
     (region,) = routed.regions
     return captured, region
@@ -251,7 +251,7 @@ def test_the_machine_code_asks_and_spills_nothing(device: str, arch: str, opcode
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
     args = shape(1, 1, 8, 64), shape(1, 4096, 8, 64), shape(1, 4096, 8, 64), np.int32(4000), shape(512, 32_768)
-    options = RouteOptions(strict=True, fetch_ahead=True, device=device, code=False)
+    options = RouteOptions(strict=True, fetch_ahead=True, device=device, code=False, force=True)
     routed = lowering.capture_until_stable(jax.make_jaxpr(decode)(*args), lambda body: body, "cuda", options)[1]
     (region,) = routed.regions
     assert region.ahead is not None
@@ -278,7 +278,7 @@ def test_an_argument_that_is_updated_in_place_stays_so(of_product: bool) -> None
     args = arguments()
 
     def copies(fetch_ahead: bool) -> int:
-        pipelined = kj.pipeline(step, target="emulator", strict=True, fetch_ahead=fetch_ahead)
+        pipelined = kj.pipeline(step, target="emulator", strict=True, fetch_ahead=fetch_ahead, force=True)
         assert (kj.explain(pipelined)(*args).regions[0].ahead is not None) == fetch_ahead
         text = jax.jit(pipelined, donate_argnums=6).lower(*args).compile().as_text()
         assert text is not None and "input_output_alias" in text
@@ -290,7 +290,7 @@ def test_an_argument_that_is_updated_in_place_stays_so(of_product: bool) -> None
 def test_a_batch_of_tokens_asks_once() -> None:
     x, q, k, v, last, *weights = arguments(batch=2)
     decode = kj.pipeline(
-        lambda *args: layer(*(a[None] for a in args[:4]), *args[4:])[0], target="emulator", strict=True, fetch_ahead=True
+        lambda *args: layer(*(a[None] for a in args[:4]), *args[4:])[0], target="emulator", strict=True, fetch_ahead=True, force=True
     )
     both = jax.vmap(decode, in_axes=(0, 0, 0, 0, None, None, None))
     (region,) = kj.explain(both)(x, q, k, v, last, *weights).regions

@@ -232,7 +232,7 @@ def test_gradients_of_what_a_step_may_do(loop: Callable[..., Any], dtype: str, w
 
 
 @functools.cache
-def planned(cell: str, dtype: str, width: int = 128) -> PlannedRegion:
+def planned(cell: str, dtype: str, width: int = 128, force: bool = True) -> PlannedRegion:
     """The reverse loop of 128 steps of 256 sequences."""
     gates = LAYERS[cell][1]
     shapes = (width, gates * width), (width, gates * width), (gates * width,), (128, 256, width)
@@ -243,21 +243,26 @@ def planned(cell: str, dtype: str, width: int = 128) -> PlannedRegion:
             TargetCapabilities(divides_gradients=True, runs_loops=True, sums_online=True, sums_by_batch=False, most_summed=1 << 16)
         ),
     ).graph
-    regions = [r for r in route(graph, "cuda", RouteOptions(device="h200", code=False)).regions if r.phases[0].plan.cluster > 1]
+    found = route(graph, "cuda", RouteOptions(device="h200", code=False, force=force))
+    regions = [r for r in found.regions if r.phases[0].plan.cluster > 1]
     assert len(regions) == 2
     return regions[1]
 
 
-@pytest.mark.parametrize("cell, width, dtype, size, part", [
-    ("lstm", 128, "bfloat16", 4, 0.57), ("lstm", 128, "float32", 4, 0.56), ("lstm", 256, "bfloat16", 8, 0.9),
-    ("gru", 128, "bfloat16", 4, 0.42), ("gru", 128, "float32", 4, 0.42),
+@pytest.mark.parametrize("cell, width, dtype, size", [
+    ("lstm", 128, "bfloat16", 4), ("lstm", 128, "float32", 4), ("lstm", 256, "bfloat16", 8), ("gru", 128, "bfloat16", 4),
+    ("gru", 128, "float32", 4),
 ])  # fmt: skip
-def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: str, size: int, part: float) -> None:
-    """128 steps of 256 sequences: modelled, at most that part of XLA's time of the same loop without the sums and dx. In bfloat16
-    every result of a step is rounded, as XLA rounds it: 5 % of the loop."""
+def test_as_few_ctas_as_hold_the_weights(cell: str, width: int, dtype: str, size: int) -> None:
     plan = planned(cell, dtype, width).phases[0].plan
     assert plan.cluster == plan.stages[0].split == size
-    assert plan.seconds < part * plan.baseline_seconds
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_the_planner_takes_it_where_xla_is_slower(cell: str) -> None:
+    """128 steps of 256 sequences, against XLA's time of the same loop without the sums and dx."""
+    plan = planned(cell, "bfloat16", force=False).phases[0].plan
+    assert plan.seconds < plan.baseline_seconds
 
 
 @pytest.mark.sampled(2)

@@ -55,7 +55,7 @@ def test_the_keys_are_rows_that_all_share(
     f: Callable[..., Array], batch: int, keys: int, heads: int, size: int, dtype: Any
 ) -> None:
     args = *arguments(batch, keys, heads, size, dtype), np.int32(keys // 2)
-    decode = kj.pipeline(f, target="emulator", strict=True)
+    decode = kj.pipeline(f, target="emulator", strict=True, force=True)
     report = kj.explain(decode)(*args)
     (region,) = report.regions
     assert region.rows == batch * heads * keys and region.replicas > batch * heads, str(report)
@@ -69,15 +69,18 @@ def test_the_keys_are_rows_that_all_share(
 def test_a_token_that_sees_nothing_is_as_jax_has_it() -> None:
     args = *arguments(1, 1024, 2, 16), np.int32(-1)
     assert np.isnan(np.asarray(jax.jit(token)(*args))).all()
-    assert np.isnan(np.asarray(jax.jit(kj.pipeline(token, target="emulator", strict=True))(*args))).all()
+    assert np.isnan(np.asarray(jax.jit(kj.pipeline(token, target="emulator", strict=True, force=True))(*args))).all()
 
 
 @pytest.mark.parametrize(("batch", "keys", "heads", "size"), [(1, 4096, 8, 64), (1, 32768, 1, 128), (32, 4096, 8, 128)])
-def test_the_model_takes_it_on_an_h200(batch: int, keys: int, heads: int, size: int) -> None:
+def test_the_model_leaves_it_to_xla_where_one_lane_folds_what_all_have(batch: int, keys: int, heads: int, size: int) -> None:
+    """On an H200 the last lane takes 0.66 us for each of a few hundred rows, which XLA's kernels do not."""
     cache = jax.ShapeDtypeStruct((batch, keys, heads, size), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((batch, 1, heads, size), jnp.bfloat16)
-    report = kj.explain(token, platform="cuda", device="h200")(q, cache, cache, np.int32(keys - 1))
-    (region,) = report.regions
+    args = q, cache, cache, np.int32(keys - 1)
+    for region in kj.explain(token, platform="cuda", device="h200")(*args).regions:
+        assert region.seconds < region.baseline_seconds
+    (region,) = kj.explain(kj.pipeline(token, force=True), platform="cuda", device="h200")(*args).regions
     assert region.rows == batch * heads * keys and region.replicas == 132
     read = 2 * batch * keys * heads * size * 2
     assert read <= region.bytes_in < 1.01 * read  # keys and values once, and nothing of their size beside

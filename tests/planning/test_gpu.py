@@ -150,8 +150,12 @@ def test_rings_are_four_deep_where_a_quarter_of_the_l2_holds_them(name: str, mac
 
 def test_rings_in_shared_memory_are_four_deep_where_they_fit() -> None:
     plans = [p for p in all_candidates(CASES["edge update"]("bfloat16")) if p.cluster > 1 and p.arrangement == "spatial"]
-    assert {q.depth for q in plans[0].queues} == {4}
-    assert any(q.depth == 2 for p in plans for q in p.queues)  # for a target whose need is larger than the planner's count
+    depths = [(p.lanes, [s.ops for s in p.stages], {q.depth for q in p.queues}) for p in plans]
+    deep = [(lanes, stages) for lanes, stages, depth in depths if depth == {4}]
+    assert deep
+    for lanes, stages in deep:  # for a target whose need is larger than the planner's count, the same with less comes next
+        first, second = (depth for *of, depth in depths if of == [lanes, stages])
+        assert first == {4} and 2 in second
 
 
 @pytest.mark.sampled(2)
@@ -206,9 +210,9 @@ def test_rings_of_skips_are_counted_however_little_room_there_is(kib):
 
 
 def test_clusters_lie_within_a_group_of_sms():
-    assert [H200.clusters(n) for n in (1, 2, 4, 7, 8)] == [132, 66, 32, 16, 16]
+    assert [H200.clusters(n) for n in (1, 2, 4, 8, 16)] == [132, 66, 30, 15, 7]  # as the driver of an H200 counted them
     deep = all_candidates(CASES["nerf"]("bfloat16"))
-    assert {p.replicas for p in deep if p.cluster in (7, 8)} == {16}
+    assert {p.replicas for p in deep if p.cluster in (7, 8)} == {15}
 
 
 def test_registers_of_a_cta_are_no_more_than_it_has():
@@ -251,9 +255,10 @@ def test_wide_layers_are_split_into_slabs_over_l2_rings():
 def test_little_l2_bandwidth_makes_a_spatial_pipeline_win():
     case = CASES["nerf"]("bfloat16")
     starved = dataclasses.replace(
-        H200, shared_bandwidth=0.6e12, places=tuple(dataclasses.replace(q, bandwidth=q.bandwidth / 9) for q in H200.places)
+        H200,
+        shared_bandwidth=0.4e12,
+        places=tuple(dataclasses.replace(q, bandwidth=q.bandwidth / 14) if q.name == "l2" else q for q in H200.places),
     )
-    starved = dataclasses.replace(starved, places=(H200.places[0], *starved.places[1:]))
     p = plan(*case, starved)
     assert p.arrangement == "spatial" and {q.place for q in p.queues} == {"cluster"}
     assert plan(*case, dataclasses.replace(starved, max_cluster=1)).arrangement == "vertical", "without clusters nothing is gained"
@@ -274,7 +279,10 @@ def test_dsmem_bandwidth_decides_where_rings_lie():
 def test_efficient_stages_with_fast_dsmem_beat_streaming():
     case = CASES["edge update"]("float32")
     assert plan(*case, H200).arrangement == "vertical"
-    ideal = dataclasses.replace(H200, spatial_efficiency=(("other", 1.0),), cluster_bandwidth=(("other", 100e12),))
+    at_once = dataclasses.replace(H200.transfers, hop_seconds=(("other", 0.0),))
+    ideal = dataclasses.replace(
+        H200, spatial_efficiency=(("other", 1.0),), cluster_bandwidth=(("other", 100e12),), transfers=at_once
+    )
     slow = dataclasses.replace(ideal, vertical_efficiency=(("other", 0.5),))
     p = plan(*case, slow)
     assert p.arrangement == "spatial"

@@ -195,13 +195,15 @@ def check_call(program: Program, plans: Sequence[GpuPlan], name: str) -> str | N
     return None
 
 
-def fit_in_one_kernel(program: Program, plans: Sequence[GpuPlan]) -> tuple[GpuPlan, ...] | str:
+def fit_in_one_kernel(
+    program: Program, plans: Sequence[GpuPlan], with_lanes: Callable[[int], Sequence[GpuPlan] | str]
+) -> Sequence[GpuPlan] | str:
     """``plans`` with the largest number of lanes, the same for all parts, with which one kernel can run ``program``; or the reason
-    why none can."""
+    why none can. ``with_lanes(n)``: the plans with n lanes each, or why they should not be one kernel."""
     reason = ""
     for lanes in range(plans[0].lanes, 0, -1):
-        equal = tuple(dataclasses.replace(plan, lanes=lanes) for plan in plans)
-        why = check_call(program, equal, _NAME)
+        equal = with_lanes(lanes)
+        why = equal if isinstance(equal, str) else check_call(program, equal, _NAME)
         if why is None:
             return equal
         reason = reason or why

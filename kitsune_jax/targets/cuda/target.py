@@ -147,7 +147,7 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         program = make()
         alone = [planner.without_clusters(plan, machine) for plan in plans]
         found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
-        return planner.why_separate_calls(found, apart) or lower.fit_in_one_kernel(program, found)
+        return lower.fit_in_one_kernel(program, found, lambda lanes: planner.with_lanes(found, lanes, apart, machine))
 
     def prefetches(
         self, graph: Graph, calls: Sequence[Sequence[tuple[Region, GpuPlan]]], machine: GpuMachine, force: bool

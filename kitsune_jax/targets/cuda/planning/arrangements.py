@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.ops.loops import parts
+from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning.cost import DotWork, itemsize, pipeline_traffic
 from kitsune_jax.planning.plan import GpuPlan, Infeasible, Queue, Stage, size_text
 from kitsune_jax.planning.stages import (
@@ -32,13 +33,16 @@ from kitsune_jax.targets.cuda.planning.cost import (
     StageSteps,
     Storage,
     TileWork,
+    dots_of,
     entry_bytes,
     is_splittable,
     largest_storage,
+    load_seconds,
     loops_of,
     matmul_efficiency,
     most_split,
     packed_bytes,
+    repeated_bytes,
     shared_bytes,
     tile_work,
 )
@@ -80,7 +84,10 @@ class GpuRegion:
         gathered, far = self.cost.gathered_bytes()
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
-        dram = moved / machine.bandwidth(moved)
+        if moved > machine.shared_bytes // 2:
+            moved += sum(repeated_bytes(self.cost, stage.ops) for stage in a.stages)
+        pieces = min(moved, self.cost.piece_bytes())
+        dram = (moved - pieces) / machine.bandwidth(moved) + pieces / min(machine.bandwidth(moved), machine.transfers.piece_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = max((moved + near_bytes) / machine.shared_bandwidth, self.cost.atomic_seconds())  # traffic of memory passes the L2 too
         bound = a.bound
@@ -107,16 +114,35 @@ class GpuRegion:
             unordered=self.cost.unordered,
         )
 
+    def kernel_seconds(self, plan: GpuPlan) -> float:
+        """Seconds of the kernel of ``plan`` alone."""
+        return plan.seconds - self._pack_seconds() - self.cost.order_seconds()
+
     def _pack_seconds(self) -> float:
-        """Seconds of one more kernel, which reads the weights and writes them packed."""
-        weights = packed_bytes(self.cost, self.cost.region.ops, batches=True)
-        return self.machine.kernel_seconds + 2 * weights / self.machine.dram_bandwidth if weights else 0.0
+        """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
+        machine, ops = self.machine, self.cost.region.ops
+        weights = packed_bytes(self.cost, ops, batches=True)
+        if not weights:
+            return 0.0
+        count = sum(len(dots_of(of, of.region.ops)) for of in (self.cost, *(body for _, body in loops_of(self.cost, ops))))
+        bandwidth = min(machine.transfers.pack_bandwidth, machine.dram_bandwidth)
+        return machine.kernel_seconds + count * machine.transfers.pack_seconds + 2 * weights / bandwidth
 
     def _fold_seconds(self, lanes: int) -> float:
-        """Seconds to fold the tables of all lanes after the last tile: one lane folds those of 16 lanes, another the results. A
-        thread has four numbers of each 512, and fetches those of four tables at once."""
+        """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each
+        before; and two rows of a lane for each sink by sorted indices, 64 in a round, of which a warp takes 16, block by block. A
+        thread has four numbers of each 512 of a table, and fetches those of four tables, or of four rows, at once; those of an
+        online sum one by one. Of rows it also looks where segments end, so a fetch takes as long as a hop: on an H200 (2026-11-26)
+        the last lane of a graph attention network needs 273 us for 416 rows."""
         waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
-        return waits * self.machine.place("l2").latency
+        hops = 0
+        for i in self.cost.region.sinks:
+            access, op = self.cost.access(i), self.cost.graph.ops[i]
+            if access is not None and access.near:
+                blocks = -(-padded(self.cost.elements(i)) // BLOCK_COLUMNS)
+                hops += -(-2 * lanes // TILE_ROWS) * blocks * (16 if op.kind in ONLINE else 4)
+        hop = self.machine.rate(self.machine.transfers.hop_seconds, "l2")
+        return waits * self.machine.place("l2").latency + hops * hop
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Bytes of partial sums written, and read again in a fixed order: those of every lane, one part of a weight gradient for
@@ -200,9 +226,6 @@ def grouped(stages: Sequence[Ops], seconds: Callable[[int, int], float], most: i
 
 # --- Spatial pipelines: a CTA for each stage, weights resident, tiles passed through rings ----------------------------------------
 
-# One-way latencies of a hand-over that no ring hides while the pipeline fills. DSMEM: the data, whose arrival completes the
-# barrier. L2: the data, the flag behind a fence, and the reader's loads.
-_TRIPS = {"cluster": 1, "l2": 3}
 _NEVER = float("inf")
 # Entries of a ring where there is room. Two let a stage write one tile while the next stage reads the other, and then both wait for
 # the tile that takes longest; four absorb differences between tiles and the latency of the flags in both directions.
@@ -232,6 +255,15 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
     return found
 
 
+def spatial_as(region: GpuRegion, stages: Sequence[Ops], place: str, lanes: int, splits: Sequence[int], instances: int) -> Arranged:
+    """The arrangement of ``stages`` as they are. Raises ``Infeasible`` where it does not fit."""
+    builder = _SpatialBuilder(region, place, lanes)
+    found = builder._arranged(stages, splits, instances) or builder._arranged(stages, splits, instances, False)
+    if found is None:
+        raise Infeasible(builder.reason)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StageTraffic:
     """A stage of a grouping, its split, and the bytes of a tile that enter and leave one of its CTAs."""
@@ -250,7 +282,6 @@ class _SpatialBuilder:
         self.region, self.cost, self.machine = region, region.cost, region.machine
         self.place, self.lanes = place, lanes
         self.reason = ""
-        self.wait = _TRIPS[place] * self.machine.place(place).latency
         self._least_split = functools.cache(self._find_least_split)
         self._crossing = functools.cache(self._count_crossing)
         self._stage = functools.cache(self._make_stage)
@@ -341,7 +372,7 @@ class _SpatialBuilder:
         """The stage of ``ops``, which must fit (``_fits``)."""
         storage = self._storage(ops, split)
         assert storage is not None
-        work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True), split)
+        work = tile_work(self.cost, ops, storage, matmul_efficiency(self.machine, "spatial", True, self.lanes), split, self.place)
         entering, leaving = self._crossing(ops)
         return _StageTraffic(ops, split, work, entering, leaving // split)
 
@@ -357,15 +388,22 @@ class _SpatialBuilder:
 
     def _link_seconds(self, stage: _StageTraffic, ctas: int) -> float:
         """Seconds of a tile's transfers through the rings of one CTA, both directions at once."""
-        machine = self.machine
-        if self.place == "l2":
-            bandwidth = machine.place("l2").bandwidth
-        else:
-            bandwidth = machine.rate(machine.cluster_bandwidth, str(ctas)) / machine.workers
-        return max(stage.entering, stage.leaving) / bandwidth
+        return max(stage.entering, stage.leaving) / self._bandwidth(ctas)
 
     def _period(self, stage: _StageTraffic, ctas: int) -> float:
-        return max(stage.work.period(self.lanes, self.wait), self._link_seconds(stage, ctas))
+        return max(stage.work.period(self.lanes, self._wait(stage, ctas)), self._link_seconds(stage, ctas))
+
+    def _wait(self, stage: _StageTraffic, ctas: int) -> float:
+        """Seconds that a lane of ``stage`` waits at the rings of a tile: for the flags at its ends, and until its entries have left."""
+        ends = (stage.entering > 0) + (stage.leaving > 0)
+        return ends * self.machine.rate(self.machine.transfers.hop_seconds, self.place) + stage.leaving / self._bandwidth(ctas)
+
+    def _bandwidth(self, ctas: int) -> float:
+        """Bytes per second of the rings of one CTA, of ``ctas`` that form a pipeline."""
+        machine = self.machine
+        if self.place == "l2":
+            return machine.place("l2").bandwidth
+        return machine.rate(machine.cluster_bandwidth, str(ctas)) / machine.workers
 
     def _balanced(self, drafts: tuple[Ops, ...]) -> Arranged | None:
         """The pipeline with the number of instances, and the split of each stage, whose modelled throughput is best."""
@@ -455,9 +493,9 @@ class _SpatialBuilder:
     def _busy(self, stages: Sequence[_StageTraffic], ctas: int, instances: int) -> tuple[float, int]:
         """(seconds from the first tile's entry to the last tile's exit, the slowest stage)."""
         tiles = -(-self.region.tiles // instances)
-        times = [max(s.work.busy(tiles, self.lanes, self.wait), tiles * self._link_seconds(s, ctas)) for s in stages]
+        times = [max(s.work.busy(tiles, self.lanes, self._wait(s, ctas)), tiles * self._link_seconds(s, ctas)) for s in stages]
         slowest = max(range(len(stages)), key=lambda k: times[k])
-        fill = sum(s.work.latency(self.wait) for k, s in enumerate(stages) if k != slowest)
+        fill = sum(s.work.latency(self._wait(s, ctas)) for k, s in enumerate(stages) if k != slowest)
         return self.machine.tile_seconds + fill + times[slowest], slowest
 
 
@@ -499,7 +537,7 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
             need = shared_bytes(cost, ops, storage, lanes, weights, rings)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
-                work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True), size)
+                work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True, lanes), size)
                 for exchanged in _exchanged(cost, ops):
                     work = work.plus(exchanged.steps, exchanged.work(size))
                 found.append(_arranged(region, ops, work, size, lanes))
@@ -607,8 +645,8 @@ def _source(body: GpuCost, v: int) -> int:
 
 
 def _loaded_seconds(body: GpuCost, loaded: frozenset[int], size: int) -> float:
-    """Seconds of a tile's products with loaded values."""
-    seconds = 0.0
+    """Seconds of a tile's loads in a step, and of its products with loaded values."""
+    seconds = load_seconds(body, body.region.ops)
     for i in body.region.ops:
         dot = body.work(i).dot
         if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in loaded:
@@ -620,7 +658,7 @@ def _tensor_seconds(body: GpuCost, dot: DotWork, size: int) -> float:
     """Seconds of a CTA's share of a product on a tile."""
     machine = body.machine
     flops = 2.0 * TILE_ROWS * dot.k * dot.n / size
-    return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True)
+    return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True, 1)
 
 
 def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int) -> Arranged:

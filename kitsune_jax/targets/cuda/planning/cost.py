@@ -38,8 +38,9 @@ _ROWS, _COLUMNS = 64, 8  # a product of the tensor cores is padded to multiples 
 LOOP_EFFICIENCY = 0.5
 # Instructions that round a float to 16 bits and keep it a float: bfloat16 is packed into the upper half, float16 converted twice.
 ROUND_SLOTS = {"bfloat16": 1.0, "float16": 2.0}
-# Instructions to fold an element into a segment: to shared memory, and down the rows (``stage/segment.h``).
-FOLD_SLOTS = 10.0
+# Instructions to fold an element into a segment: to shared memory, and down the rows, where a warp takes a block of 32 columns
+# however many there are; and for a row, to join the runs of a tile (128 threads, 8 runs one after the other; ``stage/segment.h``).
+FOLD_SLOTS, _JOIN_SLOTS = 12.0, 600.0
 # Instructions to fold an element into a lane's table: for each block of 32 columns 128 threads go down 64 rows, with four
 # instructions a row, and fold a quarter of the rows with twelve (``stage/table.h``).
 TABLE_SLOTS = 28.0
@@ -52,9 +53,9 @@ SCALING_SLOTS = 6.0
 ATOMIC_SLOTS = 1.0
 # The same for a maximum or minimum, which takes one number at a time: 25 in the machine code of CUDA 13.5 (``FoldedRows``).
 ATOMIC_FOLD_SLOTS = 25.0
-# L2 bandwidth, in bytes, of the atomic addition of a float, which is read and written there. An assumption until a device has
-# measured it: no published rate of vectors of atomic additions on sm_90 was found.
-ATOMIC_BYTES = 8
+# L2 bandwidth, in bytes, of the atomic addition of a float. XLA's scatters on an H200 (2026-11-26): 198 000 rows of 128 in 54 us,
+# 82 000 of 512 in 82 us. Of vectors of them, as our code has them, there is no measurement; they are taken to be no faster.
+ATOMIC_BYTES = 11
 # The same for a maximum or minimum of floats: two instructions, by the sign, go to the sectors of a row.
 ATOMIC_FOLD_BYTES = 16
 # Cycles that an addition occupies its sector, and additions per sector of a row (four floats each). The same assumption. The model
@@ -68,13 +69,14 @@ class GpuCost(RegionCost):
     any, wherever they are faster than a table of each lane; ``unordered`` are these folds.
 
     ``loop_sums``: for each loop of the region, the sinks that add up values of its steps, as ops of its body, whose work is part of
-    a step's; ``step_sums``: all of these sinks.
+    a step's; ``step_sums``: all of these sinks. ``slices``: of a loop's body, the values that a step loads; None elsewhere.
     """
 
     machine: GpuMachine
 
     def __init__(self, graph: Graph, region: Region, machine: GpuMachine, order: int | None = None, atomic: bool = False):
         super().__init__(graph, region, machine, order)
+        self.slices: frozenset[int] | None = None
         self.has_digits_read = functools.lru_cache(maxsize=None)(self._has_digits_read)
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
@@ -108,8 +110,10 @@ class GpuCost(RegionCost):
     def row_fold_slots(self, i: int, access: Access) -> float:
         """Instructions for a row of op ``i``, which folds by indices, or gathers (0), or makes a softmax sum."""
         products, scores = self.scaling(i)
-        folded = self.elements(i) * self.fold_slots(i) if access.folds else 0.0
-        return products + scores * (FOLD_SLOTS + SCALING_SLOTS) + folded
+        tops = scores and round_up(scores, BLOCK_COLUMNS) * FOLD_SLOTS + scores * SCALING_SLOTS
+        if access.folds and access.near:
+            return products + tops + round_up(self.elements(i), BLOCK_COLUMNS) * FOLD_SLOTS + _JOIN_SLOTS
+        return products + tops + (self.elements(i) * self.fold_slots(i) if access.folds else 0.0)
 
     def scaling(self, i: int) -> tuple[int, int]:
         """(elements of a row to multiply, scores of a row to find the largest of) for a softmax sum, else (0, 0). Sums over the
@@ -128,6 +132,10 @@ class GpuCost(RegionCost):
         op = self.graph.ops[i]
         return atomic_bytes(op, self.graph.values[op.inputs[0]].dtype) * self.elements(i) * self.region.space.rows
 
+    def loads(self, v: int) -> bool:
+        """Does a lane load rows of ``v``, if no stage before it passes them on? What a loop carries is in registers."""
+        return self.streamed(v) and (self.slices is None or v in self.slices or v not in self.region.inputs)
+
     def _sums_of(self, loop: Op) -> dict[int, Op]:
         found = {k: as_step(loop, self.graph.ops[k]) for k in self.region.sinks}
         return {k: op for k, op in found.items() if op is not None}
@@ -136,6 +144,7 @@ class GpuCost(RegionCost):
         """The costs of the body of loop ``i`` with the sums that a step adds to; values that only these sums read are no
         results."""
         body = super()._body(i)
+        body.slices = frozenset(parts(self.graph.ops[i]).in_xs)
         if not (sums := self.loop_sums[i]):
             return body
         graph, region, p = body.graph, body.region, parts(self.graph.ops[i])
@@ -153,7 +162,7 @@ class GpuCost(RegionCost):
         found = type(self)(
             dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole, self.machine
         )
-        found.carried = body.carried
+        found.carried, found.slices = body.carried, body.slices
         return found
 
     def tile_seconds(self, i: int, rows: int) -> float:
@@ -215,6 +224,12 @@ class GpuCost(RegionCost):
         folds = [self.graph.ops[k] for k in self.region.sinks if self.access(k) is not None]
         index = self.source(self.graph.ops[i].inputs[1])
         return any(op["sorted"] and self.source(op.inputs[1]) == index for op in folds)
+
+    def piece_bytes(self) -> int:
+        """Bytes of the streamed arrays whose rows are read and written in pieces of 64 bytes: each of the four threads that share a
+        row has 16 of them. (Narrower rows lie side by side; rows of another pitch come by bulk copies.)"""
+        arrays = [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
+        return sum(self.bytes(v) for v in arrays if self.row_bytes(v) > QUAD * 16 and self.row_bytes(v) % 16 == 0)
 
     def order_bytes(self) -> int:
         """Extra bytes moved because rows stream in an order of their own, so that each row is read and written in whole sectors."""
@@ -298,12 +313,13 @@ def entry_bytes(cost: GpuCost, v: int) -> int:
 # --- Products for each row: matmuls whose operands both stream --------------------------------------------------------------------
 
 _VIEWS = frozenset({"broadcast", "reshape"})
-# Cycles of a warp for a row that its engines do not account for: barriers, and the latency of a chain of products and of its sums
-# on their way through shared memory. A design value: no device has measured it.
-_ROW_CYCLES = 500
-_COPY_SLOTS = 8  # instructions to copy 16 bytes: an address, a place, the copy itself
+# Cycles of a warp for a row that its engines do not account for: the trip of its operands from memory, barriers, and the latency of
+# a chain of products and of its sums on their way through shared memory. DLRM on an H200, 2026-11-26.
+_ROW_CYCLES = 1500
+_COPY_SLOTS = 24  # instructions to copy 16 bytes: an index and its test, an address, a place, the copy itself
 _PRODUCT_SLOTS = 64  # instructions of an mma.sync and its share of ldmatrix, over the 32 threads of a warp
-_SUM_SLOTS = 4  # instructions for a sum: to shared memory, and from there to its destination
+# Instructions for a sum: to shared memory, and from there to its destination, by an index that is loaded (machine code).
+_SUM_SLOTS = 16
 _MMA_ROWS, _MMA_COLUMNS, _DEPTH_BYTES = 16, 8, 32  # of an mma.sync
 
 
@@ -696,9 +712,14 @@ _ADDRESS_SLOTS = 16  # of two rows of a table: compare the indices with its ends
 # Fraction of wgmma's rate that mma.sync reaches, for float32 gradients and products for each row. An assumption until measured.
 _WARP_MATMUL = 0.62
 QUAD = 4  # threads that share a row: each has a copy of every number of the row
-# Cycles between an operation and the next one that needs its result, divided by those between two issues of a warp (four cycles,
-# for two rows of a thread). An assumption until a device has measured it.
-DEPENDENT = 2.0
+# Cycles of a warp for an instruction when no other warp of the lane's can take its place: what it waits for results, operands and
+# instructions. ncu on an H200, 2026-11-26: 2.1 to 5.3 times the cycles of the issue itself in eight kernels.
+DEPENDENT = 2.5
+# Instructions for one that is counted on an element of a tile: addresses, predicates, biases, moves. ncu: 1.2 to 2.4.
+_OVERHEAD = 1.5
+_MOVE_SLOTS = 8.0  # instructions to load or store 16 bytes: an address, a predicate, the access, its place in a tile
+_LOAD_BYTES = 128  # of a row that a lane asks for at once: a chunk of K, four loads of 16 bytes in each thread
+PRODUCT_CYCLES = 200  # from the last issue of a product to its results: wgmma of 128 columns, a fence, a commit, a wait
 K_BYTES = 32  # the K of one wgmma in bytes (PTX ISA)
 
 
@@ -716,14 +737,16 @@ class TileWork:
     alone: float = 0.0
     between: float = 0.0
 
-    def period(self, lanes: int, wait: float = 0.0) -> float:
-        """Seconds between two tiles of an SM with ``lanes`` busy lanes that each wait ``wait`` per tile: those of the slowest
-        engine or lane."""
-        return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait) / lanes)
+    def period(self, lanes: int, wait: float = 0.0, together: int = 1) -> float:
+        """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups of lanes ``together``, that each wait ``wait`` per
+        tile: those of the slowest engine or lane."""
+        return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait, together) / lanes)
 
-    def latency(self, wait: float = 0.0) -> float:
-        """Seconds from a tile's first instruction to its last."""
-        return max(self.tensor + self.issue, self.shared) + self.alone + wait
+    def latency(self, wait: float = 0.0, together: int = 1) -> float:
+        """Seconds from a tile's first instruction to its last: a warp by itself waits for its own instructions. Of ``together`` lanes
+        that take the same weights, one multiplies after the other, and all wait for their other instructions and loads at once."""
+        issue = max(DEPENDENT / together, 1.0) * self.issue
+        return max(self.tensor + issue, self.shared) + (self.alone + wait) / together
 
     def plus(self, times: float, step: TileWork) -> TileWork:
         """This work and ``times`` times ``step``."""
@@ -731,44 +754,102 @@ class TileWork:
         alone, between = self.alone + times * step.alone, self.between + times * step.between
         return TileWork(tensor, issue, self.shared + times * step.shared, alone, between)
 
-    def busy(self, tiles: int, lanes: int, wait: float = 0.0) -> float:
+    def busy(self, tiles: int, lanes: int, wait: float = 0.0, together: int = 1) -> float:
         """Seconds of an SM for ``tiles`` tiles: full rounds, and a last round of the remaining tiles."""
         rounds, rest = divmod(tiles, lanes)
-        return rounds * lanes * self.period(lanes, wait) + (rest * self.period(rest, wait) if rest else 0.0)
+        return rounds * lanes * self.period(lanes, wait, together) + (rest * self.period(rest, wait, together) if rest else 0.0)
 
 
-def tile_work(cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1) -> TileWork:
-    """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate."""
+def tile_work(
+    cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1, place: str = "l2"
+) -> TileWork:
+    """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate. ``place``: of rings that they read."""
     machine = cost.machine
     ops = [i for i in ops if i not in cost.step_sums]
-    tensor, weights = 0.0, 0
+    tensor, weights, cycles = 0.0, 0, 0.0
     for dot in dots_of(cost, ops):
         columns = padded(dot.n // split)
         depth = round_up(dot.k * itemsize(dot.dtype), K_BYTES)
         tensor += 2.0 * TILE_ROWS * columns * (depth / itemsize(dot.dtype)) / machine.rate(machine.tensor_rates, dot.dtype)
         weights += columns * depth  # every warpgroup reads all of B from shared memory
+        cycles += -(-columns // tiles.CHUNK_COLUMNS) * PRODUCT_CYCLES
     for dot in gradients_of(cost, ops):
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
-    moved, cycles = float(weights + storage.image_traffic), 0.0
+    slots += (TILE_ROWS * _crossing_bytes(cost, ops, split) + storage.image_traffic) / 16 * _MOVE_SLOTS
+    moved = float(weights + storage.image_traffic)
     for i in row_products_of(cost, ops):
         flops, issued, shared, waited = _product_work(cost, i)
         tensor += flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
         slots, moved, cycles = slots + issued, moved + shared, cycles + waited
     issue = max(slots, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, cycles / machine.clock)
+    alone = cycles / machine.clock + load_seconds(cost, ops, place)
+    work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
     for steps, body in loops_of(cost, ops):
         work = work.plus(steps, _step(body, storage, efficiency, split))
     return work
+
+
+def _crossing_bytes(cost: GpuCost, ops: Sequence[int], split: int) -> float:
+    """Bytes of a row that a lane loads from arrays and rings, and stores to them."""
+    inside, own = frozenset(ops), [i for i in ops if not cost.is_maker(i) and cost.graph.ops[i].body is None]
+    made = {v for i in own for v in cost.graph.ops[i].outputs}
+    read = {v for i in own for v in cost.graph.ops[i].inputs if cost.loads(v) and v not in made}
+    left = [v for v in made if cost.streamed(v) and (v in cost.outputs or not inside.issuperset(cost.readers.get(v, ())))]
+    left = [v for v in left if cost.carried is None or v not in cost.carried]
+    return sum(map(cost.row_bytes, read)) + sum(map(cost.row_bytes, left)) / split
+
+
+def _loads(cost: GpuCost, ops: Sequence[int]) -> dict[tuple[int, int], int]:
+    """(value, step) -> bytes of a row that a lane loads. Steps end with a product or a sum of a row: what is read before one and
+    after it is loaded twice. Operands of products for each row are copied, and not loaded. Rows of a table: the value of op i
+    that gathers them is -1 - i."""
+    copied, before, cut, found = fed_by(cost), dict[int, int](), dict[int, int](), dict[tuple[int, int], int]()
+    for i in ops:
+        op, access = cost.graph.ops[i], cost.access(i)
+        reads = {cut.get(v, v): v for v in op.inputs if v in cut or (cost.loads(v) and v not in before)}
+        if op.kind == "slice" and reads:  # its readers load it
+            cut.update(dict.fromkeys(op.outputs, next(iter(reads))))
+            continue
+        step = max((before.get(v, 0) for v in op.inputs), default=0)
+        before.update(dict.fromkeys(op.outputs, step + (cost.family(i) in _ANCHORS)))
+        if i in copied or op.body is not None or cost.is_maker(i):
+            continue
+        for v, part in reads.items():
+            found[v, step] = max(found.get((v, step), 0), cost.row_bytes(part))
+        if access is not None and not access.folds:
+            found[-1 - i, step] = access.count * access.row_bytes
+    return found
+
+
+def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
+    """Seconds that a lane waits for the rows of a tile that it loads and gathers: ``_LOAD_BYTES`` of each row at a time, as it has no
+    other tile meanwhile. Rows that lie together were brought to the L2 while it worked on the tile before. ``place``: of rings."""
+    machine, loads = cost.machine, _loads(cost, ops)
+    near, far = machine.place("l2").latency, machine.transfers.load_seconds
+    seconds = far if cost.order is not None and loads else 0.0
+    for (v, _), size in loads.items():
+        if v >= 0 and v not in cost.region.inputs and place != "l2":
+            continue  # in shared memory
+        access = None if v >= 0 else cost.access(-1 - v)
+        strewn = cost.order is not None and v in cost.region.inputs if access is None else access.table_bytes > machine.shared_bytes
+        seconds += -(-size // _LOAD_BYTES) * (far if strewn else near) + TILE_ROWS * size / machine.transfers.lane_bandwidth
+    return seconds
+
+
+def repeated_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
+    """Bytes of arrays that the lanes of a stage load a second time, too much later to find them in the L2."""
+    arrays = {(v, step): size for (v, step), size in _loads(cost, ops).items() if v in cost.region.inputs and cost.slices is None}
+    first = {v: max(size for (w, _), size in arrays.items() if w == v) for v, _ in arrays}
+    return cost.region.space.rows * (sum(arrays.values()) - sum(first.values()))
 
 
 def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:
     """The work of one step of a loop on a tile.
 
     Values with one number per row are computed by all four threads that share the row, unless all values are such (a thread then
-    has rows of its own). Every operation waits for the one before it, as a lane has no other tile to work on. Slices are loaded
-    when the step begins.
+    has rows of its own).
     """
     work = tile_work(body, body.region.ops, storage, efficiency, split)
     alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
@@ -777,8 +858,7 @@ def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> Til
     again, special = _slots(body, numbers, 1)
     machine = body.machine
     issue = work.issue + (QUAD - 1) * max(again, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    loads = machine.place("l2").latency if any(v in body.labels for v in body.region.inputs) else 0.0
-    return dataclasses.replace(work, issue=issue, alone=work.alone + (DEPENDENT - 1) * issue + loads)
+    return dataclasses.replace(work, issue=issue)
 
 
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
@@ -797,7 +877,7 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")
         size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
-        elements = TILE_ROWS * (size // split)
+        elements = TILE_ROWS * (size // split) * (_OVERHEAD if size > 1 else 1.0)
         if family == "dot" and i in cost.sinks:
             dot = cost.work(i).dot
             assert dot is not None
@@ -822,11 +902,12 @@ def _pointwise_slots(cost: GpuCost, i: int) -> tuple[float, int]:
     return spec.fast if narrow and spec.fast else spec.flops, int(spec.special)
 
 
-def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool) -> float:
+def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool, lanes: int) -> float:
     """Fraction of the tensor rate that matmuls reach while their epilogues are hidden behind other lanes."""
+    of_lanes = machine.lane_efficiency[lanes - 1]
     if arrangement == "spatial":
-        return machine.rate(machine.spatial_efficiency, "other")
-    return machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")
+        return of_lanes * machine.rate(machine.spatial_efficiency, "other")
+    return of_lanes * machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")
 
 
 # --- Work of a tile program -------------------------------------------------------------------------------------------------------
@@ -847,19 +928,17 @@ class ProgramWork:
 
     def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
         found = TileWork(0.0, 0.0, 0.0)
-        slots = special = numbers = 0.0
+        slots = special = 0.0
         for i in body:
             if i.block is not None:
                 found = found.plus(times(i), self.of(i.block.body, times))
             elif i.kind == "matmul":
                 found = found.plus(1, self._product(i))
             else:
-                each, functions, alone = self._slots(i)
+                each, functions = self._slots(i)
                 slots, special = slots + each, special + functions
-                numbers += each if alone else 0.0
-        per_second = self.machine.rate(self.machine.simt_rates, "other")
-        issue = max(slots, special * SPECIAL_SLOTS) / per_second
-        return found.plus(1, TileWork(0.0, issue, 0.0, (DEPENDENT - 1) * numbers / per_second))
+        issue = max(slots, special * SPECIAL_SLOTS) / self.machine.rate(self.machine.simt_rates, "other")
+        return found.plus(1, TileWork(0.0, issue, 0.0))
 
     def weight_bytes(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> float:
         """Of packed weights that a tile multiplies with."""
@@ -878,25 +957,26 @@ class ProgramWork:
         dtype, out = self.program.values[instr.inputs[0]].dtype, self.program.values[instr.outputs[0]]
         machine = self.machine
         tensor = 2.0 * TILE_ROWS * size / itemsize(dtype) / machine.rate(machine.tensor_rates, dtype) / self.efficiency
+        tensor += PRODUCT_CYCLES / machine.clock  # lanes take turns, and keep theirs until the product has ended
         slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
         return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
 
-    def _slots(self, instr: Instr) -> tuple[float, float, bool]:
-        """(instructions, special function results, is it one number for each row?) of an instruction on a tile."""
+    def _slots(self, instr: Instr) -> tuple[float, float]:
+        """(instructions, special function results) of an instruction on a tile."""
         spec = OPS.get(instr.kind)
         if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
-            return 0.0, 0.0, False
+            return 0.0, 0.0
         read = [self.program.values[v] for v in instr.inputs]
         n = math.prod(self.program.values[instr.outputs[0]].shape)
         numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
         elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # each thread of a row computes the numbers of the row
         if spec.family == "reduce" and not numbers:
-            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0, False
+            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0
         if spec.family == "convert":
-            return elements * CONVERT_SLOTS, 0.0, numbers
+            return elements * CONVERT_SLOTS, 0.0
         if spec.family == "pointwise":
             fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
             out = instr.outputs[0]
             rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
-            return elements * (fast + rounding), elements * bool(spec.special), numbers
-        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0, False
+            return elements * (fast + rounding), elements * bool(spec.special)
+        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from typing import Any
 
@@ -16,10 +17,27 @@ from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """What a lane waits for. ``hop_seconds``: to meet a stage at one end of a ring, by the ring's place. ``load_seconds``: until the
+    first bytes of a load from memory are there; ``lane_bandwidth``: bytes per second in which the rest follow. ``piece_bandwidth``:
+    bytes per second of all rows that are read and written in pieces of 64 bytes. ``pack_bandwidth``: bytes per second of XLA's
+    kernels that pack weights; ``pack_seconds``: of starting those of one weight. 0 and infinity: not measured, no wait.
+    """
+
+    hop_seconds: Rates
+    load_seconds: float = 0.0
+    lane_bandwidth: float = math.inf
+    piece_bandwidth: float = math.inf
+    pack_bandwidth: float = math.inf
+    pack_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMachine(Machine):
     """``simt_rates``: instructions of all lanes of one SM per second, by dtype. ``vertical_efficiency``: fraction of the tensor
     rate that a CTA with the whole chain reaches, with "resident" or "streamed" weights; ``spatial_efficiency``: that a CTA per
-    stage reaches. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader. ``max_cluster``:
+    stage reaches. ``lane_registers``: registers per thread with 1, 2, ... consumer warpgroups beside a loader;
+    ``lane_efficiency``: fraction of these efficiencies that so many reach. ``max_cluster``:
     CTAs of the largest cluster; ``cluster_counts``: (size, number of resident clusters) where this is less than ``workers`` //
     size; ``cluster_bandwidth``: total DSMEM bandwidth of all workers, by cluster size. ``tile_seconds``: to pick the next tile, or
     of a barrier's round trip. ``barrier_seconds``: from the last CTA that ends a phase to the first that begins the next.
@@ -30,9 +48,11 @@ class GpuMachine(Machine):
     vertical_efficiency: Rates
     spatial_efficiency: Rates
     lane_registers: tuple[int, ...]
+    lane_efficiency: tuple[float, ...]
     max_cluster: int
     cluster_counts: tuple[tuple[int, int], ...]
     cluster_bandwidth: Rates
+    transfers: Transfers
     tile_seconds: float = 0.3e-6
     barrier_seconds: float = 2e-6
 
@@ -51,24 +71,42 @@ def _rates(half: float, single: float, lanes: float) -> dict[str, Any]:
     return {"tensor_rates": tensor, "simt_rates": (("float64", lanes / 2), ("int64", lanes / 4), ("other", lanes))}
 
 
+_RECORD = "measured on an H200, 2026-11-26"
 _HOPPER_SOURCES = (
-    ("places", "shared memory 29, DSMEM 180, L2 263 cycles (published H100/H800 measurements); 128 bytes a cycle: 32 banks of 4"),
+    (
+        "places",
+        "shared memory 29, DSMEM 180 cycles (published H100/H800 measurements), L2 287 (record); 128 bytes a cycle: 32 banks of 4",
+    ),
+    ("clock", f"{_RECORD}: 1.98 GHz where a kernel waits, 1.75 where its products draw all power, which their rate accounts for"),
     (
         "cluster_bandwidth",
-        "published H100/H800 measurements: 3.3 TB/s at cluster 2, 2.65 at cluster 4; larger ones: none, taken as 4",
+        f"{_RECORD}: 3.3 TB/s in pairs, entries of 64 KB; published H100/H800 measurements: 2.65 at cluster 4; larger ones taken as "
+        "4 (the record's rings of 4 to 16 are bound by the loop over the mask of their readers)",
     ),
-    ("cluster_counts", "a cluster lies in one GPC; 132 SMs as 6 of 16 and 2 of 18: 16 clusters of 8. The driver has the last word"),
+    (
+        "cluster_counts",
+        f"{_RECORD}: 66 clusters of 2, 30 of 4, 15 of 8 and 7 of 16, as of GPCs of 5 x 18, 2 x 16 and 10 SMs. The driver has the "
+        "last word",
+    ),
+    (
+        "transfers",
+        f"{_RECORD}: a flag takes 0.63 us through the L2, an entry of 2 KB 0.26 us in a cluster; 128 threads of each SM that load 2 "
+        "and 8 times 16 bytes at once read 1.21 and 3.19 TB/s, as of 0.37 us and 52 GB/s; the edge MLP of a graph network is bound by "
+        "memory at 2.9 TB/s; XLA packs keys and values of 134 MB in 375 us (four passes), and ten weights of NeRF in 34 us",
+    ),
     (
         "lane_registers",
         "a launch of 2, 3 or 4 warpgroups has 255, 168 or 128 registers a thread (64 K a CTA, in steps of 8); setmaxnreg (PTX ISA) "
         "hands them to the lanes: 24 + 2 x 240 with two of them, 32 + 3 x 160 with three, where the first is the loader's share",
     ),
+    (
+        "lane_efficiency",
+        f"{_RECORD}: NeRF with streamed weights takes 18.4 us of an SM for a tile with three lanes, 12.0 modelled for two (0.45 and "
+        "0.61 ms); attention's block 0.9 and 0.6 us. 160 registers do not hold a product's operands and the results of another",
+    ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
-    (
-        "barrier_seconds",
-        "an assumption until a device has measured it: a release, an acquire and polls of the L2, a few trips of 263 cycles",
-    ),
+    ("barrier_seconds", f"{_RECORD}: a barrier of 132 CTAs"),
     (
         "vertical_efficiency",
         "compiled kernels, issue-simulated: 88-93 % of tensor issue with weights streamed to a cluster of 2, 80-85 % resident",
@@ -77,12 +115,21 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
+_HOPPER_TRANSFERS = Transfers(
+    hop_seconds=(("cluster", 0.26e-6), ("other", 0.63e-6)),
+    load_seconds=0.37e-6,
+    lane_bandwidth=52e9,
+    piece_bandwidth=2.9e12,
+    pack_bandwidth=2 * 134e6 / 375e-6,
+    pack_seconds=2.8e-6,
+)
+
 H200 = GpuMachine(
     name="h200",
     platform="cuda",
     workers=132,
-    clock=1.7e9,
-    **_rates(788e12 / 132, 394e12 / 132, 128 * 1.7e9),  # FP32 lanes of an SM: GH100 128 (whitepaper)
+    clock=1.98e9,
+    **_rates(788e12 / 132, 394e12 / 132, 128 * 1.98e9),  # FP32 lanes of an SM: GH100 128 (whitepaper)
     vertical_efficiency=(("resident", 0.85), ("other", 0.88)),
     spatial_efficiency=(("other", 0.80),),
     local_bytes=227 * KIB,
@@ -90,16 +137,19 @@ H200 = GpuMachine(
     shared_bandwidth=5.5e12,
     dram_bandwidth=4.3e12,
     places=(
-        Place("smem", 29 / 1.7e9, 128 * 1.7e9),
-        Place("cluster", 180 / 1.7e9, 3.3e12 / 132),
-        Place("l2", 263 / 1.7e9, 5.5e12 / 132),
+        Place("smem", 29 / 1.98e9, 128 * 1.98e9),
+        Place("cluster", 180 / 1.98e9, 3.3e12 / 132),
+        Place("l2", 287 / 1.98e9, 5.5e12 / 132),
     ),
     # Of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of the
     # launch, and 240 leave them the same room for addresses.
     lane_registers=(240, 240, 160),
+    lane_efficiency=(1.0, 1.0, 0.65),
     max_cluster=16,
-    cluster_counts=tuple((n, 6 * (16 // n) + 2 * (18 // n)) for n in range(2, 17)),
+    cluster_counts=tuple((n, 5 * (18 // n) + 2 * (16 // n) + 10 // n) for n in range(2, 17)),
     cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)),
+    transfers=_HOPPER_TRANSFERS,
+    barrier_seconds=0.93e-6,
     call_seconds=5e-6,
     kernel_seconds=1.3e-6,
     sources=(
@@ -132,9 +182,11 @@ A100 = GpuMachine(
     dram_bandwidth=1.5e12,
     places=(Place("smem", 29 / 1.41e9, 128 * 1.41e9), Place("l2", 263 / 1.41e9, 4.0e12 / 108)),
     lane_registers=(240, 168, 128),
+    lane_efficiency=(1.0, 1.0, 1.0),
     max_cluster=1,
     cluster_counts=(),
     cluster_bandwidth=(),
+    transfers=Transfers(hop_seconds=(("other", 2 * 263 / 1.41e9),)),  # the data or the flag, and the reader's load
     call_seconds=5e-6,
     kernel_seconds=1.3e-6,
     sources=(

@@ -126,7 +126,7 @@ def _plan_of_lanes(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: t
     """The plan of CTAs with ``lanes`` lanes, which take ``lanes`` tiles of one batch in a round."""
     machine, body = gpu.machine, program.stages[0].body
     coarse = facts.coarse_exponentials(program, body)
-    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False), coarse)
+    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False, lanes), coarse)
     wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
     sample, rounds, seconds, fetched = _sample_rounds(wide), wide.tiles, list[float](), 0.0
     for round_rows in sample:
@@ -249,20 +249,27 @@ def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
     )
 
 
-def why_separate_calls(joined: Sequence[GpuPlan], separate: float) -> str | None:
-    """Why the plans ``joined`` should not be phases of one call; None where they take no longer than ``separate`` seconds.
+def with_lanes(plans: Sequence[GpuPlan], lanes: int, separate: float, machine: GpuMachine) -> tuple[GpuPlan, ...] | str:
+    """``plans``, phases of one call, with ``lanes`` lanes each; or why they should not be one call, if this takes longer than
+    ``separate`` seconds. A plan that loses lanes, and does not wait for memory, takes longer by as much: its lanes wait for their own
+    instructions and loads.
 
     Results of one phase that fit the L2 stay there: a plan already assumes that what the kernel before wrote is in the L2.
     """
-    seconds = sum(p.seconds for p in joined)
-    if seconds <= separate:
-        return None
+    found = list[GpuPlan]()
+    for k, p in enumerate(plans):
+        own = max(0.0, p.seconds - (0.0 if k else machine.call_seconds))
+        lost = 0.0 if p.bound in ("dram", "l2") else max(0.0, p.lanes / lanes - 1)
+        found.append(dataclasses.replace(p, lanes=lanes, seconds=p.seconds + lost * own))
+    if (seconds := sum(p.seconds for p in found)) <= separate:
+        return tuple(found)
     return f"with the barriers between them they would take {seconds * 1e6:.1f} us, as separate calls {separate * 1e6:.1f}"
 
 
 def candidates(cost: GpuCost) -> list[GpuPlan]:
-    """Every plan that fits the machine, fastest first by the model. Plans about as fast as the fastest are ordered by the bytes
-    they move through the L2, which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
+    """Every plan that fits the machine, fastest first by the model. Of plans about as fast as the fastest, vertical ones come first,
+    whose time the model knows better (on an H200 each was faster than every spatial one of its network), then those with the fewest
+    bytes through the L2, which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
 
     *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
     cluster of two fetches each streamed weight once. *Spatial* (``spatial``): each stage has CTAs of its own.
@@ -286,8 +293,12 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
         raise Infeasible("; ".join(reasons))
     plans = [(region.plan(a), a) for a in arranged]
     best = min(p.seconds for p, _ in plans)
-    plans.sort(key=lambda pair: (max(pair[0].seconds, _INDIFFERENT * best), pair[1].l2_bytes, pair[0].seconds, -pair[1].lanes))
-    return [p for p, _ in plans]
+
+    def order(pair: tuple[GpuPlan, Arranged]) -> tuple[float, bool, float, float, int]:
+        p, a = pair
+        return max(p.seconds, _INDIFFERENT * best), a.arrangement != "vertical", a.l2_bytes, p.seconds, -a.lanes
+
+    return [p for p, _ in sorted(plans, key=order)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,7 +342,7 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
 def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights: _Weights, free: int) -> Arranged:
     """The arrangement. ``free``: bytes of a CTA's shared memory that nothing else uses."""
     cost, machine, cluster, resident = region.cost, region.machine, weights.cluster, weights.resident
-    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident))
+    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident, lanes))
     replicas = max(1, min(machine.clusters(cluster), -(-region.tiles // cluster)))
     ctas = replicas * cluster
     tiles = -(-region.tiles // ctas)
@@ -339,9 +350,10 @@ def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights
     # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed_bytes(cost, ops) * (1.0 if resident else -(-tiles // lanes) / cluster)
     name = stage_name(cost, 0, ops)
-    period = work.period(independent, machine.tile_seconds)
+    together = lanes // independent
+    period = work.period(independent, machine.tile_seconds, together)
     stage = Stage(name, ops, resource_of(cost, ops), cluster, period, resident=resident)
-    busy = work.busy(tiles, independent, machine.tile_seconds) + (fetched / machine.shared_bandwidth if resident else 0.0)
+    busy = work.busy(tiles, independent, machine.tile_seconds, together) + (fetched / machine.shared_bandwidth if resident else 0.0)
     return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name)
 
 
