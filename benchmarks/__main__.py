@@ -7,6 +7,7 @@ python -m benchmarks run --app gat --mode train --dtype f32 # a graph network; -
 python -m benchmarks run --app lstm_64 --dtype f32          # a loop over time; --rows counts sequences
 python -m benchmarks grid                                   # ordinary functions: never slower than jax.jit? (--help)
 python -m benchmarks model                                  # the planner's model of an H200 beside the record of one
+python -m benchmarks model --device cpu                     # that of this CPU beside what its pipelines take
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks table                                  # writes the tables of docs; --print shows them instead
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "grid":
         return grid.run(args)
     if args.command == "model":
-        from benchmarks import gpu_model
+        from benchmarks import cpu_model, gpu_model
 
-        return gpu_model.run(args)
+        return gpu_model.run(args) if args.device == "h200" else cpu_model.run(re.compile(args.match).search)
     # Measuring imports JAX; making the table does not need it.
     from benchmarks.measure import Effort, child, train_child
 
@@ -129,7 +131,8 @@ def _parser() -> argparse.ArgumentParser:
 
     grid.add_arguments(commands.add_parser("grid", help="the planner's choice against jax.jit, over many ordinary functions"))
 
-    model = commands.add_parser("model", help="the planner's model of an H200 beside what a run on one measured")
+    model = commands.add_parser("model", help="the planner's model of an H200 beside its record, or of this CPU beside its calls")
+    model.add_argument("--device", choices=("h200", "cpu"), default="h200")
     model.add_argument("--match", default="", help="a regular expression: only cases whose name it finds")
 
     show = commands.add_parser("table", help="write the README's summary and the tables of docs/measured.md from what is stored")

@@ -78,7 +78,7 @@ def _in_front_of_reductions(cost: CpuCost) -> set[int]:
         for maker in makers:
             if cost.family(maker) in (*FAMILIES, *FREE):
                 work += [] if maker in work else [maker]
-            else:
+            elif cost.family(maker) not in ROOTS:  # which have kernels of their own
                 found.update(cost.graph.ops[maker].outputs)
     return found
 
