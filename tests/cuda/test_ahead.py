@@ -188,7 +188,7 @@ def launched(array_bytes: int, first: int, size: int, pieces: int, offset: int, 
     """Bytes that the kernel of ``small`` asks for of an array that starts ``offset`` bytes behind a multiple of 16."""
     region = small(sm)
     ahead = Ahead(0, array_bytes, first, size, pieces * PIECE_BYTES, 0, 4, 0.0)
-    made = lower._cached_kernel(region.program, (region.plan,), "region", ahead)
+    made = lower._cached_kernel(region.program, tuple(phase.plan for phase in region.phases), "region", ahead)
     image = compilers.emulated(f"// planted: {change}\n{made.source}" if change else made.source, sm)
     kernel = _cuda.Kernel(image, np.asarray(made.launch, np.int64), "region", emulated=True)
     kernel.load()
