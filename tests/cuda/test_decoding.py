@@ -78,8 +78,8 @@ def test_a_token_that_sees_nothing_is_as_jax_has_it(quick_folds: None) -> None:
 
 @pytest.fixture
 def quick_folds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model leaves a token to XLA, as the last lane folds what all lanes have, row by row. Here that takes no time, and the rest
-    of such a kernel a fourth."""
+    """The model leaves a token to XLA, as the last lane folds what all lanes have, row by row. Here that takes no time, and the
+    rest of such a kernel a fourth."""
     plan = GpuRegion.plan
 
     def quick(self: GpuRegion, arranged: Arranged) -> GpuPlan:

@@ -11,12 +11,11 @@ from kitsune_jax.planning.cost import ROOTS, SCATTER, XlaKernel, left_region
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes, loops_of
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
-# The least that a kernel takes. In the record of an H200 (2026-11-26) kernels of a few KB take 0.8 to 2 us, and a step of an LSTM or
-# a GRU 10 to 12.5.
+# The least that a kernel takes. On an H200 (2026-11-26) those of a few KB take 0.8 to 2 us, a step of an LSTM or a GRU 10 to 12.5.
 _LEAST_SECONDS = 1e-6
 # L2 bandwidth, in bytes, of its atomic addition of a 16-bit float, a loop of compare-and-swap: the same scatter of 198 000 rows of
 # 128 takes 327 us in bfloat16, and many times that where rows of one segment come together.
-_HALF_ATOMIC_BYTES = 70
+_HALF_ATOMIC_BYTES = 80
 _EPILOGUE = 2  # operations per element that XLA:GPU still passes to the GEMM library as an epilogue: a bias and a ReLU
 
 
