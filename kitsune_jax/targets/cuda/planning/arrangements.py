@@ -117,28 +117,23 @@ class GpuRegion:
 
     def pack_seconds(self) -> float:
         """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
-        machine, ops = self.machine, self.cost.region.ops
-        weights = packed_bytes(self.cost, ops, batches=True)
-        if not weights:
-            return 0.0
+        ops, transfers = self.cost.region.ops, self.machine.transfers
+        seconds = 2 * packed_bytes(self.cost, ops, batches=True) / min(transfers.pack_bandwidth, self.machine.dram_bandwidth)
         count = sum(len(dots_of(of, of.region.ops)) for of in (self.cost, *(body for _, body in loops_of(self.cost, ops))))
-        bandwidth = min(machine.transfers.pack_bandwidth, machine.dram_bandwidth)
-        return machine.kernel_seconds + count * machine.transfers.pack_seconds + 2 * weights / bandwidth
+        return self.machine.kernel_seconds + count * transfers.pack_seconds + seconds if count else 0.0
 
     def _fold_seconds(self, lanes: int) -> float:
         """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each
         before; and two rows of a lane for each sink by sorted indices, 64 in a round. A thread has four numbers of each 512 of a
-        table, and fetches those of four tables, or of four rows, at once; rows of an online sum one by one. It looks where segments
-        end, too, so a row takes as long as a hop: the record's last lane of a graph attention network needs 273 us for 416 rows."""
-        waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
-        hops = 0
+        table, and fetches those of four tables, or of four rows, at once; rows of an online sum one by one, each in a hop's time:
+        the record's last lane of a graph attention network needs 273 us for 416 rows."""
+        waits, hops = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4, 0
         for i in self.cost.region.sinks:
             access, op = self.cost.access(i), self.cost.graph.ops[i]
             if access is not None and access.near:
                 blocks = -(-padded(self.cost.elements(i)) // BLOCK_COLUMNS)
                 hops += -(-2 * lanes // TILE_ROWS) * blocks * (16 if op.kind in ONLINE else 4)
-        hop = self.machine.rate(self.machine.transfers.hop_seconds, "l2")
-        return waits * self.machine.place("l2").latency + hops * hop
+        return waits * self.machine.place("l2").latency + hops * self.machine.rate(self.machine.transfers.hop_seconds, "l2")
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Bytes of partial sums written, and read again in a fixed order: those of every lane, one part of a weight gradient for

@@ -738,8 +738,7 @@ class TileWork:
     between: float = 0.0
 
     def period(self, lanes: int, wait: float = 0.0, together: int = 1) -> float:
-        """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups ``together``, that each wait ``wait`` per tile:
-        those of the slowest engine or lane."""
+        """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups ``together``, by its slowest engine or lane."""
         return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait, together) / lanes)
 
     def latency(self, wait: float = 0.0, together: int = 1) -> float:

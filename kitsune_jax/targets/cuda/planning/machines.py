@@ -72,7 +72,7 @@ def _rates(half: float, single: float, lanes: float) -> dict[str, Any]:
 
 _RECORD = "measured on an H200, 2026-11-26"
 _HOPPER_SOURCES = (
-    ("places", "shared memory 29, DSMEM 180 cycles (published H100/H800 measurements), L2 287 (record); 32 banks of 4 bytes"),
+    ("places", "shared memory 29 cycles (published H100/H800 measurements), L2 287 (record); 32 banks of 4 bytes"),
     ("shared_bandwidth", f"{_RECORD}: bulk copies from the L2 of 16 KB 6.1 TB/s, of 48 KB 6.8"),
     ("clock", f"{_RECORD}: 1.98 GHz where a kernel waits, 1.75 where its products draw all power, which their rate accounts for"),
     (
@@ -108,15 +108,6 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
-_HOPPER_TRANSFERS = Transfers(
-    hop_seconds=(("cluster", 0.26e-6), ("other", 0.63e-6)),
-    load_seconds=0.37e-6,
-    lane_bandwidth=52e9,
-    piece_bandwidth=2.9e12,
-    pack_bandwidth=2 * 134e6 / 375e-6,
-    pack_seconds=2.8e-6,
-)
-
 H200 = GpuMachine(
     name="h200",
     platform="cuda",
@@ -129,11 +120,7 @@ H200 = GpuMachine(
     shared_bytes=50 * MIB,
     shared_bandwidth=6.1e12,
     dram_bandwidth=4.3e12,
-    places=(
-        Place("smem", 29 / 1.98e9, 128 * 1.98e9),
-        Place("cluster", 180 / 1.98e9, 3.3e12 / 132),
-        Place("l2", 287 / 1.98e9, 6.1e12 / 132),
-    ),
+    places=(Place("smem", 29 / 1.98e9, 128 * 1.98e9), Place("l2", 287 / 1.98e9, 6.1e12 / 132)),
     # Of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of the
     # launch, and 240 leave them the same room for addresses.
     lane_registers=(240, 240, 160),
@@ -141,7 +128,14 @@ H200 = GpuMachine(
     max_cluster=16,
     cluster_counts=tuple((n, 5 * (18 // n) + 2 * (16 // n) + 10 // n) for n in range(2, 17)),
     cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)),
-    transfers=_HOPPER_TRANSFERS,
+    transfers=Transfers(
+        hop_seconds=(("cluster", 0.26e-6), ("other", 0.63e-6)),
+        load_seconds=0.37e-6,
+        lane_bandwidth=52e9,
+        piece_bandwidth=2.9e12,
+        pack_bandwidth=2 * 134e6 / 375e-6,
+        pack_seconds=2.8e-6,
+    ),
     barrier_seconds=0.93e-6,
     call_seconds=5e-6,
     kernel_seconds=1.3e-6,

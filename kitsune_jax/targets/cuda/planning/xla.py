@@ -13,8 +13,7 @@ from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
 # The least that a kernel takes. On an H200 (2026-11-26) those of a few KB take 0.8 to 2 us, a step of an LSTM or a GRU 10 to 12.5.
 _LEAST_SECONDS = 1e-6
-# Fraction of the memory's bandwidth that sums over the rows reach: 262 144 rows of 256, with a mask, in 184 us.
-_SUMS_SHARE = 0.35
+_SUMS_SHARE = 0.35  # of the memory's bandwidth, that sums over the rows reach: 262 144 rows of 256, with a mask, in 184 us
 # L2 bandwidth, in bytes, of its atomic addition of a 16-bit float, a loop of compare-and-swap: the same scatter of 198 000 rows of
 # 128 takes 327 us in bfloat16, and many times that where rows of one segment come together.
 _HALF_ATOMIC_BYTES = 80
@@ -27,8 +26,7 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
     seconds = 0.0
     total = 0
     for steps, body in loops_of(cost, cost.region.ops):
-        # The kernels of a step, and one for the counter and slices of the loop.
-        each, bytes_each = baseline(body)
+        each, bytes_each = baseline(body)  # of a step, beside one kernel for the counter and slices of the loop
         seconds, total = seconds + steps * (each + machine.kernel_seconds + _LEAST_SECONDS), total + steps * bytes_each
     for kernel in kernels_of(cost):
         if not kernel.ops.isdisjoint(cost.step_sums):
