@@ -24,7 +24,7 @@ from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, runtime, sources
 from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
 from kitsune_jax.targets.cuda.lower import generate_call_kernel
 from reference import standalone
-from tests.cuda.test_decoding import token
+from tests.cuda.test_decoding import quick_folds, token
 from tests.cuda.test_launch import _cuda
 from tests.support.checks import in_float64
 from tests.support.cuda_cases import FAMILIES
@@ -33,10 +33,10 @@ from tests.support.cuda_run import arrangements, by_hand, called, code_of, kerne
 from tests.support.cuda_training_cases import TRAINING
 from tests.support.phases import message_passing
 
-__all__ = ["kernel_cache"]
+__all__ = ["kernel_cache", "quick_folds"]
 pytestmark = [
     pytest.mark.skipif(not hostcc.available(), reason=hostcc.why_not() or ""),
-    pytest.mark.usefixtures("kernel_cache"),
+    pytest.mark.usefixtures("kernel_cache", "quick_folds"),
 ]
 
 
@@ -80,11 +80,11 @@ def asked(found: list[counters.Counts], name: str) -> int:
 )
 def test_a_token_asks_for_the_weight_behind_it(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(dtype)
-    decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True, force=True)
+    decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True)
     (region,) = kj.explain(decode)(*args).regions
     assert region.ahead is not None and region.ahead.weight_bytes == args[-1].nbytes
     assert 1e6 < region.ahead.bytes < 0.25 * args[-1].nbytes and region.ahead.bytes % PIECE_BYTES == 0
-    without = kj.pipeline(layer, target="emulator", strict=True, force=True)
+    without = kj.pipeline(layer, target="emulator", strict=True)
     assert kj.explain(without)(*args).regions[0].ahead is None
     plain = np.asarray(jax.jit(without)(*args))
     monkeypatch.setenv("KITSUNE_EMULATOR_SEED", "7")
@@ -111,7 +111,7 @@ def planned(device: str, *args: Array) -> tuple[Any, PlannedRegion]:
     """``decode`` as it is planned for ``device``, with the code of its one call."""
     jaxpr = jax.make_jaxpr(decode)(*args)
     captured, routed, _ = lowering.capture_until_stable(
-        jaxpr, lambda body: body, "emulator", RouteOptions(strict=True, fetch_ahead=True, device=device, force=True)
+        jaxpr, lambda body: body, "emulator", RouteOptions(strict=True, fetch_ahead=True, device=device)
     )
     (region,) = routed.regions
     return captured, region
@@ -188,7 +188,7 @@ def launched(array_bytes: int, first: int, size: int, pieces: int, offset: int, 
     """Bytes that the kernel of ``small`` asks for of an array that starts ``offset`` bytes behind a multiple of 16."""
     region = small(sm)
     ahead = Ahead(0, array_bytes, first, size, pieces * PIECE_BYTES, 0, 4, 0.0)
-    made = lower._cached_kernel(region.program, (region.plan,), "region", ahead)
+    made = lower._cached_kernel(region.program, tuple(phase.plan for phase in region.phases), "region", ahead)
     image = compilers.emulated(f"// planted: {change}\n{made.source}" if change else made.source, sm)
     kernel = _cuda.Kernel(image, np.asarray(made.launch, np.int64), "region", emulated=True)
     kernel.load()
@@ -251,7 +251,7 @@ def test_the_machine_code_asks_and_spills_nothing(device: str, arch: str, opcode
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
     args = shape(1, 1, 8, 64), shape(1, 4096, 8, 64), shape(1, 4096, 8, 64), np.int32(4000), shape(512, 32_768)
-    options = RouteOptions(strict=True, fetch_ahead=True, device=device, code=False, force=True)
+    options = RouteOptions(strict=True, fetch_ahead=True, device=device, code=False)
     routed = lowering.capture_until_stable(jax.make_jaxpr(decode)(*args), lambda body: body, "cuda", options)[1]
     (region,) = routed.regions
     assert region.ahead is not None
@@ -278,7 +278,7 @@ def test_an_argument_that_is_updated_in_place_stays_so(of_product: bool) -> None
     args = arguments()
 
     def copies(fetch_ahead: bool) -> int:
-        pipelined = kj.pipeline(step, target="emulator", strict=True, fetch_ahead=fetch_ahead, force=True)
+        pipelined = kj.pipeline(step, target="emulator", strict=True, fetch_ahead=fetch_ahead)
         assert (kj.explain(pipelined)(*args).regions[0].ahead is not None) == fetch_ahead
         text = jax.jit(pipelined, donate_argnums=6).lower(*args).compile().as_text()
         assert text is not None and "input_output_alias" in text
@@ -290,7 +290,7 @@ def test_an_argument_that_is_updated_in_place_stays_so(of_product: bool) -> None
 def test_a_batch_of_tokens_asks_once() -> None:
     x, q, k, v, last, *weights = arguments(batch=2)
     decode = kj.pipeline(
-        lambda *args: layer(*(a[None] for a in args[:4]), *args[4:])[0], target="emulator", strict=True, fetch_ahead=True, force=True
+        lambda *args: layer(*(a[None] for a in args[:4]), *args[4:])[0], target="emulator", strict=True, fetch_ahead=True
     )
     both = jax.vmap(decode, in_axes=(0, 0, 0, 0, None, None, None))
     (region,) = kj.explain(both)(x, q, k, v, last, *weights).regions

@@ -38,13 +38,12 @@ def planned(name: str, rows: int, **options: Any) -> Report:
     return kj.explain(kj.pipeline(step_of(name), **options), platform="cuda", device="h200")(*arguments(name, rows))
 
 
-def test_a_deep_step_is_a_forward_and_a_backward_call_on_a_gpu() -> None:
-    """Eight layers of 256 keep a pipeline of both passes at the pace of its slowest stage."""
-    report = planned("nerf", 262_144)
-    assert len(report.regions) == 2
-    assert report.coverage > 0.9
-    forward, backward = report.regions
-    assert forward.seconds + backward.seconds < planned("nerf", 262_144, force=True).seconds
+def test_of_a_deep_step_the_backward_pass_is_left_to_xla_on_a_gpu() -> None:
+    """Eight layers of 256 keep a pipeline of both passes at the pace of its slowest stage. On an H200 the step with a pipeline of
+    the backward pass, whose tiles go through the L2, took 5.3 ms, and jax.jit's 4.8."""
+    (forward,) = planned("nerf", 262_144).regions
+    assert forward.arrangement == "vertical" and forward.seconds < forward.baseline_seconds
+    assert planned("nerf", 262_144, force=True).coverage > 0.9
 
 
 def test_a_shallow_step_is_one_call_on_a_gpu() -> None:

@@ -87,13 +87,14 @@ class GpuRegion:
         if moved > machine.shared_bytes // 2:
             moved += sum(repeated_bytes(self.cost, stage.ops) for stage in a.stages)
         pieces = min(moved, self.cost.piece_bytes())
-        dram = (moved - pieces) / machine.bandwidth(moved) + pieces / min(machine.bandwidth(moved), machine.transfers.piece_bandwidth)
+        whole = machine.bandwidth(moved)
+        dram = (moved - pieces) / whole + pieces / min(whole, machine.transfers.piece_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()
         l2 = max((moved + near_bytes) / machine.shared_bandwidth, self.cost.atomic_seconds())  # traffic of memory passes the L2 too
         bound = a.bound
         if max(dram, l2) > a.busy:
             bound = "dram" if dram >= l2 else "l2"
-        beside = machine.call_seconds + self._pack_seconds() + self.cost.order_seconds()
+        beside = machine.call_seconds + self.pack_seconds() + self.cost.order_seconds()
         return GpuPlan(
             machine=machine.name,
             arrangement=a.arrangement,
@@ -114,35 +115,25 @@ class GpuRegion:
             unordered=self.cost.unordered,
         )
 
-    def kernel_seconds(self, plan: GpuPlan) -> float:
-        """Seconds of the kernel of ``plan`` alone."""
-        return plan.seconds - self._pack_seconds() - self.cost.order_seconds()
-
-    def _pack_seconds(self) -> float:
+    def pack_seconds(self) -> float:
         """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
-        machine, ops = self.machine, self.cost.region.ops
-        weights = packed_bytes(self.cost, ops, batches=True)
-        if not weights:
-            return 0.0
+        ops, transfers = self.cost.region.ops, self.machine.transfers
+        seconds = 2 * packed_bytes(self.cost, ops, batches=True) / min(transfers.pack_bandwidth, self.machine.dram_bandwidth)
         count = sum(len(dots_of(of, of.region.ops)) for of in (self.cost, *(body for _, body in loops_of(self.cost, ops))))
-        bandwidth = min(machine.transfers.pack_bandwidth, machine.dram_bandwidth)
-        return machine.kernel_seconds + count * machine.transfers.pack_seconds + 2 * weights / bandwidth
+        return self.machine.kernel_seconds + count * transfers.pack_seconds + seconds if count else 0.0
 
     def _fold_seconds(self, lanes: int) -> float:
         """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each
-        before; and two rows of a lane for each sink by sorted indices, 64 in a round, of which a warp takes 16, block by block. A
-        thread has four numbers of each 512 of a table, and fetches those of four tables, or of four rows, at once; those of an
-        online sum one by one. Of rows it also looks where segments end, so a fetch takes as long as a hop: on an H200 (2026-11-26)
-        the last lane of a graph attention network needs 273 us for 416 rows."""
-        waits = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4
-        hops = 0
+        before; and two rows of a lane for each sink by sorted indices, 64 in a round. A thread has four numbers of each 512 of a
+        table, and fetches those of four tables, or of four rows, at once; rows of an online sum one by one, each in a hop's time:
+        the record's last lane of a graph attention network needs 273 us for 416 rows."""
+        waits, hops = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4, 0
         for i in self.cost.region.sinks:
             access, op = self.cost.access(i), self.cost.graph.ops[i]
             if access is not None and access.near:
                 blocks = -(-padded(self.cost.elements(i)) // BLOCK_COLUMNS)
                 hops += -(-2 * lanes // TILE_ROWS) * blocks * (16 if op.kind in ONLINE else 4)
-        hop = self.machine.rate(self.machine.transfers.hop_seconds, "l2")
-        return waits * self.machine.place("l2").latency + hops * hop
+        return waits * self.machine.place("l2").latency + hops * self.machine.rate(self.machine.transfers.hop_seconds, "l2")
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:
         """Bytes of partial sums written, and read again in a fixed order: those of every lane, one part of a weight gradient for
@@ -242,7 +233,7 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
     """
     found: list[Arranged] = []
     builders = [
-        _SpatialBuilder(region, place, lanes)
+        SpatialBuilder(region, place, lanes)
         for place in ("cluster", "l2")
         if place == "l2" or region.machine.max_cluster > 1
         for lanes in range(1, 1 + len(region.machine.lane_registers))
@@ -252,15 +243,6 @@ def spatial(region: GpuRegion, drafts: Sequence[Ops]) -> list[Arranged]:
     if not found:
         reasons = [b.reason for b in builders if b.reason]
         raise Infeasible(reasons[-1] if reasons else "a pipeline needs two stages, and the region is only one")
-    return found
-
-
-def spatial_as(region: GpuRegion, stages: Sequence[Ops], place: str, lanes: int, splits: Sequence[int], instances: int) -> Arranged:
-    """The arrangement of ``stages`` as they are. Raises ``Infeasible`` where it does not fit."""
-    builder = _SpatialBuilder(region, place, lanes)
-    found = builder._arranged(stages, splits, instances) or builder._arranged(stages, splits, instances, False)
-    if found is None:
-        raise Infeasible(builder.reason)
     return found
 
 
@@ -275,7 +257,7 @@ class _StageTraffic:
     leaving: int
 
 
-class _SpatialBuilder:
+class SpatialBuilder:
     """Pipelines with rings at ``place`` and ``lanes`` consumer warpgroups per CTA. ``reason``: why the last stage did not fit."""
 
     def __init__(self, region: GpuRegion, place: str, lanes: int):
@@ -292,7 +274,7 @@ class _SpatialBuilder:
             made = []
             for g in groupings:
                 # The code may need more than this estimate, so that deep rings do not fit; shallow ones are the next candidate.
-                found = [self._arranged(g, [1] * len(g), self.machine.clusters(len(g)), deep) for deep in (True, False)]
+                found = [self.arranged(g, [1] * len(g), self.machine.clusters(len(g)), deep) for deep in (True, False)]
                 made += found if found[0] != found[1] else found[:1]
         else:
             drafts = [part for d in drafts for part in (separated(self.cost, d) if self._least_split(d) is None else (d,))]
@@ -394,7 +376,7 @@ class _SpatialBuilder:
         return max(stage.work.period(self.lanes, self._wait(stage, ctas)), self._link_seconds(stage, ctas))
 
     def _wait(self, stage: _StageTraffic, ctas: int) -> float:
-        """Seconds that a lane of ``stage`` waits at the rings of a tile: for the flags at its ends, and until its entries have left."""
+        """Seconds that a lane of ``stage`` waits at the rings of a tile: for flags, and until its entries have left."""
         ends = (stage.entering > 0) + (stage.leaving > 0)
         return ends * self.machine.rate(self.machine.transfers.hop_seconds, self.place) + stage.leaving / self._bandwidth(ctas)
 
@@ -429,9 +411,9 @@ class _SpatialBuilder:
                 best = rate, instances, result.workers
         assert best is not None
         splits = [most_split(self.cost, d, split) for d, split in zip(drafts, best[2], strict=True)]
-        return self._arranged(drafts, splits, self.machine.workers // sum(splits))
+        return self.arranged(drafts, splits, self.machine.workers // sum(splits))
 
-    def _arranged(self, drafts: Sequence[Ops], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
+    def arranged(self, drafts: Sequence[Ops], splits: Sequence[int], instances: int, deep: bool = True) -> Arranged | None:
         """The pipeline with rings at least as deep as skip connections need; None where it does not fit."""
         region, cost, machine = self.region, self.cost, self.machine
         # The L2 has one entry for all readers; in shared memory each reader has its own.

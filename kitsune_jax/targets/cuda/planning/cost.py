@@ -55,7 +55,7 @@ ATOMIC_SLOTS = 1.0
 ATOMIC_FOLD_SLOTS = 25.0
 # L2 bandwidth, in bytes, of the atomic addition of a float. XLA's scatters on an H200 (2026-11-26): 198 000 rows of 128 in 54 us,
 # 82 000 of 512 in 82 us. Of vectors of them, as our code has them, there is no measurement; they are taken to be no faster.
-ATOMIC_BYTES = 11
+ATOMIC_BYTES = 12
 # The same for a maximum or minimum of floats: two instructions, by the sign, go to the sectors of a row.
 ATOMIC_FOLD_BYTES = 16
 # Cycles that an addition occupies its sector, and additions per sector of a row (four floats each). The same assumption. The model
@@ -226,8 +226,8 @@ class GpuCost(RegionCost):
         return any(op["sorted"] and self.source(op.inputs[1]) == index for op in folds)
 
     def piece_bytes(self) -> int:
-        """Bytes of the streamed arrays whose rows are read and written in pieces of 64 bytes: each of the four threads that share a
-        row has 16 of them. (Narrower rows lie side by side; rows of another pitch come by bulk copies.)"""
+        """Bytes of the streamed arrays whose rows are read and written in pieces of 64 bytes, 16 by each of the four threads that
+        share a row. (Narrower rows lie side by side; rows of another pitch come by bulk copies.)"""
         arrays = [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
         return sum(self.bytes(v) for v in arrays if self.row_bytes(v) > QUAD * 16 and self.row_bytes(v) % 16 == 0)
 
@@ -713,8 +713,8 @@ _ADDRESS_SLOTS = 16  # of two rows of a table: compare the indices with its ends
 _WARP_MATMUL = 0.62
 QUAD = 4  # threads that share a row: each has a copy of every number of the row
 # Cycles of a warp for an instruction when no other warp of the lane's can take its place: what it waits for results, operands and
-# instructions. ncu on an H200, 2026-11-26: 2.1 to 5.3 times the cycles of the issue itself in eight kernels.
-DEPENDENT = 2.5
+# instructions. On an H200 (2026-11-26, ncu) 2.1 to 5.3 for one of issue in eight kernels.
+DEPENDENT = 2.8
 # Instructions for one that is counted on an element of a tile: addresses, predicates, biases, moves. ncu: 1.2 to 2.4.
 _OVERHEAD = 1.5
 _MOVE_SLOTS = 8.0  # instructions to load or store 16 bytes: an address, a predicate, the access, its place in a tile
@@ -738,15 +738,13 @@ class TileWork:
     between: float = 0.0
 
     def period(self, lanes: int, wait: float = 0.0, together: int = 1) -> float:
-        """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups of lanes ``together``, that each wait ``wait`` per
-        tile: those of the slowest engine or lane."""
+        """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups ``together``, by its slowest engine or lane."""
         return max(self.tensor, self.issue, self.shared, self.between, self.latency(wait, together) / lanes)
 
     def latency(self, wait: float = 0.0, together: int = 1) -> float:
-        """Seconds from a tile's first instruction to its last: a warp by itself waits for its own instructions. Of ``together`` lanes
-        that take the same weights, one multiplies after the other, and all wait for their other instructions and loads at once."""
-        issue = max(DEPENDENT / together, 1.0) * self.issue
-        return max(self.tensor + issue, self.shared) + (self.alone + wait) / together
+        """Seconds from a tile's first instruction to its last, where a warp waits for its own instructions. Of lanes ``together``,
+        which take the same weights, one multiplies after the other; they wait for all else at once."""
+        return max(self.tensor + max(DEPENDENT / together, 1.0) * self.issue, self.shared) + (self.alone + wait) / together
 
     def plus(self, times: float, step: TileWork) -> TileWork:
         """This work and ``times`` times ``step``."""
@@ -777,7 +775,8 @@ def tile_work(
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
-    slots += (TILE_ROWS * _crossing_bytes(cost, ops, split) + storage.image_traffic) / 16 * _MOVE_SLOTS
+    crossing = TILE_ROWS * (sum(_loads(cost, ops).values()) + _stored_bytes(cost, ops) / split)
+    slots += (crossing + storage.image_traffic) / 16 * _MOVE_SLOTS
     moved = float(weights + storage.image_traffic)
     for i in row_products_of(cost, ops):
         flops, issued, shared, waited = _product_work(cost, i)
@@ -791,20 +790,16 @@ def tile_work(
     return work
 
 
-def _crossing_bytes(cost: GpuCost, ops: Sequence[int], split: int) -> float:
-    """Bytes of a row that a lane loads from arrays and rings, and stores to them."""
-    inside, own = frozenset(ops), [i for i in ops if not cost.is_maker(i) and cost.graph.ops[i].body is None]
-    made = {v for i in own for v in cost.graph.ops[i].outputs}
-    read = {v for i in own for v in cost.graph.ops[i].inputs if cost.loads(v) and v not in made}
-    left = [v for v in made if cost.streamed(v) and (v in cost.outputs or not inside.issuperset(cost.readers.get(v, ())))]
-    left = [v for v in left if cost.carried is None or v not in cost.carried]
-    return sum(map(cost.row_bytes, read)) + sum(map(cost.row_bytes, left)) / split
+def _stored_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
+    """Bytes of a row that a lane stores to arrays and rings."""
+    own = [cost.graph.ops[i] for i in ops if not cost.is_maker(i) and cost.graph.ops[i].body is None]
+    made = {v for op in own for v in op.outputs if cost.streamed(v)} - (cost.carried or set())
+    return sum(cost.row_bytes(v) for v in made if v in cost.outputs or not set(ops).issuperset(cost.readers.get(v, ())))
 
 
 def _loads(cost: GpuCost, ops: Sequence[int]) -> dict[tuple[int, int], int]:
-    """(value, step) -> bytes of a row that a lane loads. Steps end with a product or a sum of a row: what is read before one and
-    after it is loaded twice. Operands of products for each row are copied, and not loaded. Rows of a table: the value of op i
-    that gathers them is -1 - i."""
+    """(value, step) -> bytes of a row that a lane loads; -1 - i for the rows that op i gathers. Steps end with a product or a sum
+    of a row: what is read before one and after it is loaded twice. Operands of products for each row are copied, not loaded."""
     copied, before, cut, found = fed_by(cost), dict[int, int](), dict[int, int](), dict[tuple[int, int], int]()
     for i in ops:
         op, access = cost.graph.ops[i], cost.access(i)
@@ -824,8 +819,8 @@ def _loads(cost: GpuCost, ops: Sequence[int]) -> dict[tuple[int, int], int]:
 
 
 def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
-    """Seconds that a lane waits for the rows of a tile that it loads and gathers: ``_LOAD_BYTES`` of each row at a time, as it has no
-    other tile meanwhile. Rows that lie together were brought to the L2 while it worked on the tile before. ``place``: of rings."""
+    """Seconds that a lane waits for the rows of a tile that it loads and gathers, ``_LOAD_BYTES`` of each row at a time. Rows that
+    lie together were brought to the L2 while it worked on the tile before. ``place``: of rings."""
     machine, loads = cost.machine, _loads(cost, ops)
     near, far = machine.place("l2").latency, machine.transfers.load_seconds
     seconds = far if cost.order is not None and loads else 0.0
@@ -840,9 +835,8 @@ def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
 
 def repeated_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
     """Bytes of arrays that the lanes of a stage load a second time, too much later to find them in the L2."""
-    arrays = {(v, step): size for (v, step), size in _loads(cost, ops).items() if v in cost.region.inputs and cost.slices is None}
-    first = {v: max(size for (w, _), size in arrays.items() if w == v) for v, _ in arrays}
-    return cost.region.space.rows * (sum(arrays.values()) - sum(first.values()))
+    loads = sorted((v, size) for (v, _), size in _loads(cost, ops).items() if v in cost.region.inputs and cost.slices is None)
+    return cost.region.space.rows * sum(size for (v, size), (w, _) in itertools.pairwise(loads) if v == w)
 
 
 def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:

@@ -18,11 +18,10 @@ from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """What a lane waits for. ``hop_seconds``: to meet a stage at one end of a ring, by the ring's place. ``load_seconds``: until the
-    first bytes of a load from memory are there; ``lane_bandwidth``: bytes per second in which the rest follow. ``piece_bandwidth``:
-    bytes per second of all rows that are read and written in pieces of 64 bytes. ``pack_bandwidth``: bytes per second of XLA's
-    kernels that pack weights; ``pack_seconds``: of starting those of one weight. 0 and infinity: not measured, no wait.
-    """
+    """What a lane waits for: ``hop_seconds`` to meet a stage at one end of a ring, by the ring's place; ``load_seconds`` until the
+    first bytes of a load from memory are there; the rest follow with ``lane_bandwidth``. ``piece_bandwidth``: of rows that are
+    read and written in pieces of 64 bytes. ``pack_bandwidth``: of XLA's kernels that pack weights; ``pack_seconds``: to start those
+    of one weight. 0 and infinity: not measured, no wait."""
 
     hop_seconds: Rates
     load_seconds: float = 0.0
@@ -73,26 +72,20 @@ def _rates(half: float, single: float, lanes: float) -> dict[str, Any]:
 
 _RECORD = "measured on an H200, 2026-11-26"
 _HOPPER_SOURCES = (
-    (
-        "places",
-        "shared memory 29, DSMEM 180 cycles (published H100/H800 measurements), L2 287 (record); 128 bytes a cycle: 32 banks of 4",
-    ),
+    ("places", "shared memory 29 cycles (published H100/H800 measurements), L2 287 (record); 32 banks of 4 bytes"),
+    ("shared_bandwidth", f"{_RECORD}: bulk copies from the L2 of 16 KB 6.1 TB/s, of 48 KB 6.8"),
     ("clock", f"{_RECORD}: 1.98 GHz where a kernel waits, 1.75 where its products draw all power, which their rate accounts for"),
     (
         "cluster_bandwidth",
-        f"{_RECORD}: 3.3 TB/s in pairs, entries of 64 KB; published H100/H800 measurements: 2.65 at cluster 4; larger ones taken as "
-        "4 (the record's rings of 4 to 16 are bound by the loop over the mask of their readers)",
+        f"{_RECORD}: 3.3 TB/s in pairs; published H100/H800 measurements: 2.65 at cluster 4; larger ones: taken as 4 (the record's "
+        "rings of 4 to 16 are bound by the loop over their readers)",
     ),
-    (
-        "cluster_counts",
-        f"{_RECORD}: 66 clusters of 2, 30 of 4, 15 of 8 and 7 of 16, as of GPCs of 5 x 18, 2 x 16 and 10 SMs. The driver has the "
-        "last word",
-    ),
+    ("cluster_counts", f"{_RECORD}: as of GPCs of 5 x 18, 2 x 16 and 10 SMs, of which a cluster lies in one; the driver decides"),
     (
         "transfers",
-        f"{_RECORD}: a flag takes 0.63 us through the L2, an entry of 2 KB 0.26 us in a cluster; 128 threads of each SM that load 2 "
-        "and 8 times 16 bytes at once read 1.21 and 3.19 TB/s, as of 0.37 us and 52 GB/s; the edge MLP of a graph network is bound by "
-        "memory at 2.9 TB/s; XLA packs keys and values of 134 MB in 375 us (four passes), and ten weights of NeRF in 34 us",
+        f"{_RECORD}: a flag takes 0.63 us through the L2, 2 KB 0.26 in a cluster; 128 threads of each SM with 2 and 8 loads of 16 "
+        "bytes read 1.21 and 3.19 TB/s, as of 0.37 us and 52 GB/s; the edge MLP of a graph network is bound by memory at 2.9 TB/s; "
+        "XLA packs keys and values of 134 MB in 375 us (four passes), and ten weights of NeRF in 34",
     ),
     (
         "lane_registers",
@@ -101,8 +94,8 @@ _HOPPER_SOURCES = (
     ),
     (
         "lane_efficiency",
-        f"{_RECORD}: NeRF with streamed weights takes 18.4 us of an SM for a tile with three lanes, 12.0 modelled for two (0.45 and "
-        "0.61 ms); attention's block 0.9 and 0.6 us. 160 registers do not hold a product's operands and the results of another",
+        f"{_RECORD}: NeRF, weights streamed, takes 0.45 ms with two lanes and 0.61 with three, attention's block 0.6 and 0.9 us: "
+        "160 registers do not hold a product's operands and the results of another",
     ),
     ("local_bytes", "227 KiB per CTA (CUDA programming guide, compute capability 9.0)"),
     ("kernel_seconds", "gap between kernels of a CUDA graph: 1.3 us"),
@@ -115,15 +108,6 @@ _HOPPER_SOURCES = (
     ("max_cluster", "8 is portable, 16 is what Hopper has (CUDA programming guide); the launch asks for it where a plan does"),
 )
 
-_HOPPER_TRANSFERS = Transfers(
-    hop_seconds=(("cluster", 0.26e-6), ("other", 0.63e-6)),
-    load_seconds=0.37e-6,
-    lane_bandwidth=52e9,
-    piece_bandwidth=2.9e12,
-    pack_bandwidth=2 * 134e6 / 375e-6,
-    pack_seconds=2.8e-6,
-)
-
 H200 = GpuMachine(
     name="h200",
     platform="cuda",
@@ -134,13 +118,9 @@ H200 = GpuMachine(
     spatial_efficiency=(("other", 0.80),),
     local_bytes=227 * KIB,
     shared_bytes=50 * MIB,
-    shared_bandwidth=5.5e12,
+    shared_bandwidth=6.1e12,
     dram_bandwidth=4.3e12,
-    places=(
-        Place("smem", 29 / 1.98e9, 128 * 1.98e9),
-        Place("cluster", 180 / 1.98e9, 3.3e12 / 132),
-        Place("l2", 287 / 1.98e9, 5.5e12 / 132),
-    ),
+    places=(Place("smem", 29 / 1.98e9, 128 * 1.98e9), Place("l2", 287 / 1.98e9, 6.1e12 / 132)),
     # Of a consumer's thread by lanes, as `pipeline.h` asks setmaxnreg for. One lane does not ask: its threads have the 255 of the
     # launch, and 240 leave them the same room for addresses.
     lane_registers=(240, 240, 160),
@@ -148,7 +128,14 @@ H200 = GpuMachine(
     max_cluster=16,
     cluster_counts=tuple((n, 5 * (18 // n) + 2 * (16 // n) + 10 // n) for n in range(2, 17)),
     cluster_bandwidth=(("2", 3.3e12), ("other", 2.65e12)),
-    transfers=_HOPPER_TRANSFERS,
+    transfers=Transfers(
+        hop_seconds=(("cluster", 0.26e-6), ("other", 0.63e-6)),
+        load_seconds=0.37e-6,
+        lane_bandwidth=52e9,
+        piece_bandwidth=2.9e12,
+        pack_bandwidth=2 * 134e6 / 375e-6,
+        pack_seconds=2.8e-6,
+    ),
     barrier_seconds=0.93e-6,
     call_seconds=5e-6,
     kernel_seconds=1.3e-6,

@@ -250,9 +250,8 @@ def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
 
 
 def with_lanes(plans: Sequence[GpuPlan], lanes: int, separate: float, machine: GpuMachine) -> tuple[GpuPlan, ...] | str:
-    """``plans``, phases of one call, with ``lanes`` lanes each; or why they should not be one call, if this takes longer than
-    ``separate`` seconds. A plan that loses lanes, and does not wait for memory, takes longer by as much: its lanes wait for their own
-    instructions and loads.
+    """``plans``, phases of one call, with ``lanes`` lanes each, or why this should not be, if it takes longer than ``separate``
+    seconds. A plan that loses lanes, and does not wait for memory, takes longer by as much.
 
     Results of one phase that fit the L2 stay there: a plan already assumes that what the kernel before wrote is in the L2.
     """
@@ -267,9 +266,9 @@ def with_lanes(plans: Sequence[GpuPlan], lanes: int, separate: float, machine: G
 
 
 def candidates(cost: GpuCost) -> list[GpuPlan]:
-    """Every plan that fits the machine, fastest first by the model. Of plans about as fast as the fastest, vertical ones come first,
-    whose time the model knows better (on an H200 each was faster than every spatial one of its network), then those with the fewest
-    bytes through the L2, which the model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
+    """Every plan that fits the machine, fastest first by the model. Of plans about as fast as the fastest, vertical ones come first
+    (on an H200 each was faster than every spatial one of its network), then those with the fewest bytes through the L2, which the
+    model takes to be perfect. Raises ``Infeasible`` with the reasons where there is none.
 
     *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
     cluster of two fetches each streamed weight once. *Spatial* (``spatial``): each stage has CTAs of its own.
@@ -293,12 +292,9 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
         raise Infeasible("; ".join(reasons))
     plans = [(region.plan(a), a) for a in arranged]
     best = min(p.seconds for p, _ in plans)
-
-    def order(pair: tuple[GpuPlan, Arranged]) -> tuple[float, bool, float, float, int]:
-        p, a = pair
-        return max(p.seconds, _INDIFFERENT * best), a.arrangement != "vertical", a.l2_bytes, p.seconds, -a.lanes
-
-    return [p for p, _ in sorted(plans, key=order)]
+    plans.sort(key=lambda pair: (pair[1].arrangement != "vertical", pair[1].l2_bytes, pair[0].seconds, -pair[1].lanes))
+    plans.sort(key=lambda pair: max(pair[0].seconds, _INDIFFERENT * best))
+    return [p for p, _ in plans]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

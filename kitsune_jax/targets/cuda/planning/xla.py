@@ -11,12 +11,12 @@ from kitsune_jax.planning.cost import ROOTS, SCATTER, XlaKernel, left_region
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes, loops_of
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
-# The least that a kernel takes. In the record of an H200 (2026-11-26) kernels of a few KB take 0.8 to 2 us, and a step of an LSTM or
-# a GRU 10 to 12.5.
+# The least that a kernel takes. On an H200 (2026-11-26) those of a few KB take 0.8 to 2 us, a step of an LSTM or a GRU 10 to 12.5.
 _LEAST_SECONDS = 1e-6
+_SUMS_SHARE = 0.35  # of the memory's bandwidth, that sums over the rows reach: 262 144 rows of 256, with a mask, in 184 us
 # L2 bandwidth, in bytes, of its atomic addition of a 16-bit float, a loop of compare-and-swap: the same scatter of 198 000 rows of
 # 128 takes 327 us in bfloat16, and many times that where rows of one segment come together.
-_HALF_ATOMIC_BYTES = 70
+_HALF_ATOMIC_BYTES = 80
 _EPILOGUE = 2  # operations per element that XLA:GPU still passes to the GEMM library as an epilogue: a bias and a ReLU
 
 
@@ -26,8 +26,7 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
     seconds = 0.0
     total = 0
     for steps, body in loops_of(cost, cost.region.ops):
-        # The kernels of a step, and one for the counter and slices of the loop.
-        each, bytes_each = baseline(body)
+        each, bytes_each = baseline(body)  # of a step, beside one kernel for the counter and slices of the loop
         seconds, total = seconds + steps * (each + machine.kernel_seconds + _LEAST_SECONDS), total + steps * bytes_each
     for kernel in kernels_of(cost):
         if not kernel.ops.isdisjoint(cost.step_sums):
@@ -35,7 +34,8 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
         moved = kernel.moved(cost)
         total += moved
         folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
-        traffic = max(moved / machine.bandwidth(moved), folded / machine.shared_bandwidth)
+        sums = any(i in cost.sinks and cost.family(i) == "reduce" for i in kernel.ops)
+        traffic = max(moved / machine.bandwidth(moved) / (_SUMS_SHARE if sums else 1.0), folded / machine.shared_bandwidth)
         compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
         seconds += machine.kernel_seconds + max(compute, traffic, _LEAST_SECONDS)  # a GPU overlaps the two
     for i in cost.region.ops:
