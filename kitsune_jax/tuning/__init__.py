@@ -51,14 +51,9 @@ class Choice:
 
     @staticmethod
     def of(seconds: Mapping[str, float], busy: bool = False) -> Choice:
-        """The fastest of ``seconds``; JIT where no other gains ``LEAST_GAIN``. ``busy``: the model's plan, if it has one, unless
-        the difference is clear."""
+        """The fastest of ``seconds``; JIT where no other gains ``LEAST_GAIN``, or more if the machine was ``busy``."""
         best, least = min(seconds, key=lambda name: seconds[name]), _LEAST_GAIN_BUSY if busy else LEAST_GAIN
-        if busy and MODELLED in seconds and seconds[MODELLED] < least * seconds[best]:
-            best = MODELLED
-        elif seconds[best] * least >= seconds[JIT]:
-            best = JIT
-        return Choice(best, dict(seconds), busy)
+        return Choice(best if seconds[best] * least < seconds[JIT] else JIT, dict(seconds), busy)
 
     @property
     def gain(self) -> float:
