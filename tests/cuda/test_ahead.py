@@ -83,7 +83,7 @@ def test_a_token_asks_for_the_weight_behind_it(dtype: Any, monkeypatch: pytest.M
     decode = kj.pipeline(layer, target="emulator", strict=True, fetch_ahead=True)
     (region,) = kj.explain(decode)(*args).regions
     assert region.ahead is not None and region.ahead.weight_bytes == args[-1].nbytes
-    assert 1e6 < region.ahead.bytes < 0.25 * args[-1].nbytes and region.ahead.bytes % PIECE_BYTES == 0
+    assert 1e6 < region.ahead.bytes < 0.3 * args[-1].nbytes and region.ahead.bytes % PIECE_BYTES == 0
     without = kj.pipeline(layer, target="emulator", strict=True)
     assert kj.explain(without)(*args).regions[0].ahead is None
     plain = np.asarray(jax.jit(without)(*args))
