@@ -93,8 +93,7 @@ def plans_in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: 
     # Among equally good plans, a smaller block leaves the compiler more registers, which it lacks where there are several sums.
     several = inner is not None and sum(cost.family(i) == "dot" for i in inner.folds) > 1
     best = min((p.seconds for p in plans), default=0.0) * (_AS_GOOD if several else 1.0)
-    whole = (0, 0, 0)
-    return sorted(plans, key=lambda p: (max(p.seconds, best), several * (p.blocks or whole)[2], -p.lanes, (p.blocks or whole)[2]))
+    return sorted(plans, key=lambda p: (max(p.seconds, best), several * (p.blocks or (0,))[-1], -p.lanes, (p.blocks or (0,))[-1]))
 
 
 def _with_blocks(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None) -> Graph:
