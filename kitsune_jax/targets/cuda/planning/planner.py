@@ -54,7 +54,7 @@ from kitsune_jax.targets.cuda.tiles import TILE_ROWS
 _BLOCKS = (128, 64, 32)
 _WIDEST = 512  # columns of a row that is not processed in blocks, as it lies in shared memory
 # Times within this factor count as equal where a loop sums several products, whose accumulators take most of the registers.
-_AS_GOOD = 1.04
+_AS_GOOD = 1.15
 _SAMPLE = 16  # rounds of tiles whose work is modelled
 
 
@@ -90,10 +90,10 @@ def plans_in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: 
             reasons[str(no)] = None
     if not plans and region.space.batch:
         raise Infeasible("; ".join(reasons))
-    # Among equally good plans, a smaller block leaves the compiler more registers.
+    # Among equally good plans, a smaller block leaves the compiler more registers, which it lacks where there are several sums.
     several = inner is not None and sum(cost.family(i) == "dot" for i in inner.folds) > 1
     best = min((p.seconds for p in plans), default=0.0) * (_AS_GOOD if several else 1.0)
-    return sorted(plans, key=lambda p: (max(p.seconds, best), -p.lanes, p.blocks[2] if p.blocks else 0))
+    return sorted(plans, key=lambda p: (max(p.seconds, best), several * (p.blocks or (0,))[-1], -p.lanes, (p.blocks or (0,))[-1]))
 
 
 def _with_blocks(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int] | None) -> Graph:
