@@ -197,7 +197,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     executor = targets.get(target)
     machine = executor.machine(options.device)
     program = executor.program_context(graph, machine, options.body)
-    known = _known_plans(graph, target, machine, program, executor.surroundings())
+    known = _known_plans(graph, target, machine, program, (config.cuda_arch(), config.cuda_avoid()))
     failed = _Failures(graph, options.strict)
     search = _TargetSearch(graph, executor, machine, program, failed, options.force, options.xla_factor, known)
     capabilities = executor.capabilities
@@ -317,9 +317,10 @@ class _TargetSearch:
 
 @functools.lru_cache(maxsize=16)
 def _known_plans(
-    graph: Graph, target: str, machine: Machine, program: ProgramContext, surroundings: Sequence[Any]
+    graph: Graph, target: str, machine: Machine, program: ProgramContext, settings: Sequence[Any]
 ) -> dict[tuple[Graph, Region], Plan | str]:
-    """The plans of regions of ``graph``, which all choices between regions share: the report's, and those that are timed."""
+    """The plans of regions of ``graph``, which all choices between regions share: the report's, and those that are timed.
+    ``settings``: on which plans depend beside the machine."""
     return {}
 
 
