@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -165,9 +166,13 @@ def test_ctrl_c_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         return MODELLED
 
     takes(monkeypatch, {JIT: 0.1, MODELLED: 0.05})
-    threading.Timer(0.3, _thread.interrupt_main).start()
-    with pytest.raises(KeyboardInterrupt):
-        tuning.choose("k", PROGRAM, {MODELLED: slow, FORCED: slow}, "cpu", Budget(60.0))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        threading.Timer(0.3, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            tuning.choose("k", PROGRAM, {MODELLED: slow, FORCED: slow}, "cpu", Budget(60.0))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.wait(5)  # and the second candidate is not begun
     ended.clear()
     assert not ended.wait(1.5)
