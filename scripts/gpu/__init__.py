@@ -1,8 +1,7 @@
-"""``scripts/gpu_check.sh``: a driver, and the steps that it runs, each a program that writes a JSON file.
+"""``scripts/gpu_check.sh``: a driver, and workers that each write a JSON file.
 
-The driver needs Python and nothing else: ``check`` runs the ``steps`` under ``supervise`` (with ``tied``), keeps ``results`` and
-their ``archive``, and writes the ``summary``; ``prepare`` makes elsewhere what ``prepared`` puts into place; ``plant`` plants
-faults in a dry run. Of the steps, ``programs`` makes what is run, ``precompile`` compiles all of it beforehand, ``environment``,
-``smoke``, ``correctness``, ``training``, ``benchmarks``, ``micro``, ``soak`` and ``traffic`` run it, each with a ``record``;
-``build`` builds the extension and ``tables`` tells of times.
+``check`` is the driver: it starts a ``worker`` for each family of kernels and each timed case, under ``supervise`` (with ``tied``),
+and keeps ``results``. It needs Python and nothing else. A worker runs the ``programs`` of a family (``correctness``), one of the
+``cases`` (``timing``), PyTorch (``peer``) or ``queues``. ``stalls`` reads Nsight Compute's tables. ``prepare`` compiles everything
+on a machine without a GPU; ``prepared`` puts it into place.
 """

@@ -1,4 +1,4 @@
-"""What is timed: applications, training steps, attention beside cuDNN, tokens of a language model, and the planner's candidates.
+"""The timed cases: applications, training steps, attention beside cuDNN, tokens of a language model, and the planner's candidates.
 
 In: a name. Out: ``Built``: functions that compute the same (columns), and arguments that take turns. Names:
 
@@ -94,7 +94,7 @@ _MOST_PLANS = 9
 @dataclasses.dataclass
 class Built:
     """``columns``: jittable functions of the same arguments. ``arguments``: they take turns. ``about``: of a column, what the
-    planner says of it. ``wide``: "jit" of arguments in float32 is the reference, for a column that may be closer to it than jit."""
+    planner says of it."""
 
     columns: dict[str, Callable[..., Any]]
     arguments: list[tuple[Any, ...]]

@@ -104,7 +104,7 @@ class Check:
         results.write_json(self.out / "measured.json", self.measured)
 
     def set_up(self) -> bool:
-        """Installs what was prepared and notes the machine. False where there is no device."""
+        """Install the prepared kernels and note the machine. False where there is no device."""
         before = read_json(self.out / "measured.json") or {}
         self.failed = {n.split()[0] for n, f in before.get("correctness", {}).items() if not f["ok"]}
         self.failed |= {n for n, f in before.get("cases", {}).items() if not f.get("finished")}

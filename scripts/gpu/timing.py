@@ -142,7 +142,7 @@ def _plan_alternatives(built: Built) -> None:
 
 
 def _run_columns(found: Findings, built: Built, compiled: dict[str, Any]) -> None:
-    """The first run of each column, and how far it is from jit's result and, in 16 bits, from that of float32 arguments."""
+    """The first run of each column, and how far its result is from jit's."""
     outs = {}
     for key, executable in list(compiled.items()):
         of = found.content["columns"][key]
