@@ -77,7 +77,8 @@ class Check:
                 getattr(self, stage)(families)
         self.write()
         wrong = [n for n, f in self.measured["correctness"].items() if not f["ok"]]
-        wrong += [n for n, f in self.measured["cases"].items() if not f.get("finished")]
+        wrong += [n for n, f in self.measured["cases"].items() if _failed(f)]
+        wrong += [f["name"] for f in (*self.measured["queues"], *self.measured["soak"]) if not f["ok"]]
         self.say(
             f"end: {len(self.measured['correctness'])} programs, {len(self.measured['cases'])} cases; wrong: {wrong or 'none'}"
         )
@@ -107,7 +108,10 @@ class Check:
         """Install the prepared kernels and note the machine. False where there is no device."""
         before = read_json(self.out / "measured.json") or {}
         self.failed = {n.split()[0] for n, f in before.get("correctness", {}).items() if not f["ok"]}
-        self.failed |= {n for n, f in before.get("cases", {}).items() if not f.get("finished")}
+        self.failed |= {n for n, f in before.get("cases", {}).items() if _failed(f)}
+        if self.options.only == "failed":  # the others stay
+            self.measured["correctness"] = {n: f for n, f in before.get("correctness", {}).items() if f["ok"]}
+            self.measured["cases"] = {n: f for n, f in before.get("cases", {}).items() if not _failed(f)}
         query = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
         smi = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
         told = "" if self.dry_run else _output(smi)
@@ -176,6 +180,8 @@ class Check:
         def take(key: tuple[str, str], content: dict[str, Any], process: Process) -> None:
             found.update({one["name"]: one for one in content.get("findings", [])})
             if content.get("finished"):
+                if process.status:  # of a tool that watched it
+                    found[f"{key[0]} {key[1]}"] = {"name": " ".join(key), "ok": False, "error": f"exit status {process.status}"}
                 return
             if died_in := content.get("running"):
                 found[died_in] = {"name": died_in, "ok": False, "error": f"the process ended in it (status {process.status})"}
@@ -263,13 +269,13 @@ class Check:
 
     def queues(self, _: list[str]) -> None:
         found = self.one("queues")
-        all_of = self.measured["queues"] = found.get("findings", [])
+        all_of = self.measured["queues"] = _findings(found, "queues")
         self.say(f"queues: {sum(f['ok'] for f in all_of)} of {len(all_of)} right {found.get('error', '')}")
         self.write()
 
     def soak(self, _: list[str]) -> None:
         found = self.one("soak")
-        self.measured["soak"] = found.get("findings", [])
+        self.measured["soak"] = _findings(found, "soak")
         told = [
             f"{f['name']}: {f.get('launches', 0)} launches, {f.get('error') or f.get('wrong')} wrong" for f in self.measured["soak"]
         ]
@@ -353,6 +359,17 @@ class Timed:
             process.wait()
         if self.open or self.waiting:
             self.check.say(f"no time for {', '.join(' '.join(key) for key in (*self.open, *self.waiting))}")
+
+
+def _failed(case: dict[str, Any]) -> bool:
+    """Of a timed case: it did not end, or a column does not run (cuDNN has no kernel for some sizes)."""
+    return not case.get("finished") or any("error" in c for key, c in case.get("columns", {}).items() if key != "cudnn")
+
+
+def _findings(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The findings of a worker, and one more if it did not end."""
+    ended = [] if found.get("finished") else [{"name": name, "ok": False, "error": found.get("error")}]
+    return [*found.get("findings", []), *ended]
 
 
 def _line(key: str, column: dict[str, Any]) -> str:

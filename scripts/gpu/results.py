@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-START = "the start"  # the first case of every program: imports, JAX's and the CUDA driver's start
-DEVICE = "a CUDA device"  # the finding of `environment` without which no later step can succeed
-LOST = 75  # the exit status of a program whose context on the device is gone: a new process continues it
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("kitsune_jax", "cuda", "benchmarks", "scripts")
 _SUFFIXES = {".py", ".h", ".cc", ".cu", ".cpp", ".sh"}
@@ -63,28 +60,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-class Watched:
-    """A JSON file that somebody else writes, read again only where it has changed."""
-
-    def __init__(self, path: Path | None):
-        self.path, self._seen, self._content = path, (0, 0), None if path is None else read_json(path)
-
-    def read(self) -> dict[str, Any] | None:
-        with contextlib.suppress(OSError):
-            if self.path is not None:
-                status = self.path.stat()
-                if (status.st_mtime_ns, status.st_size) != self._seen:
-                    self._content = read_json(self.path)
-                    self._seen = (status.st_mtime_ns, status.st_size)
-        return self._content
-
-
-def files_of(folder: Path, step: str) -> list[Path]:
-    """What the programs of a step wrote: ``step.json``, or ``step.0.json``, ``step.1.json``, ..."""
-    return sorted(path for path in folder.glob(f"{step}*.json") if path.name.split(".")[0] == step)
-
-
-def findings_of(folder: Path, step: str) -> list[dict[str, Any]]:
-    return [f for path in files_of(folder, step) for f in (read_json(path) or {}).get("findings", [])]

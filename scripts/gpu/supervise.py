@@ -20,7 +20,7 @@ from pathlib import Path
 
 LONGEST_LOG = 4 << 20
 _TIED = Path(__file__).with_name("tied.py")
-TIMED_OUT, INTERRUPTED = 124, 130
+TIMED_OUT = 124
 _LAST_WORDS_S = 2.0  # between SIGABRT, which makes Python tell its stacks, and SIGKILL
 _LOST_S = 15.0  # a process that outlives SIGKILL by this hangs in the kernel, and is left there
 
@@ -97,10 +97,6 @@ class Process:
     def lines(self) -> list[str]:
         return list(self.told)[-4:]
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
@@ -118,15 +114,3 @@ class Process:
                 if file is not None and written < LONGEST_LOG:
                     with contextlib.suppress(OSError):
                         written += file.write(line)
-
-
-def run(command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str] | None = None) -> Process:
-    """A ``Process`` that has ended."""
-    process = Process(command, log, limit, environment)
-    try:
-        process.wait()
-    except BaseException:
-        process.end(INTERRUPTED)
-        process.wait()
-        raise
-    return process

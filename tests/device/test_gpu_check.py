@@ -125,10 +125,18 @@ def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_run_again_alone(tmp_path: Path) -> None:
-    toy(tmp_path, "--stages", "correct", fault="crash@b 2")
+    _, before, _ = toy(tmp_path, "--stages", "correct", fault="crash@b 2")
     code, measured, output = toy(tmp_path, "--stages", "correct", "--only", "failed")
     assert code == 0, output
-    assert sorted(measured["correctness"]) == [name for name in PROGRAMS if name.startswith("b")]
+    assert sorted(measured["correctness"]) == PROGRAMS and all(f["ok"] for f in measured["correctness"].values())
+    again = [name for name, f in measured["correctness"].items() if f["pid"] != before["correctness"][name].get("pid")]
+    assert sorted(again) == [name for name in PROGRAMS if name.startswith("b")]
+
+
+def test_a_tool_that_finds_errors_in_a_program_that_ends_is_wrong(tmp_path: Path) -> None:
+    """As compute-sanitizer does, by its exit status."""
+    code, _, output = toy(tmp_path, "--stages", "correct", fault="status@b")
+    assert code == 1 and "exit status 9" in output
 
 
 def test_the_limit_ends_what_runs_and_keeps_what_was_found(tmp_path: Path) -> None:

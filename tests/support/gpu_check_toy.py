@@ -2,7 +2,8 @@
 
 ``python -m tests.support.gpu_check_toy OPTIONS...`` runs the driver, with this module as the worker of two families of four
 programs and of three cases. ``GPU_CHECK_TOY`` says what goes wrong: "hang@b 2" hangs in the third program of family b, "crash@b 2"
-ends its process there, "slow@a 1" takes a second, "hang@case y" hangs while a case is timed.
+ends its process there, "slow@a 1" takes a second, "hang@case y" hangs while a case is timed, "status@b"
+ends family b with status 9.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def work(arguments: list[str]) -> int:
                 found.write()
     found.content["finished"] = True
     found.write()
-    return 0
+    return 9 if os.environ.get("GPU_CHECK_TOY") == f"status@{name.split()[0]}" else 0
 
 
 class Check(check.Check):
