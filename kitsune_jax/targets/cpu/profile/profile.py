@@ -139,12 +139,10 @@ def table(profile: Profile) -> Mapping[str, float]:
 
 # --- Profiles that come with the package ------------------------------------------------------------------------------------------
 
-# ``reference.json`` was measured on two cores of a Zen 5, except: "xla/call/handed" and "xla/near" come from a Xeon with AMX (13 to
-# 17 us; of "xla/loop" on one thread 0.41, 0.85 and 0.99 for moves and 0.73, 0.5 and 0.56 for tanh, in float32, bfloat16, float16).
+# ``reference.json`` was measured on two cores of a Zen 5, except: "xla/call/handed" comes from a Xeon with AMX (13 to 17 us).
 # "vector/to_bfloat16" and "vector/to_float16" are 1.2 additions; without bfloat16 instructions 1.45 were measured on a Zen 3.
-# "xla/chain" and "xla/beside" follow one to seven tanhs, silus or gelus in a chain there, which took n (n + 1) / 2 times one.
-# "xla/reduce", "xla/squares" and "xla/absolute" beyond float32 and bfloat16 rows and columns are scaled by a Zen 3 (JAX 0.12):
-# "all" as "row", "middle" 1.1 of "column", float16 1.7 of float32; squares 1 (bfloat16 1.07), absolute values 1.3 (bfloat16 1.8).
+# "xla/reduce" beyond float32 and bfloat16 rows and columns is scaled by a Zen 3 (JAX 0.12): "all" as "row", "middle" 1.1 of
+# "column", float16 1.7 of float32.
 _PEAK = 235e9  # float32 operations a second of a core of the reference, in its matmuls
 
 
@@ -231,7 +229,7 @@ def _factor(key: str, family: Family, workers: int) -> float:
         return slower
     if key == "vector/to_bfloat16" and not family.dots:
         return family.vectors * _BY_INTEGERS
-    if kind in _BY_VECTORS or key in ("copy/l1", "copy/l2") or what == "near":  # which is of one thread
+    if kind in _BY_VECTORS or key in ("copy/l1", "copy/l2"):
         return family.vectors
     if key in ("copy/dram", "touch"):
         # Memory has fewer channels than a large machine has cores: 200 GB/s for all, 18 GB/s for one.
