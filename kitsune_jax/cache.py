@@ -184,6 +184,14 @@ class Cache:
             self._store(key + suffix, seal(content))
         return content
 
+    def update(self, key: str, suffix: str, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Replace the entry of ``key`` by ``change`` of it, which is called, with ``None`` where there is no entry, while all other
+        threads and processes wait. A result of ``None`` leaves the entry alone."""
+        with self._only_one(key + suffix):
+            content = change(self._read(key + suffix))
+            if content is not None:
+                self._store(key + suffix, seal(content))
+
     def get_file(self, key: str, suffix: str, make: Callable[[], bytes]) -> Path:
         """As ``get``, but returns a file of this process with the entry. Raises ``OSError`` if none can be written."""
         return private_file(self.get(key, suffix, make), suffix)

@@ -34,12 +34,14 @@ double own_seconds() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Aligned memory of a thread, filled with ones of any floating type's exponent: products stay finite and nothing is denormal.
+// Aligned memory of a thread, filled with ones of any floating type's exponent: products stay finite and nothing is denormal. Large
+// blocks have huge pages: touching two of 48 MB for the first time took two threads of a virtual Zen 4 half a second without.
 class Block {
  public:
   explicit Block(size_t bytes) : bytes_(std::max<size_t>((bytes + kAlignment - 1) / kAlignment * kAlignment, kAlignment)) {
     data_ = static_cast<char*>(std::aligned_alloc(kAlignment, bytes_));
     if (data_ == nullptr) throw std::bad_alloc();
+    advise_huge_pages(data_, bytes_);
     std::memset(data_, 0x3c, bytes_);
   }
   Block(const Block&) = delete;

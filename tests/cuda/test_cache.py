@@ -86,6 +86,21 @@ def test_entries_of_other_keys_and_suffixes_are_others(tmp_path: Path) -> None:
     assert store.get("key", ".cubin", Maker(b"third")) == b"third"
 
 
+def test_threads_that_add_to_an_entry_lose_nothing(tmp_path: Path) -> None:
+    store = Cache(tmp_path)
+
+    def add(letter: bytes) -> None:
+        store.update("key", ".txt", lambda content: (content or b"") + letter)
+
+    threads = [threading.Thread(target=add, args=(bytes([65 + n]),)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.update("key", ".txt", lambda content: None)  # leaves it alone
+    assert sorted(store.find("key", ".txt") or b"") == list(range(65, 73))
+
+
 def test_an_empty_entry_is_an_entry(tmp_path: Path) -> None:
     Cache(tmp_path).get("key", ".so", Maker(b""))
     assert Cache(tmp_path).get("key", ".so", never) == b""

@@ -182,7 +182,7 @@ class CpuTimes:
 
     def ways(self, dtype: str) -> tuple[str, ...]:
         """The kinds of product (``PRODUCTS``) that this machine has for ``dtype``."""
-        return tuple(p for p in ("widened", "dots", "tiles") if f"pack/{_float(dtype)}/{p}" in self._numbers)
+        return tuple(p for p in ("widened", "dots", "tiles") if f"gemm/{_float(dtype)}/{p}/{_SQUARE}x{_SQUARE}" in self._numbers)
 
     def _product(self, dtype: str, way: str, rows: float, k: int, n: int) -> float:
         """A tile of ``rows`` rows times k x n."""
@@ -313,10 +313,10 @@ class CpuTimes:
             return math.exp(_between(sides, [rate for _, rate in known], _mean(rows, n))) * rows * k * n, 0.0
         if min(rows, k, n) < _LEAST_SIDE:
             return self._narrow_dot(dtype, rows, k, n, by_rows=form == "dot" and rows == min(rows, k, n)), 0.0
-        points = self._points(f"xla/dot/{dtype}/")
-        large = [p for p in points if p[0] == _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        large = self._points(f"xla/dot/{dtype}/", _ROWS.__eq__)
         sides = [_mean(a, b) for _, a, b, _ in large]
-        least = min(self._points("xla/dot/float32/"), key=lambda p: p[0] * p[1] * p[2])[3]
+        few32 = self._points("xla/dot/float32/", _is_few)
+        least = few32[0][3]
         rates = [math.log(max(s - least, 0.3 * s) / (r * a * b)) for r, a, b, s in large]
 
         def rate(side: float) -> float:
@@ -327,7 +327,7 @@ class CpuTimes:
             r, a, b, s = other[0]
             factor = s / (rate(_mean(a, b)) * r * a * b)
         far = self._far(dtype, rows, k, n, rate)
-        few = [p for p in points if p[0] < 64] or [p for p in self._points("xla/dot/float32/") if p[0] < 64]
+        few = self._points(f"xla/dot/{dtype}/", _is_few) or few32
         single = min(few, key=lambda p: p[1] * p[2])[3]
         # Handing a product to the threads, less where they are awake from the one before.
         start = max(0.0, self["xla/start"] - 16 * 64 * 64 * rate(64))
@@ -337,12 +337,14 @@ class CpuTimes:
 
     def _far(self, dtype: str, rows: int, k: int, n: int, rate: Callable[[float], float]) -> float:
         """The factor by which a product takes longer because its rows do not fit the caches."""
-        found = [p for p in self._points(f"xla/dot/{dtype}/") if p[0] > 2 * _ROWS and min(p[1:3]) >= _LEAST_SIDE]
+        found = self._shapes(f"xla/dot/{dtype}/", lambda r: r > 2 * _ROWS)
         if not found:
             return 1.0
-        r, a, b, s = found[0]
-        most = max(1.0, s / (r * a * b * rate(_mean(a, b))))
+        r, a, b, key = found[0]
         moved, few, many = rows * (k + n), _ROWS * (a + b), r * (a + b)
+        if moved <= few:
+            return 1.0
+        most = max(1.0, self[key] / (r * a * b * rate(_mean(a, b))))
         # Moving the rows weighs less, beside the arithmetic, the wider the product is.
         return 1.0 + (most - 1.0) * min(1.0, max(0.0, math.log(moved / few) / math.log(many / few)))
 
@@ -357,12 +359,17 @@ class CpuTimes:
         per_element = one + max(0.0, four - one) * (sides[0] - 1) / 3
         return per_element * sides[1] * sides[2]
 
-    def _points(self, prefix: str) -> list[tuple[int, int, int, float]]:
+    def _points(self, prefix: str, of_rows: Callable[[int], bool] = lambda _: True) -> list[tuple[int, int, int, float]]:
+        """(rows, K, N, seconds) of the measured products of so many rows. No other number is looked up: it may not be measured."""
+        return [(rows, k, n, self[key]) for rows, k, n, key in self._shapes(prefix, of_rows)]
+
+    def _shapes(self, prefix: str, of_rows: Callable[[int], bool]) -> list[tuple[int, int, int, str]]:
         found = []
-        for key, seconds in self.profile.numbers:
+        for key in self._numbers:
             if key.startswith(prefix):
                 rows, k, n = map(int, key.removeprefix(prefix).split("x"))
-                found.append((rows, k, n, seconds))
+                if of_rows(rows):
+                    found.append((rows, k, n, key))
         return sorted(found)
 
     def _xla_op(self, kind: str, dtype: str) -> float:
@@ -390,7 +397,7 @@ class CpuTimes:
 
     def xla_batched(self, dtype: str) -> float:
         """A multiplication and addition of many small products."""
-        return self._numbers.get(f"xla/batched/{dtype}", self["xla/batched/float32"])
+        return self._or_float32("xla/batched", dtype)
 
     def xla_rows(self, what: str, rows: float, width: float, table_bytes: float) -> float:
         """``rows`` rows of ``width`` elements taken from a table ("gather") or folded into one ("scatter")."""
@@ -408,11 +415,18 @@ class CpuTimes:
 
     def xla_reduce(self, dtype: str, dimensions: str) -> float:
         """An element of a sum over ``dimensions`` ("row", "column", "middle" or "all")."""
-        what = f"xla/reduce/{dimensions}"
-        return self._numbers.get(f"{what}/{dtype}", self[f"{what}/float32"])
+        return self._or_float32(f"xla/reduce/{dimensions}", dtype)
+
+    def _or_float32(self, what: str, dtype: str) -> float:
+        key = f"{what}/{dtype}"
+        return self[key if key in self._numbers else f"{what}/float32"]
 
 
 times = functools.lru_cache(maxsize=16)(CpuTimes)  # of a profile, made once
+
+
+def _is_few(rows: int) -> bool:
+    return rows < 64
 
 
 def _float(dtype: str) -> str:

@@ -71,7 +71,8 @@ class Passes:
     repetitions alike. A repetition is clean unless the reference beside it is slow, or a hypervisor gives the cores to others.
 
     ``reference``: seconds of work that keeps all workers busy in registers. ``clock``: seconds since some moment. ``stolen``:
-    seconds since then in which others than this operating system had one of its ``cores``."""
+    seconds since then in which others than this operating system had one of its ``cores``. ``best``: the reference's least seconds,
+    before and in these passes. ``made``: passes, so far."""
 
     def __init__(
         self,
@@ -80,11 +81,11 @@ class Passes:
         clock: Callable[[], float] = time.perf_counter,
         stolen: Callable[[], float] = lambda: 0.0,
         cores: int = 1,
+        best: float = float("inf"),
     ):
-        self.made = 0
+        self.made, self.best = 0, best
         self._reference, self._clock, self._stolen, self._cores = reference, clock, stolen, cores
         self._found: dict[str, list[_Repetition]] = {}
-        self._best = float("inf")  # of the reference
         self._is_disturbed = False
 
     def run(self, pieces: Iterable[Piece], until: float = float("inf")) -> None:
@@ -122,7 +123,7 @@ class Passes:
         found = {}
         for key, repetitions in self._found.items():
             clean = self._clean(key)
-            found[key] = clean[0] if clean else min(r.seconds * self._best / r.reference for r in repetitions)
+            found[key] = clean[0] if clean else min(r.seconds * self.best / r.reference for r in repetitions)
         return found
 
     def doubtful(self) -> dict[str, float]:
@@ -140,7 +141,7 @@ class Passes:
 
     def _clean(self, key: str) -> list[float]:
         found = self._found.get(key, ())
-        return sorted(r.seconds for r in found if r.reference <= _SLOW * self._best and r.stolen <= _STOLEN)
+        return sorted(r.seconds for r in found if r.reference <= _SLOW * self.best and r.stolen <= _STOLEN)
 
     def _note_disturbance(self) -> None:
         """Note whether something disturbs the machine again and again."""
@@ -151,7 +152,7 @@ class Passes:
         start, stolen, before = self._clock(), self._stolen(), self._reference()
         found = [(piece.key, piece.seconds()) for piece in block]
         after = self._reference()
-        self._best = min(self._best, before, after)
+        self.best = min(self.best, before, after)
         passed = max(self._clock() - start, 1e-9) * self._cores
         share = (self._stolen() - stolen) / passed
         for key, seconds in found:
@@ -247,7 +248,7 @@ _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
 _FRESH = 32 << 20
-_RELU = "activation/relu/"  # subtracted from the other activations
+RELU = "activation/relu/"  # subtracted from the other activations
 
 
 def pieces(extension: Any, workers: int) -> list[Piece]:
@@ -304,10 +305,10 @@ def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, 
     found: dict[str, float] = {}
     for piece in pieces:
         taken = seconds.get(piece.key)
-        if taken is None or piece.key.startswith(_RELU):
+        if taken is None or piece.key.startswith(RELU):
             continue
         if piece.key.startswith("activation/"):
-            taken = max(taken - seconds[_RELU + piece.key.split("/")[2]], 0.02 * taken)
+            taken = max(taken - seconds[RELU + piece.key.split("/")[2]], 0.02 * taken)
         found[piece.key] = taken / piece.elements
     return found
 

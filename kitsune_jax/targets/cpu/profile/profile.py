@@ -59,7 +59,7 @@ from pathlib import Path
 from kitsune_jax.planning.plan import KIB, MIB
 
 # --- The profile ------------------------------------------------------------------------------------------------------------------
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +68,11 @@ class Profile:
 
     ``name``: in ``explain`` and ``KITSUNE_PROFILE``. ``cpu``: the processor, for people. ``isa``: the kernel table. ``workers``:
     threads a plan may use. ``l1``, ``l2``, ``l3``: bytes of a core's data cache and second level, and of the last level.
-    ``numbers``: seconds by name, in ascending order of names. ``passes``: measurements of all numbers, or 0 if unknown.
+    ``numbers``: seconds by name, in ascending order of names. ``passes``: measurements of each number, at least, or 0 if unknown.
     ``doubtful``: sorted names of numbers that differed in all passes, and the second fastest measurement over the fastest.
+    ``reference``: the least seconds that ``kernels.reference`` took, or 0 if unknown. ``made``: a random word that tells two
+    measurements of a machine apart. ``on_demand``: all numbers of this process's machine, each measured when it is first asked
+    for.
     """
 
     name: str
@@ -82,6 +85,9 @@ class Profile:
     numbers: tuple[tuple[str, float], ...]
     passes: int = 0
     doubtful: tuple[tuple[str, float], ...] = ()
+    reference: float = 0.0
+    made: str = ""
+    on_demand: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         for key, seconds in self.numbers:
@@ -106,7 +112,7 @@ class Profile:
         >>> Profile.from_json(p.to_json()) == p
         True
         """
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "on_demand"}
         pairs = {"numbers": dict(self.numbers), "doubtful": dict(self.doubtful)}
         return json.dumps({"format": FORMAT, **fields, **pairs}, indent=1) + "\n"
 
@@ -122,6 +128,8 @@ class Profile:
             sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
             if type(profile.passes) is not int or not all(type(n) is int and n > 0 for n in sizes):
                 raise ValueError("cores and caches are positive integers, passes an integer")
+            if not isinstance(profile.made, str) or not profile.reference >= 0 or profile.on_demand is not None:
+                raise ValueError("the reference is a time, made a word, and numbers on demand are no data")
             return profile
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from error
@@ -134,7 +142,8 @@ def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 @functools.lru_cache(maxsize=64)
 def table(profile: Profile) -> Mapping[str, float]:
-    return dict(profile.numbers)
+    """The numbers by name; of this process's machine, some are measured as they are looked up."""
+    return dict(profile.numbers) if profile.on_demand is None else profile.on_demand
 
 
 # --- Profiles that come with the package ------------------------------------------------------------------------------------------

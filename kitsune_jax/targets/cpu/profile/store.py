@@ -1,8 +1,9 @@
-"""The profile of this process: the one that ``KITSUNE_PROFILE`` names, else one kept on disk, else one measured now in 7 s.
+"""The profile of this process: the one that ``KITSUNE_PROFILE`` names, or that of the machine, kept on disk.
 
-``at_hand`` returns it. A machine is measured once for each version of JAX and of this package, by one thread of one process while
-the others wait. A process has one profile for its whole life (also after a fork), and all processes of a distributed program have
-the same. Failures of a clock or a disk never fail a user's program: ``notes`` then says why another profile is used.
+``at_hand`` returns it. Where the disk has no number that a plan asks for, its group is measured then (``measure``), once for each
+version of JAX and of this package, by one thread of one process while the others wait. A process has one profile for its whole life
+(also after a fork), and all processes of a distributed program have the same. Failures of a clock or a disk never fail a user's
+program: ``notes`` then says why other numbers are used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator, Mapping
 
 import jax
 import jaxlib
@@ -22,124 +24,123 @@ from kitsune_jax import _compat, config
 from kitsune_jax.cache import Cache
 from kitsune_jax.cache import key as cache_key
 from kitsune_jax.targets.cpu import bytecode, call
-from kitsune_jax.targets.cpu.profile import kernels, xla
 from kitsune_jax.targets.cpu.profile import profile as profiles
-from kitsune_jax.targets.cpu.profile.kernels import MOST_DOUBTFUL, Passes
-from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of
+from kitsune_jax.targets.cpu.profile.measure import Disturbed, empty, group_of, groups_before, keys, measure
+from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of, table
 
-# --- Measuring --------------------------------------------------------------------------------------------------------------------
+# --- Numbers on demand ------------------------------------------------------------------------------------------------------------
 
-# The most numbers that may be doubtful, and the least part of its wanted time that a thread had a core: for a profile that is kept,
-# and for one that only this process uses. Below, XLA's threads run one after the other, and its kernels, not ours, seem up to twice
-# as slow: beside 20 programs on two cores a measurement changed 15 of 120 choices, a shipped profile 13 (Xeon with AMX).
-_KEPT, _USED = (MOST_DOUBTFUL, 0.85), (0.3, 0.45)
-# Seconds of passes: usually, and where many numbers still differ in every pass.
-_SECONDS, _MOST_SECONDS = 3.0, 15.0
+_SUFFIX = ".profile.json"
 
 
-class Disturbed(RuntimeError):
-    """The machine could not be measured well. The message says why, as a clause. ``profile``: the measurement, if it is nearer to
-    the machine than any shipped profile."""
+class _OnDemand(Mapping[str, float]):
+    """The numbers of this machine, each measured with its group when it is first looked up. From then on it is a constant.
 
-    def __init__(self, why: str, profile: Profile | None = None):
-        super().__init__(why)
-        self.profile = profile
+    ``kept``: those that are on disk. Two of these are equal if they come from one measurement, however much of it they have.
+    ``notes``: remarks on numbers that are not kept.
+    """
+
+    def __init__(self, kept: Profile, cache: Cache, name: str):
+        self.notes: tuple[str, ...] = ()
+        self._profile, self._cache, self._name = kept, cache, name
+        self._numbers = dict(kept.numbers)
+        self._groups = set(map(group_of, self._numbers))
+        self._keys = functools.cache(functools.partial(keys, kept.workers))
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self._numbers:
+            if key not in self._keys():
+                raise KeyError(key)
+            self._need(group_of(key))
+        return self._numbers[key]  # or a KeyError, if this machine has no such kernel
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers or key in self._keys() and self.get(str(key)) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys())
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnDemand) and other._profile.made == self._profile.made
+
+    def __hash__(self) -> int:
+        return hash(self._profile.made)
+
+    def __repr__(self) -> str:
+        return f"_OnDemand({self._profile.made})"
+
+    def profile(self) -> Profile:
+        """The machine with these numbers."""
+        return dataclasses.replace(self._profile, numbers=(), passes=0, doubtful=(), reference=0.0, on_demand=self)
+
+    def complete(self) -> Profile:
+        """All numbers, as plain data."""
+        for key in self._keys():
+            self._need(group_of(key))
+        return self._profile
+
+    def _need(self, group: str) -> None:
+        with _lock:
+            if group in self._groups:
+                return
+            for before in groups_before(group):
+                self._need(before)
+            start = time.perf_counter()
+            try:
+                self._cache.update(self._name, _SUFFIX, functools.partial(self._with_group, group))
+            except Disturbed as why:
+                self._note(why)
+                self._add(group, why.profile or profiles.shipped(shipped_name(self._profile.workers)))
+            config.logger.debug("%s of this machine: measured or read in %.2f s", group, time.perf_counter() - start)
+
+    def _with_group(self, group: str, content: bytes | None) -> bytes | None:
+        """The entry on disk with the numbers of ``group``, or ``None`` where it has them. Raises ``Disturbed``."""
+        kept = _parsed(content) or self._profile
+        if group in set(map(group_of, dict(kept.numbers))):
+            self._add(group, kept)
+            return None
+        found = measure(self._profile.workers, group, self._profile)
+        self._add(group, found)
+        return _joined(kept, found).to_json().encode()
+
+    def _add(self, group: str, found: Profile) -> None:
+        numbers = {key: seconds for key, seconds in table(found).items() if group_of(key) == group}
+        self._profile = _joined(self._profile, dataclasses.replace(found, numbers=numbers_of(numbers)))
+        self._numbers |= numbers
+        self._groups.add(group)
+
+    def _note(self, why: Disturbed) -> None:
+        if why.profile is not None:
+            text = f"planned with measurements that are not kept: {why}"
+        else:
+            text = f"planned with numbers of the shipped profile {shipped_name(self._profile.workers)}: {why}"
+            config.logger.info("%s", text)
+        if not self.notes:
+            self.notes = (text,)
 
 
-def measure(workers: int) -> Profile:
-    """Measure this machine with ``workers`` threads busy, pass by pass until two agree. Raises ``Disturbed`` if too many differ."""
-    stop = threading.Event()
-    found = kernels.in_own_thread(functools.partial(_passes, workers, stop), "kitsune_jax profile", stop.set)
-    if isinstance(found, Profile):
-        return found
-    if isinstance(found, Disturbed):
-        raise found
-    raise Disturbed(f"measuring this machine failed ({type(found).__name__}: {found})") from found
-
-
-def _passes(workers: int, stop: threading.Event) -> Profile:
-    """The measurement. ``stop``: set when no thread waits for it any more."""
-
-    def go_on() -> None:
-        if stop.is_set():
-            raise Disturbed("measuring this machine was interrupted")
-
-    extension = call.extension()
-    if extension is None:
-        raise Disturbed("the CPU extension is missing")
-
-    def reference() -> float:
-        go_on()
-        return kernels.reference(extension, workers)
-
-    found = Passes(reference, stolen=profiles.stolen_seconds, cores=workers)
-    ours = kernels.pieces(extension, workers)
-    before = profiles.ran_and_waited()
-    found.run(ours)
-    theirs = xla.pieces(workers, go_on)  # compiling takes a second or more
-    now = time.perf_counter()
-    found.settle((*ours, *theirs), now + _SECONDS, now + _MOST_SECONDS)
-    seconds, doubtful = found.seconds(), found.doubtful()
-    numbers = kernels.numbers(ours, seconds) | xla.numbers(theirs, seconds)
-    _subtract_other_work(numbers)
-    l1, l2, l3 = profiles.cache_sizes()
-    profile = Profile(
-        name=f"measured-{profiles.slug()}-{workers}",
-        cpu=profiles.model_name(),
-        isa=extension.isa(),
-        workers=workers,
-        l1=l1,
-        l2=l2,
-        l3=l3,
-        numbers=numbers_of(numbers),
-        passes=found.made,
-        doubtful=numbers_of(doubtful),
+def _joined(one: Profile, other: Profile) -> Profile:
+    """``one`` with the numbers of ``other`` that it lacks."""
+    return dataclasses.replace(
+        one,
+        numbers=numbers_of(dict(other.numbers) | dict(one.numbers)),
+        doubtful=numbers_of(dict(other.doubtful) | dict(one.doubtful)),
+        passes=min(filter(None, (one.passes, other.passes)), default=0),
+        reference=min(filter(None, (one.reference, other.reference)), default=0.0),
     )
-    share, differ = _share(before, profiles.ran_and_waited()), len(doubtful) / len(seconds)
-    if differ > _KEPT[0] or share < _KEPT[1]:
-        raise Disturbed(
-            f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and {len(doubtful)} "
-            f"of {len(seconds)} numbers differed in each of {found.made} passes); "
-            "python -m kitsune_jax.profile measures again",
-            profile if differ <= _USED[0] and share >= _USED[1] else None,
-        )
-    return profile
 
 
-def _share(before: tuple[float, float], behind: tuple[float, float]) -> float:
-    """The part of the time in which this thread wanted a core that it had one."""
-    ran, waited = (b - a for a, b in zip(before, behind, strict=True))
-    return ran / (ran + waited) if ran + waited > 0 else 1.0
-
-
-def _subtract_other_work(numbers: dict[str, float]) -> None:
-    """Subtract from each number the time of other work in its measurement."""
-
-    def less(key: str, other: float, least: float) -> None:
-        numbers[key] = max(numbers[key] - other, least)
-
-    # The measured call includes the tile that each worker multiplies.
-    less("call", numbers["gemm/float32/widened/64x64"], numbers["call/short"])
-    # Waking a thread takes no less than waiting for a pipeline's threads, which are awake. Where other programs leave one core, no
-    # thread has to wake up, and the measurement is too low.
-    awake = numbers["call"] - numbers["call/short"]
-    numbers["xla/call/handed"] = max(numbers["xla/call/handed"], awake)
-    less("call/layer", numbers["call/short"], 1e-8)
-    numbers["call/layer"] = max(numbers["call/layer"] / (xla.CHAIN - 1), 1e-8)
-    less("xla/gather/far", numbers["xla/gather/64"], 0.1 * numbers["xla/gather/64"])
-    few = numbers["fold/short/float32"]
-    for width in kernels.ACCESSED:
-        folded = few + (width - kernels.ACCESSED[0]) * numbers["fold/row/float32"]  # the rows that were read were also summed
-        read = 2 * width * numbers["copy/l3"]  # the rows that were folded were also read: 4 bytes an element, half of a copy
-        for level in ("l2", "l3"):
-            less(f"take/{level}/{width}", folded, 0.2 * numbers[f"take/{level}/{width}"])
-        for key in (f"folded/{width}", f"runs/{width}"):
-            less(key, read, 0.2 * numbers[key])
+def _parsed(content: bytes | None) -> Profile | None:
+    try:
+        return None if content is None else Profile.from_json(content.decode())
+    except ValueError:  # of another format, though its key says the same
+        return None
 
 
 # --- The profile of this process --------------------------------------------------------------------------------------------------
-
-_SUFFIX = ".profile.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,14 +149,14 @@ class _FoundProfile:
     notes: tuple[str, ...]
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # of the numbers, too: some need others
 _known: dict[tuple[int, str], _FoundProfile] = {}
 
 
 def _after_fork() -> None:
     """Replace the lock, which another thread may hold in the parent and nobody would release in the child."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -172,7 +173,8 @@ def at_hand() -> Profile:
 
 def notes() -> tuple[str, ...]:
     """Remarks on the profile for readers of a plan; none where it was measured here."""
-    return _found().notes
+    found = _found()
+    return (*found.notes, *(found.profile.on_demand.notes if isinstance(found.profile.on_demand, _OnDemand) else ()))
 
 
 def _found() -> _FoundProfile:
@@ -198,6 +200,8 @@ def _agree_on_profile(workers: int) -> _FoundProfile:
     try:
         if index == 0:
             found = _local_profile(workers)
+            if isinstance(here := found.profile.on_demand, _OnDemand):  # nobody knows the plans of the others
+                found = _FoundProfile(here.complete(), here.notes)
             store.key_value_set(where, json.dumps([found.profile.to_json(), found.notes]))
             return found
         text, told = json.loads(store.blocking_key_value_get(where, _WAIT_MS))
@@ -208,7 +212,7 @@ def _agree_on_profile(workers: int) -> _FoundProfile:
 
 
 _WAIT_MS = 120_000
-_MEASURING = ("kernels", "xla", "store")
+_MEASURING = ("kernels", "xla", "measure")
 
 
 def _local_profile(workers: int) -> _FoundProfile:
@@ -216,13 +220,8 @@ def _local_profile(workers: int) -> _FoundProfile:
         return _shipped_because("the CPU extension is missing", workers)
     if not _compat.has_cpu_backend():
         return _shipped_because("JAX has no CPU backend here", workers)
-    try:
-        return _FoundProfile(stored(workers), ())
-    except Disturbed as why:
-        if why.profile is not None:
-            return _FoundProfile(why.profile, (f"planned with a measurement that is not kept: {why}",))
-        config.logger.info("the shipped profile %s is used: %s", shipped_name(workers), why)
-        return _shipped_because(str(why), workers)
+    on_demand = _on_demand(workers)
+    return _FoundProfile(on_demand.profile(), ())
 
 
 def _shipped_because(why: str, workers: int) -> _FoundProfile:
@@ -236,19 +235,27 @@ def shipped_name(workers: int) -> str:
 
 
 def stored(workers: int, again: bool = False) -> Profile:
-    """The profile on disk, measured first where there is none (or ``again``). Raises ``Disturbed``, and then keeps nothing."""
+    """All numbers of this machine: those on disk and the others, measured now; or all measured now if ``again``. Raises
+    ``Disturbed`` if all were measured badly, and then keeps nothing."""
+    if not again:
+        return _on_demand(workers).complete()
+    profile = measure(workers)
+    _cache().put(identity(workers), _SUFFIX, profile.to_json().encode())
+    return profile
+
+
+def _cache() -> Cache:
     folder = config.cache_dir()
-    cache = Cache(None if folder is None else folder.absolute() / "profiles", what="measured machine profiles", made="measured")
-    name = identity(workers)
+    return Cache(None if folder is None else folder.absolute() / "profiles", what="measured machine profiles", made="measured")
 
+
+def _on_demand(workers: int) -> _OnDemand:
     def make() -> bytes:
-        start = time.perf_counter()
-        profile = measure(workers)
-        config.logger.info("measured this machine in %.1f s: %s", time.perf_counter() - start, profile.name)
-        return profile.to_json().encode()
+        config.logger.info("measuring this machine, as far as a program needs it; the numbers are kept")
+        return empty(workers).to_json().encode()
 
-    content = cache.put(name, _SUFFIX, make()) if again else cache.get(name, _SUFFIX, make)
-    return Profile.from_json(content.decode())
+    cache, name = _cache(), identity(workers)
+    return _OnDemand(Profile.from_json(cache.get(name, _SUFFIX, make).decode()), cache, name)
 
 
 def identity(workers: int) -> str:

@@ -99,33 +99,35 @@ _NARROW_LOOPS = ("move", "tanh", "arithmetic")
 
 
 @dataclasses.dataclass(frozen=True)
-class _MeasuredProgram:
+class MeasuredProgram:
     key: str
     function: Function
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     elements: float = 1.0
 
 
-def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece]:
-    """All pieces of XLA on the first CPU device, compiled. ``go_on`` is called before each step of this, and may raise. Raises
-    JAX's error where there is no CPU backend.
+def pieces(workers: int, go_on: Callable[[], None] = lambda: None, wanted: Callable[[str], bool] = lambda _: True) -> list[Piece]:
+    """The pieces of XLA that are ``wanted`` by their keys, on the first CPU device, compiled. ``go_on`` is called before each step
+    of this, and may raise. Raises JAX's error where there is no CPU backend.
     """
+    chosen = [program for program in programs(workers) if wanted(program.key)]
+    if not chosen:
+        return []
     device = jax.local_devices(backend="cpu")[0]
-    programs = list(_programs(workers))
 
     def compiled_of(lowered: Any) -> Any:
         go_on()
         return lowered.compile()
 
     lowered = []
-    for program in programs:
+    for program in chosen:
         go_on()
         lowered.append(_lowered(program, device))
     with ThreadPoolExecutor(2) as pool:  # compilation releases the interpreter's lock
         compiled = list(pool.map(compiled_of, lowered))
     array = functools.cache(functools.partial(_array, device))
     found = []
-    for program, run in zip(programs, compiled, strict=True):
+    for program, run in zip(chosen, compiled, strict=True):
         go_on()
         operands = list(map(array, program.shapes))
         if program.key == _HANDED_KEY:
@@ -135,9 +137,8 @@ def pieces(workers: int, go_on: Callable[[], None] = lambda: None) -> list[Piece
     return found
 
 
-def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a profile, from the ``seconds`` of the pieces."""
-    empty = seconds["xla/call"]
+def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float], empty: float) -> dict[str, float]:
+    """The numbers of a profile, from the ``seconds`` of the pieces. ``empty``: seconds of a call without work."""
     found = {}
     for piece in pieces:
         taken = seconds[piece.key]
@@ -150,7 +151,7 @@ def numbers(pieces: Iterable[Piece], seconds: Mapping[str, float]) -> dict[str, 
     return found
 
 
-def _lowered(program: _MeasuredProgram, device: Any) -> Any:
+def _lowered(program: MeasuredProgram, device: Any) -> Any:
     here = jax.sharding.SingleDeviceSharding(device)
     specs = [jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=here) for shape, dtype in program.shapes]
     return jax.jit(program.function).lower(*specs)
@@ -215,40 +216,41 @@ def _hand_over_seconds(run: Any, operands: Sequence[Any]) -> float:
     return ordinary - min(found[0] for found in turns)
 
 
-def _programs(workers: int) -> Iterator[_MeasuredProgram]:
+def programs(workers: int) -> Iterator[MeasuredProgram]:
+    """All that is measured of XLA, and of our calls in jitted functions."""
     f32 = "float32"
-    yield _MeasuredProgram("xla/call", lambda x: x + 1, (((8,), f32),))
-    yield _MeasuredProgram("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
-    yield _MeasuredProgram(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
-    yield _MeasuredProgram("xla/while", _loop, (((16,), f32),), _STEPS)
-    yield _MeasuredProgram("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), 4 * math.prod(_SLICES))
-    yield _MeasuredProgram("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
+    yield MeasuredProgram("xla/call", lambda x: x + 1, (((8,), f32),))
+    yield MeasuredProgram("xla/kernel", _chain, (((8, 16), f32), ((16, 16), f32)), CHAIN - 1)
+    yield MeasuredProgram(_HANDED_KEY, LOOPS["tanh"], ((_HANDED, f32),) * 2)
+    yield MeasuredProgram("xla/while", _loop, (((16,), f32),), _STEPS)
+    yield MeasuredProgram("xla/while/stored", _store_slices, ((_SLICES[1:], f32),), 4 * math.prod(_SLICES))
+    yield MeasuredProgram("xla/start", _chain, (((16, 64), f32), ((64, 64), f32)), CHAIN)
     for key, rows, width, depth in (("call/short", 1, 16, 1), ("call/layer", 1, 16, CHAIN), ("call", workers * TILE, 64, 1)):
         weights = (((width, width), f32),) * depth
-        yield _MeasuredProgram(key, kernels.layers(rows, width, depth), (((rows, width), f32), *weights))
+        yield MeasuredProgram(key, kernels.layers(rows, width, depth), (((rows, width), f32), *weights))
     yield from _indexed(workers)
     count, m, k, n = _BATCHED
     for dtype in (f32, "bfloat16"):
         batched = (((count, m, k), dtype), ((count, k, n), dtype))
-        yield _MeasuredProgram(f"xla/batched/{dtype}", _product(2, 1, batch=(0,)), batched, math.prod(_BATCHED))
+        yield MeasuredProgram(f"xla/batched/{dtype}", _product(2, 1, batch=(0,)), batched, math.prod(_BATCHED))
     for dtype in (f32, "bfloat16"):
         vector = (((1, _VECTOR[0]), dtype), (_VECTOR, dtype))
-        yield _MeasuredProgram(f"xla/vector/{dtype}", _dot, vector, math.prod(_VECTOR))
+        yield MeasuredProgram(f"xla/vector/{dtype}", _dot, vector, math.prod(_VECTOR))
         for rows, k, n in _TRANSPOSED:
-            yield _MeasuredProgram(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _product(1, 1), (((rows, k), dtype), ((n, k), dtype)))
+            yield MeasuredProgram(f"xla/dot_t/{dtype}/{rows}x{k}x{n}", _product(1, 1), (((rows, k), dtype), ((n, k), dtype)))
         for rows, k, n in _GRADIENTS:
-            yield _MeasuredProgram(f"xla/outer/{dtype}/{rows}x{k}x{n}", _product(0, 0), (((rows, k), dtype), ((rows, n), dtype)))
+            yield MeasuredProgram(f"xla/outer/{dtype}/{rows}x{k}x{n}", _product(0, 0), (((rows, k), dtype), ((rows, n), dtype)))
     for dtype, dots in {f32: _DOTS, "bfloat16": _DOTS, "float16": _HALF_DOTS}.items():
         for rows, k, n in dots:
-            yield _MeasuredProgram(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
+            yield MeasuredProgram(f"xla/dot/{dtype}/{rows}x{k}x{n}", _dot, (((rows, k), dtype), ((k, n), dtype)))
     for dtype in (f32, *sorted(NARROW)):
         for which, (shape, axes) in _REDUCTIONS.items():
-            yield _MeasuredProgram(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), math.prod(shape))
+            yield MeasuredProgram(f"xla/reduce/{which}/{dtype}", _sum(axes), ((shape, dtype),), math.prod(shape))
         for name in LOOPS if dtype == f32 else _NARROW_LOOPS:
-            yield _MeasuredProgram(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, math.prod(_LOOP))
+            yield MeasuredProgram(f"xla/loop/{name}/{dtype}", LOOPS[name], ((_LOOP, dtype),) * 2, math.prod(_LOOP))
 
 
-def _indexed(workers: int) -> Iterator[_MeasuredProgram]:
+def _indexed(workers: int) -> Iterator[MeasuredProgram]:
     """Reads and folds by indices, and products of each row: ours on one worker, XLA's on the whole machine."""
     f32 = "float32"
     for width in kernels.ACCESSED:
@@ -256,29 +258,29 @@ def _indexed(workers: int) -> Iterator[_MeasuredProgram]:
         for level, size in _TABLES.items():
             n = size // (4 * width)
             table = (((rows,), f"ids/{n}"), ((n, width), f32))
-            yield _MeasuredProgram(f"take/{level}/{width}", kernels.taker(rows, n, width, workers), table, rows / workers)
+            yield MeasuredProgram(f"take/{level}/{width}", kernels.taker(rows, n, width, workers), table, rows / workers)
         n, x = _TABLES["l2"] // (4 * width), ((rows, width), f32)
         unsorted = kernels.folder(rows, n, width, workers, is_sorted=False)
-        yield _MeasuredProgram(f"folded/{width}", unsorted, (((rows,), f"ids/{n}"), x), rows / workers)
+        yield MeasuredProgram(f"folded/{width}", unsorted, (((rows,), f"ids/{n}"), x), rows / workers)
         n = rows // _RUN
         runs = kernels.folder(rows, n, width, workers, is_sorted=True)
-        yield _MeasuredProgram(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
+        yield MeasuredProgram(f"runs/{width}", runs, (((rows,), f"sorted/{n}"), x), rows / workers)
     rows = workers * _ORDERED
-    yield _MeasuredProgram(
+    yield MeasuredProgram(
         "order", functools.partial(call.order, n=rows // _RUN), (((rows,), f"ids/{rows // _RUN}"),), rows / workers
     )
     rows, (n, count) = workers * _ACCESSED // (4 * _PICKED[0]), _PICKED
     inside = (((count,), f"ids/{n}"), ((rows, n), f32))
-    yield _MeasuredProgram("picked", kernels.picker(rows, n, count, workers), inside, rows * count / workers)
+    yield MeasuredProgram("picked", kernels.picker(rows, n, count, workers), inside, rows * count / workers)
     for m, k, n in kernels.SMALL_PRODUCTS:
         rows = workers * _ACCESSED // (8 * k * (m + n))
         pairs = (((rows, m, k), f32), ((rows, k, n), f32))
-        yield _MeasuredProgram(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, n, workers), pairs, rows / workers)
+        yield MeasuredProgram(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, n, workers), pairs, rows / workers)
     for key, (rows, n, width) in {**{str(d[2]): d for d in _INDEXED}, "far": _FAR}.items():
         ids, row = ((rows,), f"ids/{n}"), (width,) if width > 1 else ()
-        yield _MeasuredProgram(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
+        yield MeasuredProgram(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
         if key != "far":
-            yield _MeasuredProgram(f"xla/scatter/{key}", _segment_sum(n), (ids, ((rows, *row), f32)), rows)
+            yield MeasuredProgram(f"xla/scatter/{key}", _segment_sum(n), (ids, ((rows, *row), f32)), rows)
 
 
 def _segment_sum(n: int) -> Function:
