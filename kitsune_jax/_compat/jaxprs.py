@@ -484,7 +484,7 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
 def is_key(aval: Any) -> bool:
     """Is it the type of an array of typed keys (``jax.random.key``)?"""
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return not (dtype is None or isinstance(dtype, np.dtype)) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def physical(aval: Any) -> Any:

@@ -28,7 +28,7 @@ from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
-from kitsune_jax.report.data import time_text
+from kitsune_jax.report.data import plural, time_text
 from kitsune_jax.report.render import Report, merge_body_reports
 from kitsune_jax.tuning.inputs import why_not_timed
 
@@ -296,9 +296,10 @@ class Chooser:
     target: str
     budget: tuning.Budget | None
 
-    def key(self, program: Any, body: bool) -> str:
-        """What the choice is remembered under. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs."""
-        options = (config.key_of_plans(self.options), body)
+    def key(self, program: Any, body: bool, part: str = "") -> str:
+        """What the choice is remembered under. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs.
+        ``part``: which part of another program it is."""
+        options = (config.key_of_plans(self.options), body, part)
         return tuning.key_of(program, options, self.target, targets.get(self.target).surroundings())
 
     def choose(self, key: str, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
@@ -310,8 +311,8 @@ class Chooser:
 
 def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser | None) -> Pipelined:
     """``program`` with the plan that ``chooser`` says is fastest on this machine, by default the model's. Of a program that cannot
-    be timed as one, the bodies of loops and branches are chosen each for itself."""
-    if chooser is None or why_not_timed(program) is not None:
+    be timed as one, the bodies of loops and branches, and the calls that the model doubts, are chosen each for itself."""
+    if chooser is None:
         return pipelined_jaxpr(program, options, target, chooser)
     made: dict[str, Pipelined] = {}
 
@@ -325,20 +326,78 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
         regions = found.report.regions
         return None if found.failures or not regions or regions in before else found.jaxpr
 
-    key = chooser.key(program, options.body)
-    choice = tuning.known(key)
+    choice = None
+    if why_not_timed(program) is None and not tuning.takes_too_long(program, targets.get(target).platform):
+        key = chooser.key(program, options.body)
+        choice = tuning.known(key)
+        if choice is None:
+            plan(tuning.MODELLED)
+            names = (tuning.MODELLED, tuning.OPTIMISTIC, tuning.FORCED)
+            choice = chooser.choose(key, program, {name: functools.partial(candidate, name) for name in names})
+            if choice is None:
+                return made[tuning.MODELLED]
     if choice is None:
-        plan(tuning.MODELLED)
-        names = (tuning.MODELLED, tuning.OPTIMISTIC, tuning.FORCED)
-        choice = chooser.choose(key, program, {name: functools.partial(candidate, name) for name in names})
-    if choice is None:
-        return made[tuning.MODELLED]
+        return with_fastest_calls(program, options, target, chooser) or pipelined_jaxpr(program, options, target, chooser)
     chosen = made.get(choice.name) or plan(choice.name, measured_text(choice))
     if choice.name == tuning.JIT:  # the times are the reason for each operator
         return chosen
+    return _noted(chosen, measured_text(choice))
+
+
+def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser: Chooser) -> Pipelined | None:
+    """``program`` without those calls for which XLA's code of the same operators is faster; ``None`` where no call was timed.
+
+    Calls that the model doubts are timed, equal ones once, and those that take most of the time first. Without a time, a call stays
+    if the model sees a clear gain.
+    """
+    plan = planned_function(program, options_of(tuning.OPTIMISTIC, options), target, chooser)
+    calls = [node for node in plan.nodes if isinstance(node, PlannedRegion)]
+    doubted = sorted((call for call in calls if call.modelled_gain < _DOUBT), key=lambda call: -call.seconds)
+    timed, lost = dict[str, tuning.Choice](), dict[str, str]()
+    for call in doubted:
+        alone = _program_of(plan.captured, call, sorted(call.region.ops))
+        key = chooser.key(alone, options.body, "the call alone")
+        make = functools.partial(_program_of, plan.captured, call, [call])
+        choice = tuning.known(key) or chooser.choose(key, alone, {tuning.MODELLED: make})
+        if choice is not None:
+            timed[call.name] = choice
+            if choice.name == tuning.JIT:
+                lost[call.name] = measured_text(choice)
+        elif call.modelled_gain < tuning.LEAST_GAIN_BUSY:
+            lost[call.name] = f"modelled as {call.modelled_gain:.2f}x as fast as XLA, and not measured: there was no time left"
+    if not timed:
+        return None
+    graph = plan.captured.graph
+    kept = remove_regions(graph, plan.routed, lost)
+    nodes, _ = schedule(graph, [step.has_effects for step in plan.captured.steps], kept.regions)
+    failures = [*plan.failures, *rewrite_bodies_left_to_xla(plan.captured, nodes)]
+    plan = dataclasses.replace(plan, routed=kept, nodes=nodes, failures=failures)
+    return _noted(_rebuilt(program, plan, options), _times_of_calls(timed))
+
+
+def _program_of(captured: Captured, call: PlannedRegion, nodes: Sequence[Node]) -> Any:
+    """The jaxpr of ``call`` alone: of its operators, or of the call itself."""
+
+    def failed(_: PlannedRegion, error: Exception) -> None:
+        raise error
+
+    def evaluate(*args: Any) -> list[Any]:
+        return run_nodes(captured, nodes, args, failed, call)
+
+    return _compat.trace_jaxpr(evaluate, [captured.avals[v] for v in call.operands], lower=True)
+
+
+def _times_of_calls(timed: Mapping[str, tuning.Choice]) -> str:
+    gains = sorted(choice.gain for choice in timed.values() if choice.name != tuning.JIT)
+    left = len(timed) - len(gains)
+    text = f"measured on this machine, each call for itself: {plural(len(gains), 'call')} faster than XLA's code"
+    text += f" ({gains[0]:.2f}x to {gains[-1]:.2f}x)" if len(gains) > 1 else f" ({gains[0]:.2f}x)" if gains else ""
+    return text + (f", {left} slower and left to XLA" if left else "")
+
+
+def _noted(chosen: Pipelined, note: str) -> Pipelined:
     first, *bodies = chosen.reports
-    noted = dataclasses.replace(first, notes=(*first.notes, measured_text(choice)))
-    return dataclasses.replace(chosen, reports=(noted, *bodies))
+    return dataclasses.replace(chosen, reports=(dataclasses.replace(first, notes=(*first.notes, note)), *bodies))
 
 
 def options_of(choice: str, options: RouteOptions, measured: str = "") -> RouteOptions:
@@ -380,7 +439,11 @@ def pipelined_jaxpr(jaxpr: Any, options: RouteOptions, target: str, chooser: Cho
 
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
-    plan = planned_function(jaxpr, options, target, chooser)
+    return _rebuilt(jaxpr, planned_function(jaxpr, options, target, chooser), options)
+
+
+def _rebuilt(jaxpr: Any, plan: PlannedFunction, options: RouteOptions) -> Pipelined:
+    """``jaxpr`` with the calls of ``plan``."""
     graph, lost = plan.captured.graph, dict[str, Failure]()
 
     def failed(region: PlannedRegion, error: Exception) -> None:
@@ -502,12 +565,17 @@ def plan_and_schedule(captured: Captured, target: str, options: RouteOptions) ->
 
 
 def run_nodes(
-    captured: Captured, nodes: Sequence[Node], args: Sequence[Any], failed: Callable[[PlannedRegion, Exception], None]
+    captured: Captured,
+    nodes: Sequence[Node],
+    args: Sequence[Any],
+    failed: Callable[[PlannedRegion, Exception], None],
+    part: PlannedRegion | None = None,
 ) -> list[Any]:
-    """The results of ``captured`` on ``args``, node by node. A region whose call cannot be bound is reported to ``failed`` and
-    evaluated op by op."""
+    """The results of ``captured`` on ``args``, node by node; or those of the call ``part`` on its operands. A region whose call
+    cannot be bound is reported to ``failed`` and evaluated op by op."""
     graph = captured.graph
-    env: dict[int, Any] = dict(zip(graph.inputs, args, strict=True))
+    inputs, outputs = (graph.inputs, graph.outputs) if part is None else (part.operands, part.region.outputs)
+    env: dict[int, Any] = dict(zip(inputs, args, strict=True))
 
     def read(v: int) -> Any:
         if v not in env:
@@ -540,7 +608,7 @@ def run_nodes(
                 step(i)
         else:
             env.update(zip(region.outputs, outs, strict=True))
-    return [read(v) for v in graph.outputs]
+    return [read(v) for v in outputs]
 
 
 @functools.cache

@@ -142,6 +142,16 @@ class PlannedRegion:
         """The plan of the first phase."""
         return self.phases[0].plan
 
+    @property
+    def seconds(self) -> float:
+        """The modelled time of the call."""
+        return sum(phase.plan.seconds for phase in self.phases)
+
+    @property
+    def modelled_gain(self) -> float:
+        """XLA's modelled time for the same operators over that of the call."""
+        return sum(phase.plan.baseline_seconds for phase in self.phases) / max(self.seconds, 1e-12)
+
     def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was
         planned without code."""

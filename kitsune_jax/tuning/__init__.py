@@ -31,7 +31,7 @@ from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_t
 JIT, MODELLED, OPTIMISTIC, FORCED = "jit", "modelled", "optimistic", "forced"
 LEAST_GAIN = 1.02  # of a plan over ``jax.jit``: repeated measurements of one program differ by this much
 # While other programs run they differ by more. A thread that had a core in less than this part of the time it wanted one met them.
-_LEAST_GAIN_BUSY, _LEAST_SHARE = 1.1, 0.85
+LEAST_GAIN_BUSY, _LEAST_SHARE = 1.1, 0.85
 # Seconds that the programs of one lowering may take to be chosen, as XLA's own tuning of its products takes.
 BUDGET = {"cpu": 5.0, "cuda": 2.0}
 _COMPILE_S = 0.001  # of XLA for an equation: 0.5 ms in a hash-grid field of 2 000, 2 ms in small networks of products
@@ -52,7 +52,7 @@ class Choice:
     @staticmethod
     def of(seconds: Mapping[str, float], busy: bool = False) -> Choice:
         """The fastest of ``seconds``; JIT where no other gains ``LEAST_GAIN``, or more if the machine was ``busy``."""
-        best, least = min(seconds, key=lambda name: seconds[name]), _LEAST_GAIN_BUSY if busy else LEAST_GAIN
+        best, least = min(seconds, key=lambda name: seconds[name]), LEAST_GAIN_BUSY if busy else LEAST_GAIN
         return Choice(best if seconds[best] * least < seconds[JIT] else JIT, dict(seconds), busy)
 
     @property
@@ -151,6 +151,16 @@ def _read(content: bytes) -> Choice:
     return Choice(stored["name"], stored["seconds"])
 
 
+def _compile_seconds(program: Any) -> float:
+    """Seconds to compile ``program`` once as it is and once with a plan, about."""
+    return 2 * _COMPILE_S * sum(1 for _ in all_equations(program))
+
+
+def takes_too_long(program: Any, platform: str) -> bool:
+    """Would timing ``program`` take longer than the whole budget?"""
+    return config.tune() != "all" and _compile_seconds(program) > BUDGET[platform]
+
+
 class _NotMeasured(Exception):
     pass
 
@@ -173,7 +183,7 @@ def choose(key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], 
 
     def make() -> bytes:
         why = why_not_timed(program)
-        if why is None and budget.left < 2 * _COMPILE_S * sum(1 for _ in all_equations(program)):
+        if why is None and budget.left < _compile_seconds(program):
             why = "compiling it again would take too long"
         if why is not None:
             raise _NotMeasured(why)

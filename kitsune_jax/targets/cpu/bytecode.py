@@ -623,7 +623,10 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
     if isinstance(x, tuple):
         out.append(len(x))
         for v in x:
-            _emit(v, out, programs)
+            if type(v) is int:
+                out.append(v)
+            else:
+                _emit(v, out, programs)
     elif isinstance(x, (bool, int, np.integer)):
         out.append(int(x))
     elif isinstance(x, float):
