@@ -12,6 +12,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -277,7 +278,8 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str, budget: t
         if options.strict:
             raise RuntimeError(f"kitsune_jax could not pipeline {failure.part} of {name}: {failure.reason}\n{failure.traceback}")
         record(name, failure)
-    logger.debug("%s: %s", name, pipelined.report)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: %s", name, pipelined.report)
     if options.strict and pipelined.report.ops_total and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
@@ -338,6 +340,9 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
                 return made[tuning.MODELLED]
     if choice is None:
         return with_fastest_calls(program, options, target, chooser) or pipelined_jaxpr(program, options, target, chooser)
+    told = not options.code or logger.isEnabledFor(logging.DEBUG)
+    if choice.name == tuning.JIT and not told and not _holds_pipelines(program):
+        return Pipelined(program, (), ())  # nobody reads the reason for each operator, which costs as much as a plan
     chosen = made.get(choice.name) or plan(choice.name, measured_text(choice))
     if choice.name == tuning.JIT:  # the times are the reason for each operator
         return chosen
@@ -421,8 +426,8 @@ def measured_text(choice: tuning.Choice) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A jaxpr with custom calls in it, the reports over it and each body of its loops, and the parts that a bug of ours left
-    out."""
+    """A jaxpr with custom calls in it, the reports over it and each body of its loops (none, if it was left alone and nobody reads
+    them), and the parts that a bug of ours left out."""
 
     jaxpr: Any
     reports: tuple[Report, ...]

@@ -85,6 +85,19 @@ def test_jit_runs_where_no_plan_is_faster(measured: Callable[..., list[str]]) ->
     np.testing.assert_allclose(jax.jit(fn)(WS, X), mlp(WS, X), rtol=1e-4, atol=1e-4)
 
 
+def test_what_jit_is_known_to_be_faster_for_is_not_planned_again(
+    measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(jit=1e-3, modelled=2e-3)
+    fn = kj.pipeline(mlp)
+    assert calls(fn, WS, X) == 0
+
+    captured: list[Any] = []
+    monkeypatch.setattr(lowering, "capture", captured.append)
+    jax.clear_caches()
+    assert calls(fn, WS, X) == 0 and not captured
+
+
 @pytest.mark.parametrize("name", [OPTIMISTIC, FORCED])
 def test_a_plan_that_the_model_rejects_runs_where_it_is_faster(
     measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, name: str
