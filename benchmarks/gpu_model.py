@@ -85,7 +85,7 @@ class Comparison:
 
 # As the planner of the record's commit arranged its kernels, found by planning with the sources of that commit; grids and threads
 # are those that the profiler saw. Not here: DLRM, and the training of NeRF and of graph attention, whose regions no choice of
-# today's makes.
+# today's makes; and the inference of graph attention (1.26 ms, modelled as 1.17), whose last lane fetches eight rows at once now.
 MEASURED: dict[str, tuple[Ran, ...]] = {
     "attention_128_causal infer bf16 1024": (Ran(31, 64, 3),),
     "attention_128_causal infer bf16 4096": (Ran(31, 64, 3),),
@@ -93,7 +93,6 @@ MEASURED: dict[str, tuple[Ran, ...]] = {
     "attention_64_causal infer bf16 4096": (Ran(31, 128, 2),),
     "attention_64_full infer bf16 4096": (Ran(21, 128, 2),),
     "cartpole infer f32 65536": (Ran(2, "resident", 3),),
-    "gat infer f32 1000000": (Ran(8, "resident", 3), Ran(19, "resident", 3, order=True, times=2), Ran(24, "resident", 3)),
     "gru_256 infer bf16 256": (Ran(2, "loop", 1, 8),),
     "lstm_256 infer bf16 256": (Ran(2, "loop", 1, 8),),
     "lstm_64 infer f32 256": (Ran(2, "loop", 1, 2),),

@@ -4,12 +4,14 @@
     python -m scripts.code_hashes compare before.json    # exit status 1, and the names, where a hash is another one
     python -m scripts.code_hashes compare before.json --match 'cuda/nerf|cpu/amx-2'
     python -m scripts.code_hashes write machine.json --sass --match 'cuda/(mlp|loss)/bfloat16'    # seconds a kernel
+    python -m scripts.code_hashes write sources.json --headers    # two minutes: CUDA sources with all that they include
 
 Comes in: every kernel family of the tests under every arrangement of the CUDA target, and every function of the grid of benchmarks
 planned for every family of CPUs. Goes out: the SHA-256 of each CUDA source and of each CPU program, by name, as JSON. Nothing is
 compiled and nothing runs, so neither a GPU nor the instruction sets are needed. Rows are cut to a few thousand: their number
 changes how tiles are shared out, not the code of one. With ``--sass`` NVRTC compiles the CUDA sources, and the hashes are those of
-the machine code and its constants: a text that reads better should leave them as they are.
+the machine code and its constants: a text that reads better should leave them as they are. With ``--headers`` they are those of
+the CUDA sources and of the headers in ``cuda/include`` that each includes, so an equal hash is an equal kernel.
 """
 
 from __future__ import annotations
@@ -94,6 +96,19 @@ def _words(case: Any) -> dict[str, bytes]:
     return found
 
 
+def with_headers(source: bytes) -> bytes:
+    """``source``, and behind it each header of ``cuda/include`` that it includes, in alphabetical order; without comments, which
+    change no kernel, and with a space for all that is one."""
+    folder, found, work = Path(__file__).parents[1] / "cuda" / "include", dict[str, bytes](), [source]
+    while work:
+        for name in re.findall(rb'#include\s*["<](kitsune/[^">]+)[">]', work.pop()):
+            if (header := name.decode()) not in found:
+                found[header] = (folder / header).read_bytes()
+                work.append(found[header])
+    text = b"\n".join([source, *(found[header] for header in sorted(found))])
+    return b" ".join(re.sub(rb"//.*", b"", text).split())
+
+
 def machine_code(name: str, source: bytes) -> bytes:
     """The instructions and constants that NVRTC makes of the CUDA source of kernel ``name``."""
     from kitsune_jax.targets.cuda import compile
@@ -109,8 +124,8 @@ def machine_code(name: str, source: bytes) -> bytes:
     return found
 
 
-def hashes(wanted: Sequence[Code], sass: bool = False) -> dict[str, str]:
-    """name -> SHA-256 of all code that ``wanted`` makes; or why there is none. ``sass``: of its machine code."""
+def hashes(wanted: Sequence[Code], of: Callable[[str, bytes], bytes] = lambda _, text: text) -> dict[str, str]:
+    """name -> SHA-256 of all code that ``wanted`` makes, or of that ``of`` a name and its code; or why there is none."""
     found: dict[str, str] = {}
     for k, (name, make) in enumerate(wanted, 1):
         print(f"{k} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
@@ -119,10 +134,14 @@ def hashes(wanted: Sequence[Code], sass: bool = False) -> dict[str, str]:
         except Exception as error:  # that there is no code is a result to be compared, too
             found[name] = f"{type(error).__name__}: {error}"
             continue
-        if sass:
-            code = {part: machine_code(f"{name}/{part}", text) for part, text in code.items()}
-        found |= {f"{name}/{part}": hashlib.sha256(text).hexdigest() for part, text in code.items()}
+        code = {f"{name}/{part}": text for part, text in code.items()}
+        found |= {part: hashlib.sha256(of(part, text)).hexdigest() for part, text in code.items()}
     return found
+
+
+def cuda_hashes(wanted: Sequence[Code] | None = None) -> dict[str, str]:
+    """The hashes of CUDA sources with their headers, by default of all kernel families."""
+    return hashes(list(_cuda_families()) if wanted is None else wanted, lambda _, text: with_headers(text))
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -142,12 +161,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--match", default="", help="a regular expression: only families and functions whose name it finds")
     parser.add_argument("--sass", action="store_true", help="of CUDA kernels, the hashes of their machine code")
+    parser.add_argument("--headers", action="store_true", help="of CUDA kernels, the hashes of their sources with all headers")
     args = parser.parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     before: dict[str, str] = json.loads(args.file.read_text()) if args.what == "compare" else {}
-    codes = _cuda_families() if args.sass else everything()
+    codes = _cuda_families() if args.sass or args.headers else everything()
     wanted = [(name, make) for name, make in codes if re.search(args.match, name)]
-    found = hashes(wanted, args.sass)
+    found = hashes(wanted, machine_code) if args.sass else cuda_hashes(wanted) if args.headers else hashes(wanted)
     if args.what == "write":
         args.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         print(f"{len(found)} hashes in {args.file}")

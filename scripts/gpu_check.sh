@@ -6,6 +6,7 @@
 #     --limit SECONDS     for everything together (default 420)
 #     --stages a,b        these stages (--help names all)
 #     --only TEXT         families and cases whose name holds this; "failed": those that FOLDER tells of
+#     --since FILE        measured.json of an earlier check: programs that were right with the same kernels do not run
 #     --dry-run           no device: the emulator, tiny sizes; tests the check itself
 #   scripts/gpu_check.sh --prepare [options]     on a machine without a GPU: builds the extension and compiles every kernel for a
 #                                                bare machine with a GPU into .gpu-check, which is to be taken along (--help)

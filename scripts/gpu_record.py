@@ -1,11 +1,13 @@
 """The record of a run on a GPU in the format of the benchmarks, and the table of its kernel families in docs/gpu-verified.md.
 
     python -m scripts.gpu_record benchmarks/results/h200/record-2026-11-28    # writes benchmarks/results/h200/2026-11-28.json
+    python -m scripts.gpu_record benchmarks/results/h200/record-2026-11-28 --changed    # which kernels changed since; two minutes
 
 In: a folder ``record-<date>`` with the ``measured.json`` of ``scripts/gpu_check.sh``. Out: ``<date>.json`` beside it: cases as
 ``benchmarks.measure`` makes them, with seconds where the run wrote milliseconds and microseconds, the plans that were measured, and
-for each kernel family and dtype how many programs were right. Invariant: every number is the run's. What it did not measure has no
-entry, and no cell in a table.
+for each kernel family and dtype how many programs were right. With ``--changed``, ``changed.json`` in the folder: the kernels whose
+source or headers are others today than in its ``sources.json``, which ``scripts.code_hashes write --headers`` wrote at the record's
+commit. Invariant: every number is the run's. What it did not measure has no entry, and no cell in a table.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import store, table
+from benchmarks.machine import describe_commit
+from scripts import code_hashes
 
 VERIFIED = Path(__file__).parents[1] / "docs" / "gpu-verified.md"
 FAMILIES = "families"  # between which markers of it the table of kernel families stands
@@ -193,7 +197,7 @@ def _programs(correctness: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def families(folder: Path = store.RESULTS) -> str:
     """A table with a row for each kernel family: of the newest record that has it, when and where it ran, and in how many programs
-    it was right, by dtype."""
+    it was right, by dtype; and how many kernels of the family changed since."""
     rows: dict[str, dict[str, Any]] = {}
     for content in sorted((store.load(path) for path in folder.glob("*/*.json")), key=lambda c: str(c["date"])):
         newest: dict[str, dict[str, Any]] = {}
@@ -202,15 +206,47 @@ def families(folder: Path = store.RESULTS) -> str:
         rows |= newest
     if not rows:
         return "No record is stored yet."
-    lines = ["| " + " | ".join(("family", "ran", *_DTYPES)) + " |", "|---|---|" + "---:|" * len(_DTYPES)]
+    lines = ["| " + " | ".join(("family", "ran", *_DTYPES, "changed since")) + " |", "|---|---|" + "---:|" * (len(_DTYPES) + 1)]
     for family in sorted(rows):
-        cells = [f"`{family}`", _ran(rows[family]["of"]), *(_right(rows[family]["dtypes"].get(dtype)) for dtype in _DTYPES)]
+        right = [_right(rows[family]["dtypes"].get(dtype)) for dtype in _DTYPES]
+        cells = [f"`{family}`", _ran(rows[family]["of"]), *right, _changed(rows[family]["of"], family, folder)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _ran(content: Mapping[str, Any]) -> str:
     return f"{content['date']}, {content['machine']['gpu']['name'].removeprefix('NVIDIA ')}, {content['commit'][:10]}"
+
+
+def _changed(content: Mapping[str, Any], family: str, folder: Path) -> str:
+    """How many of the family's kernels are others today than in the record ``content``; "?" where nobody has compared."""
+    paths = list(folder.glob(f"*/record-{content['date']}/changed.json"))
+    if not paths:
+        return "?"
+    found = json.loads(paths[0].read_text())["families"].get(family)
+    return f"{found['changed']} of {found['kernels']}" if found else "?"
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """For each family of the hashes ``before``, by names such as "cuda/mlp/bfloat16/vertical": its kernels, and those that have
+    another hash ``now``, or none.
+
+    >>> changed({"cuda/mlp/float32/a": "1", "cuda/mlp/float32/b": "2"}, {"cuda/mlp/float32/a": "1", "cuda/mlp/float32/b": "3"})
+    {'mlp': {'kernels': 2, 'changed': 1}}
+    """
+    found: dict[str, dict[str, int]] = {}
+    for name, digest in before.items():
+        of = found.setdefault(name.split("/")[1], {"kernels": 0, "changed": 0})
+        of["kernels"] += 1
+        of["changed"] += now.get(name) != digest
+    return found
+
+
+def compare_sources(folder: Path) -> None:
+    """Write ``changed.json`` of a record's ``folder``. Raises ``OSError`` if it has no ``sources.json``."""
+    before = json.loads((folder / "sources.json").read_text())
+    content = {**describe_commit(), "families": changed(before, code_hashes.cuda_hashes())}
+    (folder / "changed.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _right(of: Mapping[str, Any] | None) -> str:
@@ -220,7 +256,11 @@ def _right(of: Mapping[str, Any] | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_record", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="record-<date>, with measured.json")
+    parser.add_argument("--changed", action="store_true", help="compare today's kernels with those of the record instead")
     args = parser.parse_args(arguments)
+    if args.changed:
+        compare_sources(args.folder)
+        return 0
     date = args.folder.name.removeprefix("record-")
     content = converted(json.loads((args.folder / "measured.json").read_text()), date)
     path = args.folder.parent / f"{date}.json"

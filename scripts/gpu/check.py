@@ -197,7 +197,8 @@ class Check:
             while waiting and len(running) < most:
                 key = waiting.popleft()
                 name = f"{key[0]} {kinds} {key[1]}"
-                skipped = ("--skip", json.dumps(skip[key]))
+                skipped = ["--skip", json.dumps(skip[key])]
+                skipped += ["--since", str(self.options.since)] if self.options.since else []
                 running[key] = self.process("programs", name, _PROGRAMS_S, False, *skipped, prefix=prefix)
             for key, (process, output) in list(running.items()):
                 if process.look() is not None:
@@ -215,6 +216,8 @@ class Check:
             self.measured["correctness"][f"{label}{name}"] = one
         right, left_out = sum(one["ok"] for one in found.values()), [f for f, _ in waiting]
         told = f"{label or kinds}: {right} of {len(found)} programs right"
+        if unchanged := sum(one.get("unchanged", False) for one in found.values()):
+            told += f"; {unchanged} of them have the same kernels as when they were right, and did not run"
         self.say(f"{told}; cut off: {cut or 'none'}; not started: {left_out or 'none'}")
         for one in found.values():
             if not one["ok"]:
@@ -411,6 +414,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", default=",".join(STAGES[:4]), type=lambda s: s.split(","), help="of " + ", ".join(STAGES))
     parser.add_argument(
         "--only", default="", help='families and cases whose name holds this; "failed": those that the folder tells of'
+    )
+    parser.add_argument(
+        "--since", type=Path, help="measured.json of an earlier check: programs that were right with the same kernels do not run"
     )
     parser.add_argument("--dry-run", action="store_true", help="no device: the emulator, tiny sizes; tests the check itself")
     options = parser.parse_args(arguments)

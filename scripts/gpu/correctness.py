@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -84,8 +85,15 @@ def check(program: Program, seed: int, found: Findings) -> dict[str, Any]:
     return {"ok": near and kernels > 0 and (equal or not program.family.deterministic), **one}
 
 
-def run(name: str, found: Findings, skip: set[str], dry_run: bool, without_device: bool) -> None:
-    """``name``: "FAMILY planned|forced K/N". A process that died in a program is started again with its name in ``skip``."""
+def right_before(measured: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The programs that were right in an earlier check, with their kernels."""
+    found = measured.get("correctness", {})
+    return {name: one["cubins"] for name, one in found.items() if one["ok"] and one.get("cubins")}
+
+
+def run(name: str, found: Findings, skip: set[str], dry_run: bool, without_device: bool, before: Mapping[str, list[str]]) -> None:
+    """``name``: "FAMILY planned|forced K/N". A process that died in a program is started again with its name in ``skip``. A program
+    with the same kernels ``before`` does not run again."""
     family, kinds, part = name.split()
     k, n = map(int, part.split("/"))
     kernels_since = note_kernels()
@@ -95,15 +103,21 @@ def run(name: str, found: Findings, skip: set[str], dry_run: bool, without_devic
     for seed, program in enumerate(chosen):
         if program.name in skip:
             continue
+        kernels, known = list[str](), before.get(program.name)
         try:
-            if without_device:
+            if without_device or known:
                 program.compile_kernel()
+                kernels = kernels_since()
+            if without_device:
                 one: dict[str, Any] = {"ok": True}
+            elif known and sorted(known) == sorted(kernels):
+                one = {"ok": True, "unchanged": True}
             else:
                 one = check(program, seed, found)
         except Exception as error:
             one = {"ok": False, **failure(error)}
-        found.content["findings"].append({"name": program.name, "kind": program.kind, **one, "cubins": kernels_since()})
+        kernels = list(dict.fromkeys((*kernels, *kernels_since())))
+        found.content["findings"].append({"name": program.name, "kind": program.kind, **one, "cubins": kernels})
         found.write()
         if "CUDA_ERROR" in one.get("error", ""):  # after that nothing can run in this process
             raise RuntimeError(one["error"])

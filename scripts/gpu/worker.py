@@ -107,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--skip", default="[]", help="JSON: names of programs that are not to run (again)")
+    parser.add_argument("--since", type=Path, help="measured.json of an earlier check: programs with the same kernels do not run")
     parser.add_argument("--without-device", action="store_true", help="compile for the device of $" + DRIVER + ", run nothing")
     parser.add_argument("--dry-run", action="store_true", help="the emulator, or a CPU, in the place of a device; tiny sizes")
     options = parser.parse_args(arguments)
@@ -125,7 +126,8 @@ def _work(options: argparse.Namespace, found: Findings) -> None:
     if options.kind == "programs":
         from scripts.gpu import correctness
 
-        correctness.run(options.name, found, set(json.loads(options.skip)), options.dry_run, options.without_device)
+        before = correctness.right_before(results.read_json(options.since) or {}) if options.since else {}
+        correctness.run(options.name, found, set(json.loads(options.skip)), options.dry_run, options.without_device, before)
     elif options.kind == "case":
         from scripts.gpu import timing
 

@@ -241,6 +241,56 @@ def test_what_is_right(
     assert ("jit_errors" in one) == (runs == (1.1, 1.1))  # asked where the tolerance is exceeded
 
 
+def test_programs_that_were_right_with_the_same_kernels_do_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose kernel changed does, and one that was wrong, and one that nobody has run."""
+    earlier = {
+        "same": {"ok": True, "cubins": ["a.cubin", "b.cubin"]},
+        "changed": {"ok": True, "cubins": ["a.cubin"]},
+        "wrong": {"ok": False, "cubins": ["a.cubin"]},
+        "of an older check": {"ok": True},
+    }
+    kernels = {"same": ["b.cubin", "a.cubin"], "changed": ["c.cubin"]}
+    asked: list[str] = []
+
+    class Program:
+        kind = "planned"
+
+        def __init__(self, name: str):
+            self.name = name
+
+        def compile_kernel(self) -> None:
+            asked.extend(kernels.get(self.name, []))
+
+    def since() -> list[str]:
+        found = list(asked)
+        asked.clear()
+        return found
+
+    ran: list[str] = []
+
+    def check(program: Any, *_: Any) -> dict[str, Any]:
+        ran.append(program.name)
+        return {"ok": True}
+
+    monkeypatch.setattr(correctness, "programs", lambda *_: [Program(name) for name in (*earlier, "new")])
+    monkeypatch.setattr(correctness, "note_kernels", lambda: since)
+    monkeypatch.setattr(correctness, "check", check)
+    found = worker.Findings(tmp_path / "found.json")
+    correctness.run("a planned 0/1", found, set(), False, False, correctness.right_before({"correctness": earlier}))
+    assert ran == ["changed", "wrong", "of an older check", "new"]
+    same, changed, *_ = found.content["findings"]
+    assert same["unchanged"] and same["ok"] and changed["cubins"] == ["c.cubin"]
+
+
+def test_what_a_check_is_told_to_leave_out_reaches_its_workers(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"correctness": {"b 1": {"ok": True, "cubins": ["b 1"]}}}))
+    code, measured, output = toy(tmp_path, "--stages", "correct", "--since", str(earlier))
+    assert code == 0, output
+    assert [name for name, f in measured["correctness"].items() if f.get("unchanged")] == ["b 1"]
+    assert "1 of them have the same kernels as when they were right, and did not run" in output
+
+
 # --- programs and cases -----------------------------------------------------------------------------------------------------------
 
 

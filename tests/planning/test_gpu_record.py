@@ -1,6 +1,6 @@
 """The planner's model of an H200 beside the record of one: modelled times of the kernels and plans that ran are near the measured
-ones. Not compared: DLRM and the training steps of NeRF and graph attention, whose regions no choice of today's makes
-(``benchmarks.gpu_model``).
+ones. Not compared: DLRM, graph attention and the training step of NeRF, whose regions no choice of today's makes, or whose code
+changed since (``benchmarks.gpu_model``).
 """
 
 from __future__ import annotations

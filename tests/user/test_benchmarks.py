@@ -20,7 +20,7 @@ from benchmarks.machine import machine_slug
 from benchmarks.measure import Effort, _thunks, first_call, max_relative_error, measure
 from benchmarks.roofline import Ceilings, floor_seconds
 from benchmarks.timing import interleaved, paired_speedup, summary
-from scripts import gpu_record
+from scripts import code_hashes, gpu_record
 
 TINY = Effort(rounds=3, seconds=5.0)
 EMPTY_TABLES = "".join(
@@ -190,6 +190,34 @@ def test_documents_hold_the_tables_of_what_is_stored(part: str) -> None:
 
 def test_the_table_of_families_on_a_gpu_is_that_of_the_records() -> None:
     assert _between_markers(gpu_record.VERIFIED, gpu_record.FAMILIES) == gpu_record.families()
+
+
+def test_the_table_of_families_tells_how_many_kernels_changed_since(tmp_path: Path) -> None:
+    ran = {"family": "mlp", "dtype": "float32", "programs": 3, "right": 3}
+    machine = {"gpu": {"name": "NVIDIA H200"}}
+    record = {"format": store.FORMAT, "date": "2026-12-01", "commit": "abc", "machine": machine, "programs": [ran], "cases": []}
+    (tmp_path / "h200" / "record-2026-12-01").mkdir(parents=True)
+    (tmp_path / "h200" / "2026-12-01.json").write_text(json.dumps(record))
+    assert gpu_record.families(tmp_path).splitlines()[-1].endswith("| - | - | 3 of 3 | ? |")
+    before = {"cuda/mlp/float32/one": "1", "cuda/mlp/float32/two": "2", "cuda/loss/float32/one": "3"}
+    found = gpu_record.changed(before, {"cuda/mlp/float32/one": "1", "cuda/mlp/float32/two": "4", "cuda/new/float32/one": "5"})
+    assert found == {"mlp": {"kernels": 2, "changed": 1}, "loss": {"kernels": 1, "changed": 1}}
+    (tmp_path / "h200" / "record-2026-12-01" / "changed.json").write_text(json.dumps({"families": found}))
+    assert gpu_record.families(tmp_path).splitlines()[-1].endswith("| - | - | 3 of 3 | 1 of 2 |")
+
+
+def test_a_kernel_is_another_one_if_a_header_behind_its_headers_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cuda" / "include" / "kitsune"
+    folder.mkdir(parents=True)
+    (folder / "a.h").write_text('#include "kitsune/b.h"\n')
+    (folder / "b.h").write_text("one")
+    monkeypatch.setattr(code_hashes, "__file__", str(tmp_path / "scripts" / "code_hashes.py"))
+    source = b'#include "kitsune/a.h"\n#include <cuda.h>\n'
+    before = code_hashes.with_headers(source)
+    (folder / "b.h").write_text("two")
+    assert code_hashes.with_headers(source) != before
+    (folder / "b.h").write_text("one  // a comment\n\n")
+    assert code_hashes.with_headers(source) == before
 
 
 def _between_markers(path: Path, name: str) -> str:

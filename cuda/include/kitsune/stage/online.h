@@ -142,30 +142,41 @@ struct OnlineSegments : Segments<Sum, float, E, W> {
   }
 
  private:
-  // Down 16 partial results: a thread has the pairs of one column of block b.
+  // Down 16 partial results: a thread has the pairs of one column of block b, and fetches eight at once, because each comes from
+  // the L2 and the lanes that wait for the sums do nothing else meanwhile.
   KITSUNE_DEVICE void walk_pairs(const Runs& runs, i32 index, u32 from, int b) const {
+    constexpr int kAhead = 8;
     const int column = b * kColumns + static_cast<int>(lane_id()) % kColumns;
     const bool mine = static_cast<int>(lane_id()) < kColumns;
     float acc = 0.0f, at = lowest<float>();
     bool first = true;
     KITSUNE_NO_UNROLL
-    for (int r = 0; r < 16; ++r) {
-      const i32 segment = Runs::row(runs.id, r);
-      if (Runs::row(index, r) >= 0)
-        add_scaled(acc, at, from_word<float>(ld_l2(partial + static_cast<i64>(from + r) * W + column)),
-                   from_word<float>(ld_l2(partial_top(from + r) + top_of(column))));
-      if (!(runs.ends >> r & 1)) continue;
-      if (segment >= 0) {
-        if (mine && (first || r == 15)) {
-          const u32 k = 2 * warp() + (first ? 0 : 1);
-          st_shared(edge(k) + column, to_word(acc));
-          if (has_top(column)) st_shared(tops.edge(turn, k) + top_of(column), to_word(at));
-        } else if (mine && column < columns) {
-          put(segment, column, acc, at);
-        }
-        first = false;
+    for (int batch = 0; batch < 16; batch += kAhead) {
+      float sum[kAhead], top[kAhead];
+      KITSUNE_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        if (Runs::row(index, batch + i) < 0) continue;
+        sum[i] = from_word<float>(ld_l2(partial + static_cast<i64>(from + batch + i) * W + column));
+        top[i] = from_word<float>(ld_l2(partial_top(from + batch + i) + top_of(column)));
       }
-      acc = 0.0f, at = lowest<float>();
+      KITSUNE_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        const int r = batch + i;
+        const i32 segment = Runs::row(runs.id, r);
+        if (Runs::row(index, r) >= 0) add_scaled(acc, at, sum[i], top[i]);
+        if (!(runs.ends >> r & 1)) continue;
+        if (segment >= 0) {
+          if (mine && (first || r == 15)) {
+            const u32 k = 2 * warp() + (first ? 0 : 1);
+            st_shared(edge(k) + column, to_word(acc));
+            if (has_top(column)) st_shared(tops.edge(turn, k) + top_of(column), to_word(at));
+          } else if (mine && column < columns) {
+            put(segment, column, acc, at);
+          }
+          first = false;
+        }
+        acc = 0.0f, at = lowest<float>();
+      }
     }
   }
 
