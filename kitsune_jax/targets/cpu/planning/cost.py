@@ -380,8 +380,10 @@ class CpuCost(RegionCost):
             each = work.elements / max(1, work.sums)
             if work.taken:  # it reads its operands as gathers do, and multiplies them in registers
                 return step + rows * work.elements * known.vector("mul", work.dtype)
-            picked = known["picked"] * (_PICKED_AGAIN if work.again else 1.0)
-            fold = each * picked if work.narrow else known.fold(work.dtype, each, over_rows=work.sink)
+            if work.narrow:
+                fold = each * known["picked"] * (_PICKED_AGAIN if work.again else 1.0)
+            else:
+                fold = known.fold(work.dtype, each, over_rows=work.sink)
             return step + rows * work.sums * _PASSES[work.family] * fold
         if work.access is not None:
             access = work.access

@@ -247,7 +247,7 @@ _NO_WORK = frozenset({*SPECIAL_OPS, "reduce_precision"})
 _DOUBLE = ("add", "div", "sqrt", "exp", "log", "tanh")
 _COPIES = {"l1": 4 << 10, "l2": 128 << 10}  # bytes of each thread
 _SHARED_COPIES = {"l3": 4 << 20, "dram": 96 << 20}  # of all threads together
-_FRESH = 32 << 20
+_FRESH = 8 << 20
 RELU = "activation/relu/"  # subtracted from the other activations
 
 
