@@ -126,3 +126,16 @@ def test_products_of_any_rows(edges, nodes, heads, inner, dtype, ids, both, seed
     args = table, own, senders, receivers
     got = np.asarray(jax.jit(kj.pipeline(products, force=True))(*args), np.float64)
     np.testing.assert_allclose(got, wanted(products, *args), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4 * inner**0.5)
+
+
+def test_products_for_every_second_place_of_a_result(programs) -> None:
+    """The sums for the heads of a row are written one behind the other: a result in which they lie apart gets copies of them."""
+    rng = np.random.default_rng(0)
+    table, own = (jnp.asarray(rng.standard_normal((k, 3, 5)), jnp.float32) for k in (31, 401))
+    senders = jnp.asarray(rng.integers(0, 31, 401), jnp.int32)
+
+    def stacked(table: Any, own: Any, senders: Any) -> Any:
+        return jnp.stack([jnp.sum(table[senders] * own, -1), own[..., 0]], -1)
+
+    close(jax.jit(kj.pipeline(stacked, force=True))(table, own, senders), in_float64(stacked, table, own, senders))
+    assert len(taken(programs, bc.CpuTakenDot)) == 1
