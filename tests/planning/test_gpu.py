@@ -24,7 +24,7 @@ from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import build_report
-from kitsune_jax.targets.cuda.planning.cost import GpuCost, StageSteps, is_splittable
+from kitsune_jax.targets.cuda.planning.cost import GpuCost, StageSteps, is_splittable, load_seconds
 from kitsune_jax.targets.cuda.planning.machines import A100, H100, H200
 from kitsune_jax.targets.cuda.planning.planner import candidates, plan
 from kitsune_jax.targets.cuda.tiles import padded
@@ -221,6 +221,15 @@ def test_registers_of_a_cta_are_no_more_than_it_has():
             assert registers % 8 == 0 and 128 * (32 + lanes * registers) <= 65536
     for lanes, registers in enumerate(A100.lane_registers, 1):
         assert 128 * (lanes + 1) * registers <= 65536
+
+
+@pytest.mark.parametrize("columns", [32, 128, 1024])
+def test_a_lane_waits_for_every_byte_of_a_tile_that_it_loads(columns: int) -> None:
+    case = captured(lambda x: jnp.tanh(x) + 1.0, jax.ShapeDtypeStruct((65536, columns), "float32"))
+    bandwidth = H200.transfers.lane_bandwidth
+    slow = dataclasses.replace(H200, transfers=dataclasses.replace(H200.transfers, lane_bandwidth=bandwidth / 2))
+    waits = [load_seconds(GpuCost(*case, machine), case[1].ops) for machine in (H200, slow)]
+    assert waits[1] - waits[0] == pytest.approx(64 * columns * 4 / bandwidth)  # a tile has 64 rows
 
 
 # Which arrangement

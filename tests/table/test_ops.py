@@ -40,7 +40,7 @@ def x64():
 def test_the_table_is_complete():
     for kind, spec in OPS.items():
         assert spec.kind == kind
-        assert spec.doc and spec.flops >= 0
+        assert spec.doc and spec.flops >= (spec.family == "pointwise" and kind != "copy")
         assert set(spec.opcodes) <= set(OPCODES)
         assert set(spec.dtypes) <= set(DTYPES)
         assert spec.like is None or spec.like[0] in OPS
