@@ -62,13 +62,13 @@ $(foreach kind,release tsan asan aarch64,$(eval $(call CPU_KIND_RULES,$(kind))))
 CPU_HAS := $(shell sed -n '/^flags/{p;q}' /proc/cpuinfo 2>/dev/null)
 CPU_HAS_ALL = $(filter $(words $(1)),$(words $(filter $(1),$(CPU_HAS))))
 ifneq ($(call CPU_HAS_ALL,avx512f avx512bw avx512dq avx512vl avx512_bf16),)
-CPU_UNSEEN := isa_avx2 isa_generic
+CPU_UNSEEN := isa_avx2 isa_generic $(if $(call CPU_HAS_ALL,amx_tile amx_bf16),,isa_amx)
 else ifneq ($(call CPU_HAS_ALL,avx512f avx512bw avx512dq avx512vl),)
 CPU_UNSEEN := isa_avx2 isa_generic isa_avx512bf16 isa_amx
 else ifneq ($(call CPU_HAS_ALL,avx2 fma f16c),)
 CPU_UNSEEN := isa_generic isa_avx512 isa_avx512bf16 isa_amx
 endif
-CPU_SEEN := $(filter-out $(CPU_UNSEEN),$(CPU_LIB))
+CPU_SEEN := $(filter-out $(CPU_UNSEEN),$(filter isa_%,$(CPU_LIB)) $(filter-out isa_%,$(CPU_LIB))) # the longest first
 $(CPU_BUILD)/asan/test_fuzz: $(CPU_BUILD)/asan/test_fuzz.o $(CPU_SEEN:%=$(CPU_BUILD)/asan/%.o) $(CPU_UNSEEN:%=$(CPU_BUILD)/release/%.o)
 	$(call CPU_CXX,asan) $(CPU_KIND_FLAGS_asan) -pthread $^ -o $@
 $(CPU_BUILD)/asan/test_fuzz.o: private CPU_FLAGS += -DKITSUNE_UNSEEN='"$(CPU_UNSEEN)"'
@@ -76,8 +76,12 @@ $(CPU_BUILD)/asan/test_fuzz.o: private CPU_FLAGS += -DKITSUNE_UNSEEN='"$(CPU_UNS
 CPU_ASAN := ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
 
 .PHONY: cpu-test cpu-tsan cpu-asan cpu-test-arm cpu-arm
-cpu-test: $(patsubst %,$(CPU_BUILD)/release/%,$(filter-out test_fuzz,$(CPU_TESTS))) $(CPU_BUILD)/asan/test_fuzz
-	@set -e; for t in $^; do echo "== $$t"; $(CPU_ASAN) $$t; done
+# Each is a target of its own, so that `make -j` runs tests while others are compiled; the fuzzer is first, which takes longest.
+CPU_RUNS := $(CPU_BUILD)/asan/test_fuzz $(patsubst %,$(CPU_BUILD)/release/%,$(filter-out test_fuzz,$(CPU_TESTS)))
+.PHONY: $(CPU_RUNS:%=run/%)
+cpu-test: $(CPU_RUNS:%=run/%)
+$(CPU_RUNS:%=run/%): run/%: %
+	@out=$$($(CPU_ASAN) $< 2>&1); status=$$?; printf '== %s\n%s\n' $< "$$out"; exit $$status
 cpu-tsan: $(CPU_TESTS:%=$(CPU_BUILD)/tsan/%)
 	@set -e; for t in $^; do echo "== $$t"; TSAN_OPTIONS=halt_on_error=1 $$t; done
 cpu-asan: $(CPU_TESTS:%=$(CPU_BUILD)/asan/%)
