@@ -46,11 +46,12 @@ VectorFn binary_with(unsigned constants) {
 
 template <class T>
 VectorFn constant_function_of(Opcode op, unsigned constants) {
-  using U = typename BitsOfSize<sizeof(T)>::type;
+  using U = UnsignedOf<T>;  // of what does the same to the bits of both signs
+  using Raw = typename BitsOfSize<sizeof(T)>::type;
   switch (op) {
-    case Opcode::op_add: return binary_with<Add, T>(constants);
-    case Opcode::op_sub: return binary_with<Sub, T>(constants);
-    case Opcode::op_mul: return binary_with<Mul, T>(constants);
+    case Opcode::op_add: return binary_with<Add, U>(constants);
+    case Opcode::op_sub: return binary_with<Sub, U>(constants);
+    case Opcode::op_mul: return binary_with<Mul, U>(constants);
     case Opcode::op_div:
       if constexpr (kSame<T, int32_t> || kSame<T, uint32_t>)
         return constants == 2 ? &map_divided<kSigned<T>, false, true> : nullptr;
@@ -63,27 +64,27 @@ VectorFn constant_function_of(Opcode op, unsigned constants) {
         return nullptr;
     case Opcode::op_max: return binary_with<Max, T>(constants);
     case Opcode::op_min: return binary_with<Min, T>(constants);
-    case Opcode::op_eq: return binary_with<Eq, T>(constants);
-    case Opcode::op_ne: return binary_with<Ne, T>(constants);
+    case Opcode::op_eq: return binary_with<Eq, U>(constants);
+    case Opcode::op_ne: return binary_with<Ne, U>(constants);
     case Opcode::op_lt: return binary_with<Lt, T>(constants);
     case Opcode::op_le: return binary_with<Le, T>(constants);
     case Opcode::op_gt: return binary_with<Gt, T>(constants);
     case Opcode::op_ge: return binary_with<Ge, T>(constants);
     case Opcode::op_clamp: return constants == 5 ? &map_clamp_with<T> : nullptr;
     case Opcode::op_select:
-      if (constants == 2) return &map_select_with<U, true, false>;
-      if (constants == 4) return &map_select_with<U, false, true>;
-      return constants == 6 ? &map_select_with<U, true, true> : nullptr;
+      if (constants == 2) return &map_select_with<Raw, true, false>;
+      if (constants == 4) return &map_select_with<Raw, false, true>;
+      return constants == 6 ? &map_select_with<Raw, true, true> : nullptr;
     default: break;
   }
   if constexpr (!TypeTraits<T>::kFloating) {
     switch (op) {
-      case Opcode::op_and: return binary_with<And, T>(constants);
-      case Opcode::op_or: return binary_with<Or, T>(constants);
-      case Opcode::op_xor: return binary_with<Xor, T>(constants);
-      case Opcode::op_shift_left: return binary_with<ShiftLeft, T>(constants);
-      case Opcode::op_shift_right_logical: return binary_with<ShiftRightLogical, T>(constants);
-      case Opcode::op_shift_right_arithmetic: return binary_with<ShiftRightArithmetic, T>(constants);
+      case Opcode::op_and: return binary_with<And, U>(constants);
+      case Opcode::op_or: return binary_with<Or, U>(constants);
+      case Opcode::op_xor: return binary_with<Xor, U>(constants);
+      case Opcode::op_shift_left: return binary_with<ShiftLeft, U>(constants);
+      case Opcode::op_shift_right_logical: return binary_with<ShiftRightLogical, U>(constants);
+      case Opcode::op_shift_right_arithmetic: return binary_with<ShiftRightArithmetic, U>(constants);
       default: break;
     }
   }

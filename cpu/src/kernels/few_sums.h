@@ -17,16 +17,33 @@ inline bool has_few_sums(const OuterArgs& g) { return g.M <= kFewSums && (g.pane
 
 template <class T>
 KITSUNE_INLINE VF floats_of(const T* from) {
-  if constexpr (kSame<T, float>) {
-    return load_vector<VF>(from);
-  } else {
+  if constexpr (kSame<T, float>) return load_vector<VF>(from);
 #if defined(__AVX512F__)
-    return some_floats(from, __mmask16(-1));
+  return some_floats(from, __mmask16(-1));
 #else
-    VF v;
-    for (int i = 0; i < kFloats; ++i) v[i] = convert<float>(from[i]);
-    return v;
+#if defined(__AVX2__) && defined(__F16C__)
+  const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  if constexpr (kSame<T, BFloat16>) return (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(sixteen), 16);
+  if constexpr (kSame<T, Half>) return (VF)_mm256_cvtph_ps(sixteen);
 #endif
+  VF v;
+  for (int i = 0; i < kFloats; ++i) v[i] = convert<float>(from[i]);
+  return v;
+#endif
+}
+
+// The same as add_joined for fewer columns than a vector has lanes: x[j * rows + m], of `rows` rows of C. Not inline, because
+// compilers would unroll it for each number of rows.
+template <class T, int J>
+KITSUNE_ONCE void add_last_columns(const float* x, int rows, const T* y, int64_t ldy, float* c, int64_t next, int64_t columns) {
+  for (int64_t n = 0; n < columns; ++n) {
+    float column[J];
+    for (int j = 0; j < J; ++j) column[j] = convert<float>(y[j * ldy + n]);
+    for (int m = 0; m < rows; ++m) {
+      float sum = c[m * next + n];
+      for (int j = 0; j < J; ++j) sum += x[j * rows + m] * column[j];
+      c[m * next + n] = sum;
+    }
   }
 }
 
@@ -48,13 +65,7 @@ KITSUNE_INLINE void add_joined(const float (&x)[J][M], const T* y, int64_t ldy, 
     KITSUNE_UNROLL
     for (int m = 0; m < M; ++m) store_vector(c + m * next + n, sum[m]);
   }
-  for (; n < columns; ++n) {
-    for (int m = 0; m < M; ++m) {
-      float sum = c[m * next + n];
-      for (int j = 0; j < J; ++j) sum += x[j][m] * convert<float>(y[j * ldy + n]);
-      c[m * next + n] = sum;
-    }
-  }
+  if (n < columns) add_last_columns<T, J>(&x[0][0], M, y + n, ldy, c + n, next, columns - n);
 }
 
 template <class T, int M, int J>

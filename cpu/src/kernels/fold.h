@@ -197,22 +197,29 @@ Result with_operation(int how, bool wide, F f) {
     if (wide && how == kSum) return by(TypeTag<Add>{}, TypeTag<WideAcc>{});
     if (wide && how == kProduct) return by(TypeTag<Mul>{}, TypeTag<WideAcc>{});
   }
-  switch (how) {
-    case kSum: return by(TypeTag<Add>{}, TypeTag<Acc>{});
-    case kProduct: return by(TypeTag<Mul>{}, TypeTag<Acc>{});
-    case kMax: return by(TypeTag<Max>{}, TypeTag<Acc>{});
-    case kMin: return by(TypeTag<Min>{}, TypeTag<Acc>{});
-    default: break;
-  }
-  if constexpr (!TypeTraits<Acc>::kFloating) {
+  if constexpr (TypeTraits<Acc>::kFloating) {
     switch (how) {
-      case kAnd: return by(TypeTag<And>{}, TypeTag<Acc>{});
-      case kOr: return by(TypeTag<Or>{}, TypeTag<Acc>{});
-      case kXor: return by(TypeTag<Xor>{}, TypeTag<Acc>{});
+      case kSum: return by(TypeTag<Add>{}, TypeTag<Acc>{});
+      case kProduct: return by(TypeTag<Mul>{}, TypeTag<Acc>{});
+      default: break;
+    }
+  } else {  // the bits of these are the same for both signs
+    using U = UnsignedOf<Acc>;
+    auto unsigned_by = [&](auto op) { return f(op, TypeTag<U>{}, TypeTag<U>{}); };
+    switch (how) {
+      case kSum: return unsigned_by(TypeTag<Add>{});
+      case kProduct: return unsigned_by(TypeTag<Mul>{});
+      case kAnd: return unsigned_by(TypeTag<And>{});
+      case kOr: return unsigned_by(TypeTag<Or>{});
+      case kXor: return unsigned_by(TypeTag<Xor>{});
       default: break;
     }
   }
-  return Result{};
+  switch (how) {
+    case kMax: return by(TypeTag<Max>{}, TypeTag<Acc>{});
+    case kMin: return by(TypeTag<Min>{}, TypeTag<Acc>{});
+    default: return Result{};
+  }
 }
 
 // f with tags of the operation, of the accumulator's type and of the elements'; Result{} where there is no such fold. `wide`: sums
@@ -246,9 +253,10 @@ inline FoldRowFn fold_row_function(int how, DType storage, bool wide) {
   });
 }
 
-// Folds of rows for which each common width has code of its own: sums in float, double and int32, and extrema of floats. Others,
-// such as products, or sums of bytes, have a loop over the columns.
+// Folds of rows for which each common width has code of its own: sums in float, double and 32-bit integers, and extrema of floats.
+// Others, such as products, or sums of bytes, have a loop over the columns.
 template <class Op, class Acc>
-constexpr bool kByWidth = (kSame<Acc, float> && !kSame<Op, Mul>) || (kSame<Op, Add> && (kSame<Acc, double> || kSame<Acc, int32_t>));
+constexpr bool kByWidth =
+    (kSame<Acc, float> && !kSame<Op, Mul>) || (kSame<Op, Add> && (kSame<Acc, double> || kSame<Acc, uint32_t>));
 
 }  // namespace kitsune::cpu::KITSUNE_ISA

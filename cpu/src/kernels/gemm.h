@@ -89,7 +89,7 @@ void gemm_as(const GemmArgs& g) {
       multiply_all_panels<Step>(g, m0, rows, x, g.lda);
       continue;
     }
-    LoadFn load = with_type<LoadFn>(g.x_dtype, [](auto tag) -> LoadFn { return &load_strided<X, typename decltype(tag)::type>; });
+    LoadFn load = with_float<LoadFn>(g.x_dtype, [](auto tag) -> LoadFn { return &load_strided<X, typename decltype(tag)::type>; });
     for (int64_t r = 0; r < rows; ++r) {
       load(g.K, static_cast<X*>(g.scratch) + r * g.K, x + size_t(r * g.lda) * kItemSize[int(g.x_dtype)], 1);
     }

@@ -157,16 +157,14 @@ KITSUNE_INLINE void store_block(const Block& b, const V (&acc)[MR][NV]) {
 // Everything else: the block's rows in memory, `width` apart, are converted or copied.
 template <class S>
 __attribute__((noinline)) void store_rows(const Block& b, int rows, int64_t width, const S* from) {
-  with_type<int>(b.c_dtype, [&](auto tag) {
+  with_float<int>(b.c_dtype, [&](auto tag) {
     using C = typename decltype(tag)::type;
-    if constexpr (TypeTraits<C>::kFloating) {
-      for (int i = 0; i < rows; ++i) {
-        C* to = static_cast<C*>(b.c) + i * b.ldc;
-        if constexpr (kSame<C, S>) {
-          __builtin_memcpy(to, from + i * width, size_t(b.columns) * sizeof(C));
-        } else {
-          convert_dense(b.columns, to, from + i * width);
-        }
+    for (int i = 0; i < rows; ++i) {
+      C* to = static_cast<C*>(b.c) + i * b.ldc;
+      if constexpr (kSame<C, S>) {
+        __builtin_memcpy(to, from + i * width, size_t(b.columns) * sizeof(C));
+      } else {
+        convert_dense(b.columns, to, from + i * width);
       }
     }
     return 0;

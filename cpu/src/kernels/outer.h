@@ -265,7 +265,7 @@ void outer_as(const OuterArgs& g, const typename Step::X* x, int64_t x_step, con
 
 template <class To>
 const To* converted_rows(const void* from, DType dtype, int64_t ld, int64_t R, int64_t columns, void* out) {
-  LoadFn load = with_type<LoadFn>(dtype, [](auto tag) -> LoadFn { return &load_strided<To, typename decltype(tag)::type>; });
+  LoadFn load = with_float<LoadFn>(dtype, [](auto tag) -> LoadFn { return &load_strided<To, typename decltype(tag)::type>; });
   for (int64_t r = 0; r < R; ++r) {
     load(columns, static_cast<To*>(out) + r * columns, static_cast<const char*>(from) + size_t(r * ld) * kItemSize[int(dtype)], 1);
   }

@@ -184,7 +184,7 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
     }
     return;
   }
-  if constexpr (TypeTraits<From>::kFloating && (kSame<To, From> || Depth == 1)) {
+  if constexpr (kSame<To, From> || Depth == 1) {
     if (pack_transposed<Depth, To, From>(s, n0, width, columns, out)) return;
   }
   // Anything else: short runs of k per column keep both sides in the cache.
@@ -203,10 +203,13 @@ template <int Depth, class To>
 void pack_panels(Panel panel, const PackSource& s, int64_t begin, int64_t end, void* out) {
   int64_t width = panel_width(panel), depth = padded_depth(panel, s.K);
   size_t bytes = panel_bytes(panel, s.K);
-  with_type<int>(s.dtype, [&](auto tag) {
-    for (int64_t p = begin; p < end; ++p) {
-      To* to = reinterpret_cast<To*>(static_cast<char*>(out) + size_t(p) * bytes);
-      pack_panel<Depth, To, typename decltype(tag)::type>(s, p * width, width, depth, to);
+  with_float<int>(s.dtype, [&](auto tag) {
+    using From = typename decltype(tag)::type;
+    if constexpr (!kSame<To, BFloat16> || kSame<From, BFloat16>) {  // weights are widened, but never narrowed
+      for (int64_t p = begin; p < end; ++p) {
+        To* to = reinterpret_cast<To*>(static_cast<char*>(out) + size_t(p) * bytes);
+        pack_panel<Depth, To, From>(s, p * width, width, depth, to);
+      }
     }
     return 0;
   });

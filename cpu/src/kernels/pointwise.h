@@ -142,21 +142,19 @@ struct CountLeadingZeros {
   }
 };
 
-#define KITSUNE_ARITHMETIC(name, op, boolean)      \
-  struct name {                                    \
-    template <class T>                             \
-    static KITSUNE_INLINE T apply(T x, T y) {      \
-      if constexpr (TypeTraits<T>::kBool)          \
-        return {uint8_t(x.byte boolean y.byte)};   \
-      else if constexpr (TypeTraits<T>::kFloating) \
-        return x op y;                             \
-      else                                         \
-        return T(WrapOf<T>(x) op WrapOf<T>(y));    \
-    }                                              \
+#define KITSUNE_ARITHMETIC(name, op)            \
+  struct name {                                 \
+    template <class T>                          \
+    static KITSUNE_INLINE T apply(T x, T y) {   \
+      if constexpr (TypeTraits<T>::kFloating)   \
+        return x op y;                          \
+      else                                      \
+        return T(WrapOf<T>(x) op WrapOf<T>(y)); \
+    }                                           \
   };
-KITSUNE_ARITHMETIC(Add, +, |)
-KITSUNE_ARITHMETIC(Sub, -, ^)
-KITSUNE_ARITHMETIC(Mul, *, &)
+KITSUNE_ARITHMETIC(Add, +)
+KITSUNE_ARITHMETIC(Sub, -)
+KITSUNE_ARITHMETIC(Mul, *)
 #undef KITSUNE_ARITHMETIC
 
 struct Div {
@@ -188,9 +186,7 @@ template <bool Maximum>
 struct Extremum {
   template <class T>
   static KITSUNE_INLINE T apply(T x, T y) {
-    if constexpr (TypeTraits<T>::kBool) {
-      return {uint8_t(Maximum ? x.byte | y.byte : x.byte & y.byte)};
-    } else if constexpr (TypeTraits<T>::kFloating) {
+    if constexpr (TypeTraits<T>::kFloating) {
       using U = typename Bits<T>::type;
       constexpr U kSign = ~(U(-1) >> 1);
       U ux = bit_cast<U>(x), uy = bit_cast<U>(y);
@@ -231,10 +227,7 @@ struct MultiplyHigh {  // the high half of the product in twice the width
   struct name {                               \
     template <class T>                        \
     static KITSUNE_INLINE T apply(T x, T y) { \
-      if constexpr (TypeTraits<T>::kBool)     \
-        return {uint8_t(x.byte op y.byte)};   \
-      else                                    \
-        return T(x op y);                     \
+      return T(x op y);                       \
     }                                         \
   };
 KITSUNE_LOGIC(And, &)
@@ -290,10 +283,7 @@ struct ShiftRightArithmetic {  // on the bits: an unsigned type's top bit counts
   struct name {                                  \
     template <class T>                           \
     static KITSUNE_INLINE Bool apply(T x, T y) { \
-      if constexpr (TypeTraits<T>::kBool)        \
-        return {uint8_t(x.byte op y.byte)};      \
-      else                                       \
-        return {uint8_t(x op y)};                \
+      return {uint8_t(x op y)};                  \
     }                                            \
   };
 KITSUNE_COMPARISON(Eq, ==)
@@ -304,16 +294,12 @@ KITSUNE_COMPARISON(Gt, >)
 KITSUNE_COMPARISON(Ge, >=)
 #undef KITSUNE_COMPARISON
 
-// The place of x in IEEE 754's total order, as an integer of its width: -NaN < -inf < ... < -0 < 0 < ... < inf < NaN.
+// The place of a float in IEEE 754's total order, as an integer of its width: -NaN < -inf < ... < -0 < 0 < ... < inf < NaN.
 template <class T>
 KITSUNE_INLINE auto total_order(T x) {
-  if constexpr (TypeTraits<T>::kFloating) {
-    using U = typename Bits<T>::type;
-    U u = bit_cast<U>(x);
-    return typename SignedOf<U>::type(u ^ ((U(0) - (u >> (sizeof(T) * 8 - 1))) >> 1));
-  } else {
-    return x;
-  }
+  using U = typename Bits<T>::type;
+  U u = bit_cast<U>(x);
+  return typename SignedOf<U>::type(u ^ ((U(0) - (u >> (sizeof(T) * 8 - 1))) >> 1));
 }
 template <class Compare>
 struct TotalOrder {

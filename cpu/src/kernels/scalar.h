@@ -202,4 +202,16 @@ KITSUNE_INLINE R with_type(DType t, F f) {
   return R{};
 }
 
+// The same for operands of products, all of which are floats (check_instruction.cc, program_check.cc).
+template <class R, class F>
+KITSUNE_INLINE R with_float(DType t, F f) {
+  switch (t) {
+    case DType::kF16: return f(TypeTag<Half>{});
+    case DType::kBF16: return f(TypeTag<BFloat16>{});
+    case DType::kF32: return f(TypeTag<float>{});
+    case DType::kF64: return f(TypeTag<double>{});
+    default: return R{};
+  }
+}
+
 }  // namespace kitsune::cpu::KITSUNE_ISA

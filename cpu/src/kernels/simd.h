@@ -36,11 +36,14 @@
 #endif
 
 #define KITSUNE_INLINE inline __attribute__((always_inline))
+// KITSUNE_ONCE: of a function that is compiled once and called. GCC would make a copy for each constant that it is called with.
 #if defined(__clang__)
+#define KITSUNE_ONCE __attribute__((noinline))
 #pragma clang diagnostic ignored "-Wpass-failed"  // KITSUNE_INDEPENDENT is a permission: loops around fmod and the like stay scalar
 #define KITSUNE_UNROLL _Pragma("clang loop unroll(full)")
 #define KITSUNE_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
+#define KITSUNE_ONCE __attribute__((noinline, noclone))
 #define KITSUNE_UNROLL _Pragma("GCC unroll 32")
 #define KITSUNE_INDEPENDENT _Pragma("GCC ivdep")
 #endif

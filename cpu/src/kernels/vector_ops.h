@@ -280,30 +280,32 @@ VectorFn float_function(Opcode op) {
     case Opcode::op_rsqrt: return &map_unary<Rsqrt, T>;
     case Opcode::op_reduce_precision: return &map_reduce_precision<T>;
     case Opcode::op_nextafter: return &map_binary<NextAfter, T>;
+    case Opcode::op_eq_to: return &map_binary<Eq, typename Bits<T>::type>;  // floats of the same place have the same bits
+    case Opcode::op_lt_to: return &map_binary<TotalOrder<Lt>, T>;
+    case Opcode::op_le_to: return &map_binary<TotalOrder<Le>, T>;
     default: return elementary_function<T>(op);
   }
 }
 
-// Bools and integers of any width.
+// Integers of any width. What does the same to the bits of both signs is compiled for the unsigned type alone.
 template <class T>
 VectorFn bitwise_function(Opcode op) {
+  using U = UnsignedOf<T>;
   switch (op) {
-    case Opcode::op_not: return &map_unary<Not, T>;
-    case Opcode::op_and: return &map_binary<And, T>;
-    case Opcode::op_or: return &map_binary<Or, T>;
-    case Opcode::op_xor: return &map_binary<Xor, T>;
+    case Opcode::op_not: return &map_unary<Not, U>;
+    case Opcode::op_and: return &map_binary<And, U>;
+    case Opcode::op_or: return &map_binary<Or, U>;
+    case Opcode::op_xor: return &map_binary<Xor, U>;
+    case Opcode::op_popcnt: return &map_unary<PopCount, U>;
+    case Opcode::op_clz: return &map_unary<CountLeadingZeros, U>;
+    case Opcode::op_mulhi: return &map_binary<MultiplyHigh, T>;
+    case Opcode::op_shift_left: return &map_binary<ShiftLeft, U>;
+    case Opcode::op_shift_right_logical: return &map_binary<ShiftRightLogical, U>;
+    case Opcode::op_shift_right_arithmetic: return &map_binary<ShiftRightArithmetic, U>;
+    case Opcode::op_eq_to: return &map_binary<Eq, U>;  // the total order of integers is their only one
+    case Opcode::op_lt_to: return &map_binary<Lt, T>;
+    case Opcode::op_le_to: return &map_binary<Le, T>;
     default: break;
-  }
-  if constexpr (!TypeTraits<T>::kBool) {
-    switch (op) {
-      case Opcode::op_popcnt: return &map_unary<PopCount, T>;
-      case Opcode::op_clz: return &map_unary<CountLeadingZeros, T>;
-      case Opcode::op_mulhi: return &map_binary<MultiplyHigh, T>;
-      case Opcode::op_shift_left: return &map_binary<ShiftLeft, T>;
-      case Opcode::op_shift_right_logical: return &map_binary<ShiftRightLogical, T>;
-      case Opcode::op_shift_right_arithmetic: return &map_binary<ShiftRightArithmetic, T>;
-      default: break;
-    }
   }
   if constexpr (kSame<T, uint32_t>) {
     switch (op) {
@@ -318,13 +320,25 @@ VectorFn bitwise_function(Opcode op) {
 
 template <class T>
 VectorFn number_function(Opcode op) {
+  using U = UnsignedOf<T>;
   switch (op) {
-    case Opcode::op_neg: return &map_unary<Neg, T>;
+    case Opcode::op_neg: return &map_unary<Neg, U>;
     case Opcode::op_sign: return &map_unary<Sign, T>;
     case Opcode::op_abs: return &map_unary<Abs, T>;
-    case Opcode::op_square: return &map_unary<Square, T>;
+    case Opcode::op_square: return &map_unary<Square, U>;
     case Opcode::op_integer_pow: return &map_integer_pow<T>;
-    case Opcode::op_sub: return &map_binary<Sub, T>;
+    case Opcode::op_add: return &map_binary<Add, U>;
+    case Opcode::op_sub: return &map_binary<Sub, U>;
+    case Opcode::op_mul: return &map_binary<Mul, U>;
+    case Opcode::op_max: return &map_binary<Max, T>;
+    case Opcode::op_min: return &map_binary<Min, T>;
+    case Opcode::op_eq: return &map_binary<Eq, U>;
+    case Opcode::op_ne: return &map_binary<Ne, U>;
+    case Opcode::op_lt: return &map_binary<Lt, T>;
+    case Opcode::op_le: return &map_binary<Le, T>;
+    case Opcode::op_gt: return &map_binary<Gt, T>;
+    case Opcode::op_ge: return &map_binary<Ge, T>;
+    case Opcode::op_clamp: return &map_clamp<T>;
     default: break;
   }
   constexpr bool kWord = kSame<T, int32_t> || kSame<T, uint32_t>;
@@ -338,34 +352,45 @@ VectorFn number_function(Opcode op) {
     return rest ? &map_binary<Rem, T> : &map_binary<Div, T>;
 }
 
+// Bools are bytes of 0 or 1, and have the loops of bytes: add and max are or, mul and min are and, as XLA has it.
+inline VectorFn bool_function(Opcode op) {
+  switch (op) {
+    case Opcode::op_not: return &map_unary<Not, Bool>;
+    case Opcode::op_add:
+    case Opcode::op_max:
+    case Opcode::op_or: return &map_binary<Or, uint8_t>;
+    case Opcode::op_mul:
+    case Opcode::op_min:
+    case Opcode::op_and: return &map_binary<And, uint8_t>;
+    case Opcode::op_xor: return &map_binary<Xor, uint8_t>;
+    case Opcode::op_eq:
+    case Opcode::op_eq_to: return &map_binary<Eq, uint8_t>;
+    case Opcode::op_ne: return &map_binary<Ne, uint8_t>;
+    case Opcode::op_lt:
+    case Opcode::op_lt_to: return &map_binary<Lt, uint8_t>;
+    case Opcode::op_le:
+    case Opcode::op_le_to: return &map_binary<Le, uint8_t>;
+    case Opcode::op_gt: return &map_binary<Gt, uint8_t>;
+    case Opcode::op_ge: return &map_binary<Ge, uint8_t>;
+    case Opcode::op_clamp: return &map_clamp<uint8_t>;
+    default: return nullptr;
+  }
+}
+
 template <class T>
 VectorFn function_of(Opcode op) {
-  switch (op) {  // defined for every type; on bools add is or, mul is and, as XLA has it
-    case Opcode::op_add: return &map_binary<Add, T>;
-    case Opcode::op_mul: return &map_binary<Mul, T>;
-    case Opcode::op_max: return &map_binary<Max, T>;
-    case Opcode::op_min: return &map_binary<Min, T>;
-    case Opcode::op_eq: return &map_binary<Eq, T>;
-    case Opcode::op_ne: return &map_binary<Ne, T>;
-    case Opcode::op_lt: return &map_binary<Lt, T>;
-    case Opcode::op_le: return &map_binary<Le, T>;
-    case Opcode::op_gt: return &map_binary<Gt, T>;
-    case Opcode::op_ge: return &map_binary<Ge, T>;
-    case Opcode::op_eq_to: return &map_binary<TotalOrder<Eq>, T>;
-    case Opcode::op_lt_to: return &map_binary<TotalOrder<Lt>, T>;
-    case Opcode::op_le_to: return &map_binary<TotalOrder<Le>, T>;
-    case Opcode::op_bitcast: return &map_bits<typename BitsOfSize<sizeof(T)>::type>;
-    case Opcode::op_clamp: return &map_clamp<T>;
-    case Opcode::op_select: return &map_select<typename BitsOfSize<sizeof(T)>::type>;
-    default: break;
-  }
-  if constexpr (!TypeTraits<T>::kBool) {
-    if (VectorFn f = number_function<T>(op)) return f;
-  }
-  if constexpr (TypeTraits<T>::kFloating) {
-    return float_function<T>(op);
+  using U = typename BitsOfSize<sizeof(T)>::type;
+  if (op == Opcode::op_bitcast) return &map_bits<U>;
+  if (op == Opcode::op_select) return &map_select<U>;
+  if constexpr (TypeTraits<T>::kBool) {
+    return bool_function(op);
   } else {
-    return bitwise_function<T>(op);
+    if (VectorFn f = number_function<T>(op)) return f;
+    if constexpr (TypeTraits<T>::kFloating) {
+      return float_function<T>(op);
+    } else {
+      return bitwise_function<T>(op);
+    }
   }
 }
 
