@@ -127,6 +127,18 @@ def test_numbers_that_no_row_has() -> None:
     check(t.program(), [small(70, 6), small(5, 2), np.asarray([2, 3], np.uint32)], lanes=2)
 
 
+def test_a_single_row_of_each_step_is_read_by_every_row() -> None:
+    """A slice of an array without rows, spread along a dimension of extent 1."""
+    t = Tiles((70,), 64)
+    x, rates = t.load((70, 6), "float32", ROW), t.input((5, 1, 6), "float32")
+    with t.loop(5, x) as loop:
+        here = t.load_slice(rates, (loop.index, 0, 1, 1))
+        rate = t.op("reshape", here, shape=(1, 6), tile=False, new_sizes=(1, 6))
+        loop.next(t.op("add", loop.carries[0], t.broadcast(rate, (6,), (0, 1))))
+    t.store(loop.results[0], (70, 6), ROW)
+    check(t.program(), [small(70, 6), small(5, 1, 6)])
+
+
 @pytest.mark.parametrize("sm, lanes", HOW)
 def test_a_state_too_wide_for_registers_is_kept_in_shared_memory(sm: int, lanes: int) -> None:
     """Three carries of 128 columns, which change places with what is computed of them."""
