@@ -12,7 +12,7 @@ import pytest
 from kitsune_jax.targets.cuda import ir, layout
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Ref, Stepped
-from kitsune_jax.targets.cuda.lower import arrangement
+from kitsune_jax.targets.cuda.lower import arrangement, generate_kernel
 from kitsune_jax.targets.cuda.stage.rolling import rolled
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
 from tests.support.cuda_cases import FAMILIES
@@ -76,12 +76,22 @@ def test_a_loop_is_the_copies_in_whose_place_it_stands(name: str, share: int, mo
             at = layout.lay_out(program, arrangement(plan, program), "region")
             for s in range(len(at.stages)):
                 with monkeypatch.context() as patch:
-                    patch.setattr(layout, "rolled", tuple)
+                    patch.setattr(layout, "rolled", lambda nodes, loops: tuple(nodes))
                     copies = ir.Spelling().lines(layout.place_stage(at, s).consumer.loop.body)
                 text = ir.Spelling().lines(layout.place_stage(at, s).consumer.loop.body)
                 loops += text != copies
                 assert canonical(unrolled(text)) == canonical(copies)
     assert loops
+
+
+@pytest.mark.parametrize(("arrangement_name", "has_loops"), [("sm80-spatial-l2-lanes3", False), ("sm90-spatial-l2-lanes3", True)])
+def test_spatial_kernels_that_would_spill_more_have_copies(arrangement_name: str, has_loops: bool) -> None:
+    family = FAMILIES["edge-update"]
+    of = subject(family.function, *family.arguments(257, "float32"))
+    plan = arrangements(of)[arrangement_name]
+    program = of.program(plan)
+    text = generate_kernel(program, arrangement(plan, program), "region").source
+    assert bool(_LOOP.search(text)) == has_loops
 
 
 # -- which runs become loops

@@ -323,7 +323,8 @@ def place_stage(at: Layout, s: int) -> StageCode:
         setup.append(ring)
     elif stage.fetches:
         setup.append(frame.AwaitWeights())
-    body = _with_places(at, s, rolled((*stage.lowered.prologue, *stage.lowered.nodes)))
+    loops = at.a.sm >= 900 or not at.a.spatial  # spatial kernels for sm_80 spill up to 164 bytes more with loops over chunks
+    body = _with_places(at, s, rolled((*stage.lowered.prologue, *stage.lowered.nodes), loops))
     vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
     prefetched = () if scalar else _prefetched(at, s)
     order = None if at.program.order is None else parameter("in", at.program.order)

@@ -19,14 +19,17 @@ from kitsune_jax.targets.cuda import stage_ir as st
 _LONGEST = 24  # nodes of a copy
 
 
-def rolled(nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
-    """``nodes`` with loops in the place of copies, also in the bodies of other loops. Nodes without code are left out."""
+def rolled(nodes: Iterable[ir.Node], loops: bool = True) -> tuple[ir.Node, ...]:
+    """``nodes`` with loops in the place of copies, also in the bodies of other loops, unless not ``loops``. Nodes without code are
+    left out."""
     found: list[ir.Node] = []
     for node in nodes:
         if isinstance(node, st.CountedLoop | st.LayerLoop):
-            node = dataclasses.replace(node, body=rolled(node.body))
+            node = dataclasses.replace(node, body=rolled(node.body, loops))
         if not isinstance(node, ir.Alive):
             found.append(dataclasses.replace(node, chunk=0) if isinstance(node, st.Issue) else node)  # the number is the loader's
+    if not loops:
+        return tuple(found)
     copies = _Copies(found)
     return copies.with_arrays(copies.with_loops(0, len(found)))
 
