@@ -121,7 +121,7 @@ class Check:
         if not self.dry_run:
             for note in prepared.install(cache)[1]:
                 self.say(note)
-        about = json.loads(_output([sys.executable, "-m", "scripts.gpu.prepared"], self.environment) or "{}")
+        about = self.here()
         self.measured["about"] = {"nvidia_smi": told, **about, "sources": results.fingerprint(), "commit": prepared.commit()}
         self.say(f"here: {about}")
         if not self.dry_run and not prepared.devices_of(about):
@@ -132,6 +132,9 @@ class Check:
             self.environment[DRIVER] = str(driver)
             self.say(f"plans are made as they were prepared, for {device}; the driver says {about.get('driver')}")
         return True
+
+    def here(self) -> dict[str, Any]:
+        return dict(json.loads(_output([sys.executable, "-m", "scripts.gpu.prepared"], self.environment) or "{}"))
 
     def families(self) -> list[str]:
         text = f"from scripts.gpu import programs as p; print(*p.{'DRY_FAMILIES' if self.dry_run else 'ALL'})"

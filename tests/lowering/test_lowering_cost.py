@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +74,11 @@ FEWEST = {"training step": 20}
 
 
 def calls(run):
-    """Calls of Python and built-in functions out of this package's code while ``run`` runs."""
-    count = 0
-
-    def note(frame, event, _):
-        nonlocal count
-        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE):
-            count += 1
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
+    """Calls of this package's functions, and of built-in functions out of its code, while ``run`` runs."""
+    profile = cProfile.Profile()  # in C: a hook in Python takes three times as long
+    profile.runcall(run)
+    own = [e for e in profile.getstats() if not isinstance(e.code, str) and e.code.co_filename.startswith(PACKAGE)]
+    return sum(e.callcount + sum(c.callcount for c in e.calls or () if isinstance(c.code, str)) for e in own)
 
 
 def work(name, n, target, device):
