@@ -358,26 +358,31 @@ def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser
     plan = planned_function(program, options_of(tuning.OPTIMISTIC, options), target, chooser)
     calls = [node for node in plan.nodes if isinstance(node, PlannedRegion)]
     doubted = sorted((call for call in calls if call.modelled_gain < _DOUBT), key=lambda call: -call.seconds)
-    timed, lost = dict[str, tuning.Choice](), dict[str, str]()
+    timed, lost, failures = dict[str, tuning.Choice](), dict[str, str](), list[Failure]()
     for call in doubted:
-        alone = _program_of(plan.captured, call, sorted(call.region.ops))
-        key = chooser.key(alone, options.body, "the call alone")
-        make = functools.partial(_program_of, plan.captured, call, [call])
-        choice = tuning.known(key) or chooser.choose(key, alone, {tuning.MODELLED: make})
+        choice = None
+        try:
+            alone = _program_of(plan.captured, call, sorted(call.region.ops))
+            key = chooser.key(alone, options.body, "the call alone")
+            make = functools.partial(_program_of, plan.captured, call, [call])
+            choice = tuning.known(key) or chooser.choose(key, alone, {tuning.MODELLED: make})
+        except Exception as error:
+            failures.append(Failure.of(error, f"the timing of {call.name}"))
         if choice is not None:
             timed[call.name] = choice
             if choice.name == tuning.JIT:
                 lost[call.name] = measured_text(choice)
         elif call.modelled_gain < tuning.LEAST_GAIN_BUSY:
             lost[call.name] = f"modelled as {call.modelled_gain:.2f}x as fast as XLA, and not measured: there was no time left"
-    if not timed:
+    if not (timed or failures):
         return None
     graph = plan.captured.graph
     kept = remove_regions(graph, plan.routed, lost)
     nodes, _ = schedule(graph, [step.has_effects for step in plan.captured.steps], kept.regions)
-    failures = [*plan.failures, *rewrite_bodies_left_to_xla(plan.captured, nodes)]
+    failures += (*plan.failures, *rewrite_bodies_left_to_xla(plan.captured, nodes))
     plan = dataclasses.replace(plan, routed=kept, nodes=nodes, failures=failures)
-    return _noted(_rebuilt(program, plan, options), _times_of_calls(timed))
+    found = _rebuilt(program, plan, options)
+    return _noted(found, _times_of_calls(timed)) if timed else found
 
 
 def _program_of(captured: Captured, call: PlannedRegion, nodes: Sequence[Node]) -> Any:
@@ -510,9 +515,12 @@ def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Ch
     """``jaxpr`` captured and planned, with the bodies of its loops rewritten, whose plans ``chooser`` chooses."""
     reports, failures = list[Report](), list[Failure]()
 
+    # A body that is chosen for itself is chosen as if it were alone, whatever is assumed of the function.
+    of_body = dataclasses.replace(options, body=True, xla_factor=options.xla_factor if chooser is None else 1.0)
+
     def rewrite(body: Any) -> Any:
         try:
-            found = fastest(body, dataclasses.replace(options, body=True), target, chooser)
+            found = fastest(body, of_body, target, chooser)
             new = found.jaxpr
             if new is not body:  # the body of an equation has no constants
                 new = _compat.as_kind_of(_compat.constants_inside(new), body)

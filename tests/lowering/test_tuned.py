@@ -345,3 +345,33 @@ def test_calls_are_really_timed() -> None:
     for got, want in zip(jax.jit(fn)(WS, X, IDS), talking(WS, X, IDS), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
     assert not kj.fallbacks()
+
+
+@pytest.mark.expects_fallbacks
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_call_whose_timing_fails_costs_no_other_its_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(lowering, "_program_of", fails)
+    fn = kj.pipeline(talking)
+    assert calls(fn, WS, X, IDS) == 2
+    assert {(f.part, f.reason) for f in kj.fallbacks()} == {("the timing of region1", "RuntimeError: planted")}
+
+
+def test_bodies_of_loops_are_chosen_as_if_they_were_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is assumed of XLA for the function around them: their choice is remembered under their own key."""
+    factors: list[tuple[bool, float]] = []
+    fastest = lowering.fastest
+
+    def note(program: Any, options: Any, *rest: Any) -> Any:
+        factors.append((options.body, options.xla_factor))
+        return fastest(program, options, *rest)
+
+    monkeypatch.setattr(lowering, "fastest", note)
+
+    def until(ws: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: jnp.sum(c[1]) < c[0], lambda c: (c[0] - 1, mlp(ws, c[1])), (5, x))[1]
+
+    jax.jit(kj.pipeline(until)).lower(WS, X)
+    assert (False, 1.0) in factors and {factor for body, factor in factors if body} == {1.0}

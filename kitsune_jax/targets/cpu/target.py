@@ -143,7 +143,7 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
         return profiles.notes()
 
     def surroundings(self) -> tuple[Any, ...]:
-        return profiles.at_hand(), profiles.notes(), xla.rounding_at_hand()
+        return profiles.at_hand(), xla.rounding_at_hand()
 
 
 CPU = _Cpu()

@@ -42,7 +42,8 @@ class _OnDemand(Mapping[str, float]):
 
     def __init__(self, kept: Profile, cache: Cache, name: str):
         self.notes: tuple[str, ...] = ()
-        self._profile, self._cache, self._name = kept, cache, name
+        self._kept = self._profile = kept
+        self._cache, self._name = cache, name
         self._numbers = dict(kept.numbers)
         self._groups = set(map(group_of, self._numbers))
         self._keys = functools.cache(functools.partial(keys, kept.workers))
@@ -98,7 +99,7 @@ class _OnDemand(Mapping[str, float]):
 
     def _with_group(self, group: str, content: bytes | None) -> bytes | None:
         """The entry on disk with the numbers of ``group``, or ``None`` where it has them. Raises ``Disturbed``."""
-        kept = _parsed(content) or self._profile
+        kept = _parsed(content) or self._kept
         if group in set(map(group_of, dict(kept.numbers))):
             self._add(group, kept)
             return None
