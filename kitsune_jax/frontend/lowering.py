@@ -340,9 +340,9 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
                 return made[tuning.MODELLED]
     if choice is None:
         return with_fastest_calls(program, options, target, chooser) or pipelined_jaxpr(program, options, target, chooser)
-    told = not options.code or logger.isEnabledFor(logging.DEBUG)
-    if choice.name == tuning.JIT and not told and not _holds_pipelines(program):
-        return Pipelined(program, (), ())  # nobody reads the reason for each operator, which costs as much as a plan
+    if choice.name == tuning.JIT and not options.body and not _holds_pipelines(program):
+        # The reason for each operator takes as long as a plan, and is made if somebody reads it.
+        return Pipelined(program, (), (), lambda: plan(tuning.JIT, measured_text(choice)))
     chosen = made.get(choice.name) or plan(choice.name, measured_text(choice))
     if choice.name == tuning.JIT:  # the times are the reason for each operator
         return chosen
@@ -431,16 +431,17 @@ def measured_text(choice: tuning.Choice) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A jaxpr with custom calls in it, the reports over it and each body of its loops (none, if it was left alone and nobody reads
-    them), and the parts that a bug of ours left out."""
+    """A jaxpr with custom calls in it, the reports over it and each body of its loops, and the parts that a bug of ours left out.
+    ``reported``: the same with reports, for one that has none yet."""
 
     jaxpr: Any
     reports: tuple[Report, ...]
     failures: tuple[Failure, ...]
+    reported: Callable[[], Pipelined] | None = None
 
     @property
     def report(self) -> Report:
-        return merge_body_reports(self.reports)
+        return merge_body_reports(self.reports) if self.reported is None else self.reported().report
 
 
 def pipelined_jaxpr(jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None) -> Pipelined:
