@@ -373,7 +373,9 @@ def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser
             if choice.name == tuning.JIT:
                 lost[call.name] = measured_text(choice)
         elif call.modelled_gain < tuning.LEAST_GAIN_BUSY:
-            lost[call.name] = f"modelled as {call.modelled_gain:.2f}x as fast as XLA, and not measured: there was no time left"
+            lost[call.name] = (
+                f"modelled as {call.modelled_gain:.2f}x as fast as XLA's code, which is no clear gain, and not measured"
+            )
     if not (timed or failures):
         return None
     graph = plan.captured.graph
