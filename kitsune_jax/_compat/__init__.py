@@ -9,3 +9,4 @@ from __future__ import annotations
 
 from kitsune_jax._compat.call_rules import *
 from kitsune_jax._compat.jaxprs import *
+from kitsune_jax._compat.sharding import *

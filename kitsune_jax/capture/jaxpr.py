@@ -38,14 +38,18 @@ _COLLECTIVES = (
 )
 
 
-def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands_for: Origin) -> list[int] | str:
+def translate(
+    builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands_for: Origin, partitioned: bool = False
+) -> list[int] | str:
     """Value ids of the results of ``eqn`` on ``ins``, or the reason why it stays opaque, for which nothing has been appended.
 
-    ``stands_for``: the equation of the user's jaxpr that it is a part of.
+    ``stands_for``: the equation of the user's jaxpr that it is a part of. ``partitioned``: its sharding is a wish, which XLA knows.
     """
     name = eqn.primitive.name
     if name in _IDENTITIES and len(ins) == 1:
         return ins
+    if name == "reshard" and not _placed(eqn.params.get("dst_sharding")):
+        return ins  # autodiff writes one for a cotangent, also where no axis of the mesh is explicit
     if name in _COLLECTIVES:
         return f"{name}: communicates between devices"
     params = random.params_of(eqn)
@@ -54,7 +58,7 @@ def translate(builder: Builder, eqn: Any, ins: list[int], origin: Origin, stands
     e = Equation(builder, eqn, ins, origin, params, stands_for)
     if name not in RULES and e.kind not in OPS:
         return f"{_compat.called(eqn)}: {NO_OPERATOR}"
-    why = _why_opaque(e)
+    why = _why_opaque(e, partitioned)
     if why:
         return why
     constant = _folded_constant(e)
@@ -86,15 +90,14 @@ def _folded_constant(e: Equation) -> int | None:
 # --- reasons to stay opaque -------------------------------------------------------------------------------------------------------
 
 
-def _why_opaque(e: Equation) -> str:
+def _why_opaque(e: Equation, partitioned: bool) -> str:
     """The dtype, placement or request about rounding that rules out any op; "" if there is none."""
     avals = [*e.in_avals, *(_compat.physical(v.aval) for v in e.eqn.outvars)]
     for aval in avals:
         if not is_array(aval):
             return f"{e.name}: works on {getattr(aval, 'dtype', 'a token')}, a type that the pipeline does not know"
-    if any(_placed(getattr(a, "sharding", None)) for a in avals) or any(
-        _placed(e.params.get(k)) for k in ("sharding", "out_sharding")
-    ):
+    shardings = [*(getattr(a, "sharding", None) for a in avals), *(e.params.get(k) for k in ("sharding", "out_sharding"))]
+    if not partitioned and any(map(_placed, shardings)):
         return f"{e.name}: is explicitly sharded (inside of shard_map a pipeline works on one device's part)"
     if getattr(e.params.get("accuracy"), "name", "DEFAULT" if e.params.get("accuracy") is None else "") != "DEFAULT":
         return f"{e.name}: asks for an accuracy; only the default one can be pipelined"
@@ -482,7 +485,7 @@ class _Walk:
             return walk.jaxpr(*_compat.open_parts(expansion), ins, origin)
         stands_for = self.part_of or origin
         kept = name == "rng_bit_generator" and stands_for.key in self.context.kept
-        outs = GENERATOR if kept else translate(self.builder, eqn, ins, origin, stands_for)
+        outs = GENERATOR if kept else translate(self.builder, eqn, ins, origin, stands_for, self.context.partitioned)
         return self._opaque(eqn, ins, origin, outs) if isinstance(outs, str) else outs
 
     def _call(self, eqn: Any, ins: list[int], origin: Origin) -> list[int]:

@@ -31,6 +31,7 @@ from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remo
 from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.report.data import plural, time_text
 from kitsune_jax.report.render import Report, merge_body_reports
+from kitsune_jax.sharding.calls import partitioned_jaxpr
 from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
@@ -167,9 +168,9 @@ def _moves_nothing(graph: Graph, op: Op) -> bool:
 PRIMITIVE_NAME = "kitsune_pipeline"
 
 SHARDED = (
-    "kitsune_jax: a pipelined function is lowered under jit on several devices with automatic partitioning, where XLA would gather "
-    "a custom call's operands on every device. XLA compiles it without pipelines. Use jax.shard_map over all mesh axes to keep the "
-    "pipelines."
+    "kitsune_jax: a pipelined function is lowered for several devices where its calls cannot be partitioned, so XLA compiles it "
+    "without pipelines: inside of a jax.shard_map that leaves some axes of the mesh automatic, or with "
+    "jax_use_shardy_partitioner=False. Make all axes manual, or call it outside of the shard_map."
 )
 EXPORTED = (
     "jax.export writes plain HLO, which runs where kitsune_jax is not installed; to export the pipelines, use "
@@ -227,7 +228,9 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
             warn_sharded()
         logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
-    assert target is not None
+    assert target is not None and platform is not None
+    if not _compat.runs_on_one_device(ctx):
+        return _compat.lower_jaxpr(ctx, partitioned_or_plain(call_jaxpr, options, target, platform), args)
     budget = None
     if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
         budget = tuning.budget_of(_compat.program_of(ctx), platform)
@@ -251,7 +254,7 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
     """The reason why this module can hold no pipelines, or ``None``."""
     if options.export == "plain" and _compat.is_exported(ctx):
         return EXPORTED
-    if not _compat.runs_on_one_device(ctx):
+    if not (_compat.runs_on_one_device(ctx) or _compat.partitions_automatically(ctx)):
         return SHARDED
     if _compat.has_symbolic_shapes(call_jaxpr):
         return "shapes are symbolic, and a plan needs numbers: lower or export the function with concrete shapes"
@@ -283,6 +286,25 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str, budget: t
     if options.strict and pipelined.report.ops_total and not pipelined.report.ops_pipelined:
         raise NotPipelined("kitsune_jax: nothing was pipelined", pipelined.report)
     return pipelined.jaxpr
+
+
+def partitioned_or_plain(call_jaxpr: Any, options: Options, target: str, platform: str) -> Any:
+    """``call_jaxpr`` with calls that XLA's partitioner will ask programs of one shard for, or unchanged if this package fails."""
+    try:
+        return partitioned_jaxpr(call_jaxpr, options, target, platform)
+    except Exception as error:
+        if options.strict:
+            raise
+        record(_compat.function_name(call_jaxpr), Failure.of(error, "the whole function"))
+        return call_jaxpr
+
+
+def pipelined_shard(local: Any, options: Options, target: str) -> Any:
+    """``local``, the program of one shard, with pipelines where the model finds them faster: no process times plans for others."""
+    try:
+        return pipelined_or_plain(local, options, target)
+    except NotPipelined:  # a part of a function need not hold any
+        return pipelined_or_plain(local, dataclasses.replace(options, strict=False), target)
 
 
 # --- the choice between plans by time ---------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from kitsune_jax.config import Options
 from kitsune_jax.errors import MutatedArgument
 from kitsune_jax.frontend import lowering
 from kitsune_jax.gradient import handover
+from kitsune_jax.sharding.calls import register as register_partitioner
 
 # --- arguments: which leaves are arrays, which are static -------------------------------------------------------------------------
 
@@ -464,6 +465,7 @@ def _primitive() -> Any:
         rule = functools.partial(lowering.lower_call, platform=platform)
         _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
     primitive.def_impl(_impl)
+    register_partitioner(lowering.pipelined_shard)
     return primitive
 
 

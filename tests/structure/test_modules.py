@@ -78,15 +78,16 @@ def test_no_file_is_long():
 
 
 # The rooms in order: each knows those before it, and none of those after it.
-ROOMS = ("ops", "capture", "gradient", "planning", "program", "regions", "report", "targets", "tuning", "frontend")
+ROOMS = ("ops", "capture", "sharding", "gradient", "planning", "program", "regions", "report", "targets", "tuning", "frontend")
 # Rooms that do not know each other, whatever their order.
 APART = {
-    "planning": {"capture", "gradient"},
-    "program": {"capture", "gradient"},
-    "regions": {"capture", "gradient", "program"},
-    "report": {"capture", "gradient", "program", "regions"},
-    "tuning": {"ops", "capture", "gradient", "planning", "program", "regions", "report"},
-    "targets": {"capture", "gradient", "regions", "report"},
+    "gradient": {"sharding"},
+    "planning": {"capture", "sharding", "gradient"},
+    "program": {"capture", "sharding", "gradient"},
+    "regions": {"capture", "sharding", "gradient", "program"},
+    "report": {"capture", "sharding", "gradient", "program", "regions"},
+    "tuning": {"ops", "capture", "sharding", "gradient", "planning", "program", "regions", "report"},
+    "targets": {"capture", "sharding", "gradient", "regions", "report"},
 }
 WALLS = {room: {*ROOMS[i + 1 :], *APART.get(room, ())} for i, room in enumerate(ROOMS)}
 
@@ -146,7 +147,7 @@ def test_functions_have_few_parameters():
 
 def test_folders_are_small():
     files = sources("kitsune_jax", ".py")
-    assert len(files) <= 120
+    assert len(files) <= 125
     counts = collections.Counter(path.parent for path in files)
     assert max(counts.values()) <= 20
 

@@ -34,15 +34,18 @@ from kitsune_jax.ops.table import verify_op
 @dataclasses.dataclass(frozen=True)
 class RewriteContext:
     """The target and the options that a function is rewritten for. ``kept``: the places (``Origin.key``) of loops that stay as they
-    are. ``workers``: of the machine."""
+    are. ``workers``: of the machine. ``partitioned``: XLA will divide the function among devices, so there are no rewrites, and
+    a sharding keeps no operator out of the Graph."""
 
     capabilities: TargetCapabilities = TargetCapabilities()
     options: Options = Options()
     kept: Collection[Any] = ()
     workers: int = 1
+    partitioned: bool = False
 
 
 ALWAYS = RewriteContext()  # asks for the rewrites that suit every target
+PARTITIONED = RewriteContext(partitioned=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ OF_NEW_ROWS: Sequence[Rewrite] = (_INDICES, _DIVISIONS, _ONLINE)
 
 def apply_rewrites(captured: Captured, rewrites: Sequence[Rewrite] = REWRITES, context: RewriteContext = ALWAYS) -> Captured:
     """``captured`` after each of ``rewrites`` that is asked for, in turn."""
-    for rewrite in rewrites:
+    for rewrite in () if context.partitioned else rewrites:
         if not rewrite.when(context):
             continue
         try:

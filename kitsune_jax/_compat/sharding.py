@@ -1,0 +1,171 @@
+"""Partitioners of custom calls, meshes of XLA's shardings, and modules for one shard."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kitsune_jax._compat.jaxprs import core, jax_module, mlir, x64
+
+sharding_impls = jax_module("jax._src.sharding_impls")
+mesh_lib = jax_module("jax._src.mesh")
+xla_client = jax_module("jax._src.lib").__dict__.get("xla_client")
+xla_bridge = jax_module("jax._src.xla_bridge")
+sharding_rules = jax_module("jax._src.custom_partitioning_sharding_rule")
+mlir_lib = jax_module("jax._src.lib.mlir")
+
+
+def partitions_automatically(ctx: Any) -> bool:
+    """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules?"""
+    axes = ctx.module_context.axis_context
+    several = not hasattr(axes, "manual_axes") and (getattr(axes, "num_devices", 1) or 1) > 1
+    return several and bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
+
+
+def register_partitioner(name: str, partition: Callable[..., Any]) -> None:
+    """XLA calls ``partition(shapes, shardings of the operands, result shape, result sharding, config)`` for a custom call of that
+    name in a module that it partitions; it returns (a module for one device, shardings of the operands, of the result)."""
+
+    def never(*_: Any) -> Any:
+        raise NotImplementedError("kitsune_jax has rules for the Shardy partitioner only")
+
+    def register(**more: Any) -> None:
+        xla_client.register_custom_call_partitioner(
+            name, never, partition, never, can_side_effecting_have_replicated_sharding=True, **more
+        )
+
+    register()
+    # Plugins, such as CUDA's, have partitioners of their own.
+    with contextlib.suppress(AttributeError):
+        xla_bridge.register_plugin_callbacks(register)
+
+
+def partitioned_call(ctx: Any, args: Sequence[Any], name: str, config: str, factors: Any) -> Any:
+    """The results of a custom call that XLA's partitioner will replace.
+
+    ``factors``: the factors of each operand's and result's dimensions with their sizes (``sharding.factors.ShardingRule``).
+    """
+    ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
+    results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(aval.dtype))) for aval in ctx.avals_out]
+    call = hlo.CustomCallOp(
+        results,
+        list(args),
+        call_target_name=ir.StringAttr.get(name),
+        has_side_effect=ir.BoolAttr.get(False),
+        backend_config=ir.StringAttr.get(config),
+        api_version=mlir.i32_attr(2),
+        called_computations=ir.ArrayAttr.get([]),
+        operand_layouts=None,
+        result_layouts=None,
+    )
+    call.attributes["sdy.sharding_rule"] = _rule(factors, [x.type for x in args], results)
+    placed = getattr(mlir, "lower_with_sharding_in_types", None)  # the types of an explicit mesh hold for every result
+    if placed is None:
+        return call.results
+    return [placed(ctx, x, aval) for x, aval in zip(call.results, ctx.avals_out, strict=True)]
+
+
+def _rule(factors: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    rules = sharding_rules
+
+    def mapping(value: Any) -> Any:
+        dims = []
+        for d, found in enumerate(value):
+            names = [f"f{k}" for k in found] or [f"one{next(fresh)}_{d}"]
+            dims.append(names[0] if len(names) == 1 else rules.CompoundFactor(*names))
+        return rules.ArrayMapping(*dims)
+
+    fresh = itertools.count()
+    dims = [dim for value in (*factors.inputs, *factors.outputs) for dim in value]
+    compound = {k for dim in dims if len(dim) > 1 for k in dim} - {dim[0] for dim in dims if len(dim) == 1}
+    ins, outs = (tuple(map(mapping, values)) for values in (factors.inputs, factors.outputs))
+    sizes = {f"f{k}": factors.sizes[k] for k in sorted(compound)}  # JAX takes the others from the shapes
+    rule = rules.SdyShardingRule(ins, outs, reduction_factors=tuple(f"f{k}" for k in factors.reduced), **sizes)
+    return rules.sdy_sharding_rule_to_mlir(rule, list(operands), list(results))
+
+
+# --- in a partitioner -----------------------------------------------------------------------------------------------------------
+
+
+def parts_of_result(shape: Any, sharding: Any) -> tuple[list[Any], list[Any]]:
+    """(shapes, shardings) of the results of a call."""
+    return (shape.tuple_shapes(), sharding.tuple_elements()) if shape.is_tuple() else ([shape], [sharding])
+
+
+def as_result(shape: Any, shardings: Sequence[Any]) -> Any:
+    """The sharding of a call's result, of which ``shardings`` are the parts."""
+    return xla_client.HloSharding.tuple_sharding(shape, list(shardings)) if shape.is_tuple() else shardings[0]
+
+
+def common_mesh(shardings: Sequence[Any]) -> tuple[dict[str, int], list[tuple[tuple[str, ...], ...] | None]]:
+    """(axes with their sizes, for each sharding the axes of each dimension) of a mesh that has a place for all these shardings.
+
+    None in the place of a replicated one. The names of the axes are new. Raises ``NotImplementedError`` where there is no such mesh.
+    """
+    tiled = [s for s in shardings if not s.is_replicated()]
+    if not tiled:
+        return {"a0": 1}, [None] * len(shardings)
+    if any(s.is_manual() for s in tiled):
+        raise NotImplementedError("the call is partly inside of a shard_map")
+    sizes = _primes(tiled[0].num_devices())
+    orders = sorted(set(itertools.permutations(sizes))) if len(sizes) < 7 else [tuple(sizes)]
+    for order in orders:
+        mesh = jax.sharding.AbstractMesh(order, tuple(f"a{k}" for k in range(len(order))))
+        with contextlib.suppress(Exception):
+            specs = [None if s.is_replicated() else sharding_impls.parse_flatten_op_sharding(s, mesh)[0] for s in shardings]
+            axes = [None if spec is None else tuple(map(_axes, spec)) for spec in specs]
+            return dict(mesh.shape), axes
+    raise NotImplementedError("its shardings have no mesh in common")
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _primes(n: int) -> list[int]:
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return found
+
+
+def sharding_of(mesh: dict[str, int], spec: Sequence[Sequence[str]]) -> Any:
+    """XLA's sharding of an array whose dimensions are divided by the axes ``spec`` of ``mesh``."""
+    parts = jax.sharding.PartitionSpec(*(tuple(axes) or None for axes in spec))
+    return jax.sharding.NamedSharding(_abstract(mesh), parts)._to_xla_hlo_sharding(len(spec))
+
+
+def _abstract(mesh: dict[str, int]) -> Any:
+    return jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+
+
+@contextlib.contextmanager
+def manual_mesh(mesh: dict[str, int]) -> Iterator[None]:
+    """The context in which a program of one shard is traced: collectives know the axes of ``mesh``, and nothing of the thread that
+    compiles (its mesh, its precision of integers) is seen."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(mesh_lib, "use_abstract_mesh"):
+            stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
+        stack.enter_context(x64(True))
+        stack.enter_context(core.extend_axis_env_nd(mesh.items()))
+        yield
+
+
+def module_of(closed: Any, mesh: dict[str, int], platform: str) -> bytes:
+    """The module of ``closed``, a program of one shard, for XLA to put in the place of a call."""
+    context = sharding_impls.SPMDAxisContext(_abstract(mesh), frozenset(mesh))
+    module = mlir.build_mlir_module_helper(closed, name="kitsune_shard", platforms=[platform], backend=None, axis_context=context)
+    return bytes(mlir.module_to_bytecode(module))
+
+
+def local_avals(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """The types of one shard of arrays of XLA's ``shapes``."""
+    return [core.ShapedArray(s.tile(x).dimensions(), x.numpy_dtype()) for x, s in zip(shapes, shardings, strict=True)]

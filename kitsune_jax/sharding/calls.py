@@ -1,0 +1,295 @@
+"""Custom calls that hold a Graph until XLA knows the shardings of their operands, and the program of one shard in their place.
+
+Comes in: a function that is lowered for several devices, with its options. Goes out: its MLIR values. Parts of the function between
+operators that the op table does not know become one call each, with a sharding rule for XLA's propagation; XLA's partitioner then
+calls ``_Partitioner``, which plans the pipelines of one shard. Invariants: a call's configuration says everything that its program
+depends on, so that JAX's caches are right; a failure of this package becomes a program without pipelines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kitsune_jax import _compat, config
+from kitsune_jax.capture.edit import Captured, needed_ops
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import PARTITIONED
+from kitsune_jax.config import Options
+from kitsune_jax.errors import Failure, record
+from kitsune_jax.ops.graph import Graph, Op, Value, make_params
+from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.ops.table import OPS
+from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
+from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
+
+TARGET = "kitsune_region"
+# A part of a function without any of these has nothing to stream.
+_WORTH = frozenset({"dot", "reduce", "scatter", "gather", "cumulative", "loop"})
+
+# --- a Graph as text -------------------------------------------------------------------------------------------------------------
+
+
+def graph_to_json(graph: Graph) -> dict[str, Any]:
+    """``graph`` as what JSON has."""
+    return {
+        "values": [[value.shape, value.dtype, value.literal] for value in graph.values],
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "ops": [
+            [op.kind, op.inputs, op.outputs, dict(op.params), op.source, op.label, op.body and graph_to_json(op.body)]
+            for op in graph.ops
+        ],
+    }
+
+
+def graph_from_json(found: dict[str, Any]) -> Graph:
+    """The Graph that ``graph_to_json`` wrote. Raises ``ValueError`` for one that is not valid."""
+    graph = Graph(
+        tuple(Value(tuple(shape), dtype, literal) for shape, dtype, literal in found["values"]),
+        tuple(found["inputs"]),
+        tuple(found["outputs"]),
+        tuple(
+            Op(kind, tuple(ins), tuple(outs), make_params(**params), source, "", label, body and graph_from_json(body))
+            for kind, ins, outs, params, source, label, body in found["ops"]
+        ),
+    )
+    graph.validate()
+    return graph
+
+
+# --- parts of a function --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Subgraph:
+    """Ops that are one call: ``graph``, and the values of the whole function that its inputs and outputs are."""
+
+    graph: Graph
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
+    """The parts of a function and, by their indices, the ops that no part has, in an order in which they can run.
+
+    An op that the table does not know divides the function: the ops that it needs are in an earlier part than those that need it.
+    Ops that need no operand of the function are in every part that reads them.
+    """
+    graph, steps = captured.graph, captured.steps
+    producers = graph.producers()
+    level: dict[int, int] = dict.fromkeys(graph.inputs, 0)
+    of_op, effects = list[int](), 0
+    for op, step in zip(graph.ops, steps, strict=True):
+        at = max((level[v] for v in op.inputs if v in level), default=-1)
+        if op.kind == "opaque":
+            at = max(at, 0, effects if step.has_effects else 0)
+            effects = at if step.has_effects else effects
+        of_op.append(at)
+        if at >= 0:
+            level.update(dict.fromkeys(op.outputs, at + (op.kind == "opaque")))
+    read: dict[int, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for v in op.inputs:
+            read.setdefault(v, []).append(i)
+    nodes: list[Subgraph | int] = []
+    for k in range(max((*of_op, 0)) + 1):
+        mine = [i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind != "opaque"]
+        if any(OPS[graph.ops[i].kind].family in _WORTH for i in mine):
+            inside = set(mine)
+            made = [v for i in mine for v in graph.ops[i].outputs]
+            wanted = [v for v in made if v in graph.outputs or not inside.issuperset(read.get(v, ()))]
+            nodes.append(_subgraph(graph, mine, wanted, producers, of_op))
+        else:
+            nodes += mine
+        nodes += [i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind == "opaque"]
+    # Ops that need nothing, for whoever reads them outside of the parts.
+    alone = {
+        i
+        for node in nodes
+        if isinstance(node, int)
+        for v in graph.ops[node].inputs
+        for i in _made_of_nothing(v, graph, producers, of_op)
+    }
+    alone |= {i for v in graph.outputs for i in _made_of_nothing(v, graph, producers, of_op)}
+    return [*sorted(alone), *nodes]
+
+
+def _made_of_nothing(v: int, graph: Graph, producers: dict[int, int], of_op: Sequence[int]) -> set[int]:
+    """The ops that make ``v``, where those need no operand of the function."""
+    found, work = set[int](), [v]
+    while work:
+        i = producers.get(work.pop())
+        if i is not None and of_op[i] < 0 and i not in found:
+            found.add(i)
+            work += graph.ops[i].inputs
+    return found
+
+
+def _subgraph(graph: Graph, ops: Iterable[int], wanted: Sequence[int], producers: dict[int, int], of_op: Sequence[int]) -> Subgraph:
+    inside = set(ops)
+    for i in list(inside):
+        for v in graph.ops[i].inputs:
+            inside |= _made_of_nothing(v, graph, producers, of_op)
+    order = sorted(inside)
+    made = {v for i in order for v in graph.ops[i].outputs}
+    reads = dict.fromkeys(v for i in order for v in graph.ops[i].inputs)
+    inputs = [v for v in reads if v not in made and graph.values[v].literal is None]
+    kept = [*inputs, *(v for v in reads if graph.values[v].literal is not None), *sorted(made)]
+    number = {v: k for k, v in enumerate(kept)}
+
+    def renumbered(ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number[v] for v in ids)
+
+    new = [
+        dataclasses.replace(op, inputs=renumbered(op.inputs), outputs=renumbered(op.outputs))
+        for op in (graph.ops[i] for i in order)
+    ]
+    found = Graph(tuple(graph.values[v] for v in kept), renumbered(inputs), renumbered(wanted), tuple(new))
+    return Subgraph(dataclasses.replace(found, ops=tuple(needed_ops(found.ops, found.outputs))), tuple(inputs), tuple(wanted))
+
+
+# --- the lowering ---------------------------------------------------------------------------------------------------------------
+
+
+def _region_primitive() -> Any:
+    primitive = _compat.new_primitive(TARGET)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, avals, **__: avals)
+
+    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule) -> Any:
+        return _compat.partitioned_call(ctx, args, TARGET, text, rule)
+
+    _compat.register_lowering(primitive, rule)
+    return primitive
+
+
+_region_p: Any = None
+
+
+def partitioned_jaxpr(call_jaxpr: Any, options: Options, target: str, platform: str) -> Any:
+    """``call_jaxpr`` with a call in the place of each of its parts, also in the bodies of loops that XLA runs."""
+    global _region_p
+    if _region_p is None:
+        _region_p = _region_primitive()
+
+    def rewrite(body: Any) -> Any:
+        new = partitioned_jaxpr(body, options, target, platform)
+        return _compat.as_kind_of(_compat.constants_inside(new), body)
+
+    jaxpr, consts = _compat.hoist_consts(call_jaxpr)
+    captured = capture(jaxpr, rewrite, PARTITIONED)
+    graph, nodes = captured.graph, subgraphs_of(captured)
+    for node in nodes:
+        if isinstance(node, int) and (prepare := captured.steps[node].prepare) is not None:
+            for failure in prepare():
+                record(_compat.function_name(call_jaxpr), failure)
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(graph.inputs, [*consts, *args], strict=True))
+
+        def read(v: int) -> Any:
+            value = graph.values[v]
+            return env[v] if v in env else np.asarray(value.literal, np_dtype(value.dtype))
+
+        for node in nodes:
+            if isinstance(node, int):
+                op = graph.ops[node]
+                env.update(zip(op.outputs, captured.run(node, [read(v) for v in op.inputs]), strict=True))
+                continue
+            text = json.dumps(
+                {
+                    "version": config.__version__,
+                    "options": dataclasses.asdict(options),
+                    "target": target,
+                    "platform": platform,
+                    "name": _compat.function_name(call_jaxpr),
+                    "graph": graph_to_json(node.graph),
+                },
+                sort_keys=True,
+            )
+            avals = tuple(captured.avals[v] for v in node.outputs)
+            made = _region_p.bind(*map(read, node.inputs), avals=avals, text=text, rule=sharding_rule(node.graph))
+            env.update(zip(node.outputs, made, strict=True))
+        return [read(v) for v in graph.outputs]
+
+    return _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)
+
+
+# --- the partitioner ------------------------------------------------------------------------------------------------------------
+
+Pipelined = Callable[[Any, Options, str], Any]  # a jaxpr of one shard, with pipelines
+
+
+def register(pipelined: Pipelined) -> None:
+    """Have XLA ask for the programs of shards. ``pipelined(jaxpr, options, target)``: puts pipelines into the program of one."""
+    _compat.register_partitioner(TARGET, _Partitioner(pipelined))
+
+
+class _Partitioner:
+    """Called by XLA for each call in a module that it partitions. Equal calls have one program."""
+
+    def __init__(self, pipelined: Pipelined):
+        self.pipelined = pipelined
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, text: Any) -> Any:
+        text = text if isinstance(text, str) else bytes(text).decode()
+        key = (text, tuple(map(str, shardings)), str(result_sharding))
+        if key not in self._known:
+            if len(self._known) > 256:
+                self._known.clear()
+            self._known[key] = self._program(shapes, shardings, result_shape, result_sharding, json.loads(text))
+        return self._known[key]
+
+    def _program(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, found: dict[str, Any]) -> Any:
+        graph = graph_from_json(found["graph"])
+        _, results = _compat.parts_of_result(result_shape, result_sharding)
+        options = Options(**found["options"])
+        n = len(graph.inputs)
+        try:
+            mesh, specs = _compat.common_mesh([*shardings, *results])
+            return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
+        except Exception as error:
+            if options.strict:
+                raise
+            record(found["name"], Failure.of(error, "the partition of a call"))
+            return self._module(graph, {"a0": 1}, [None] * n, [None] * len(graph.outputs), shapes, result_shape, found, None)
+
+    def _module(
+        self,
+        graph: Graph,
+        mesh: dict[str, int],
+        given: Sequence[Spec | None],
+        asked: Sequence[Spec | None],
+        shapes: Any,
+        result_shape: Any,
+        found: dict[str, Any],
+        options: Options | None,
+    ) -> Any:
+        """(module, shardings of the operands, of the result). ``options``: None for a program without pipelines."""
+        inputs = [_padded(s, graph.values[v]) for v, s in zip(graph.inputs, given, strict=True)]
+        wanted = [_padded(s, graph.values[v]) for v, s in zip(graph.outputs, asked, strict=True)]
+        plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted)
+        operands = [_compat.sharding_of(mesh, spec) for spec in inputs]
+        results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
+        with _compat.manual_mesh(mesh):
+            local = _compat.trace_jaxpr(
+                lambda *arrays: evaluate(graph, plan, arrays, mesh, inputs),
+                _compat.local_avals(shapes, operands),
+                lower=True,
+            )
+            if options is not None:
+                local = self.pipelined(local, options, found["target"])
+            module = _compat.module_of(local, mesh, found["platform"])
+        return module, operands, _compat.as_result(result_shape, results)
+
+
+def _padded(spec: Spec | None, value: Value) -> Spec:
+    """``spec`` with an entry for every dimension of ``value``; of dimensions of one element none is divided."""
+    found = whole(value) if spec is None else (*spec, *whole(value)[len(spec) :])
+    return tuple(axes if n > 1 else () for axes, n in zip(found, value.shape, strict=True))

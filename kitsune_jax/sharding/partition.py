@@ -1,0 +1,431 @@
+"""The program of one device: a Graph whose operands are sharded, evaluated on shards, with collectives where values meet.
+
+Comes in: a Graph, the sizes of mesh axes, and the sharding of each operand. Goes out: ``plan_graph``, the shardings in which every
+op reads and makes its values; ``evaluate``, which runs the ops by JAX on shards, inside a manual mesh. Each op is decided from its
+dimension relations alone: parallel dimensions keep the axes of their operands, the parts of a contracted one are folded by a
+collective, and every other dimension is whole. Invariant: the results are those of the Graph, whatever the shardings are.
+
+A dimension whose size is no multiple of its shards is padded behind its end. What the padding holds is never defined, so it is
+replaced by the identity of a fold before it is contracted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kitsune_jax.ops.graph import Graph, Op, Value
+from kitsune_jax.ops.loops import body_of, parts
+from kitsune_jax.ops.reduce import filling, identity
+from kitsune_jax.ops.spec import DimRelation, np_dtype
+from kitsune_jax.ops.table import OPS
+
+Axes: TypeAlias = tuple[str, ...]  # the mesh axes that divide one dimension, major first
+Spec: TypeAlias = tuple[Axes, ...]  # those of each dimension of a value
+Mesh: TypeAlias = Mapping[str, int]  # axis -> number of devices along it
+
+_FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+# A row that a table lacks here is 0 in a sum over devices: reading a sharded table costs the rows that are read, not the table.
+_READ_BY_PARTS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OpPlan:
+    """``reads``, ``makes``: the shardings of operands and results. ``folded``: the axes over which the result is folded. ``rows``:
+    the axes that divide the rows of the table that a ``take`` reads. ``body``: of a loop."""
+
+    reads: tuple[Spec, ...]
+    makes: tuple[Spec, ...]
+    folded: Axes = ()
+    rows: Axes = ()
+    body: GraphPlan | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphPlan:
+    """``ops``: one plan for each op; None for an op that is evaluated where it is read, in the sharding of its reader. ``specs``:
+    the sharding in which each value is made; None for a literal, and for a value of such an op. ``outputs``: of the results."""
+
+    ops: tuple[OpPlan | None, ...]
+    specs: tuple[Spec | None, ...]
+    outputs: tuple[Spec, ...]
+
+
+def whole(value: Value) -> Spec:
+    """The sharding of an array that every device has."""
+    return ((),) * len(value.shape)
+
+
+def shards(axes: Axes, mesh: Mesh) -> int:
+    return math.prod(mesh[a] for a in axes)
+
+
+def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one shard.
+
+    >>> local_shape((10, 4), (("x",), ()), {"x": 4})
+    (3, 4)
+    """
+    return tuple(-(-n // shards(axes, mesh)) for n, axes in zip(shape, spec, strict=True))
+
+
+# --- the shardings of all values ------------------------------------------------------------------------------------------------
+
+
+def plan_graph(graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None] = ()) -> GraphPlan:
+    """The plan of ``graph`` for operands of these shardings. ``wanted``: the sharding that is asked for of each result, or None; a
+    result has it where that takes no gather."""
+    specs: list[Spec | None] = [None] * len(graph.values)
+    for v, spec in zip(graph.inputs, inputs, strict=True):
+        specs[v] = spec
+    plans = list[OpPlan | None]()
+    for op in graph.ops:
+        if _is_free(op, graph, specs):
+            plans.append(None)
+            continue
+        plan = _plan_loop(op, graph, specs, mesh) if op.body is not None else _plan_op(op, graph, specs, mesh)
+        plans.append(plan)
+        for v, spec in zip(op.outputs, plan.makes, strict=True):
+            specs[v] = spec
+    asked = wanted or [None] * len(graph.outputs)
+    outputs = [_result_spec(graph.values[v], specs[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
+    return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
+
+
+def _is_free(op: Op, graph: Graph, specs: Sequence[Spec | None]) -> bool:
+    """Is any part of the result of ``op`` made from the same part of what it reads, or from nothing? Then it is made in the
+    sharding of its reader."""
+    if op.body is not None or len(op.outputs) != 1:
+        return False
+    family = OPS[op.kind].family
+    if family in ("iota", "broadcast"):
+        return True
+    return family in ("pointwise", "convert") and all(specs[v] is None for v in op.inputs)
+
+
+def _result_spec(value: Value, made: Spec | None, wanted: Spec | None, mesh: Mesh) -> Spec:
+    if wanted is None:
+        return whole(value) if made is None else made
+    even = all(n % shards(axes, mesh) == 0 for n, axes in zip(value.shape, wanted, strict=True))
+    extends = made is None or all(w[: len(m)] == m for m, w in zip(made, wanted, strict=True))
+    if even and extends:
+        return wanted
+    return whole(value) if made is None else made
+
+
+def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> OpPlan:
+    operands = (*op.inputs, *op.outputs)
+    shapes = [graph.values[v].shape for v in operands]
+    n_in = len(op.inputs)
+    relations = OPS[op.kind].relate(op, tuple(shapes[:n_in]), tuple(shapes[n_in:]))
+
+    def proposed(relation: DimRelation) -> tuple[float, Axes]:
+        """(bytes of the array that asks, its axes) for the largest array that is sharded along the dimension."""
+        found: list[tuple[float, Axes]] = [(0.0, ())]
+        for k, d in relation.members:
+            spec = specs[operands[k]] if k < n_in else None
+            if spec is not None and spec[d]:
+                found.append((float(graph.values[operands[k]].size), spec[d]))
+        return max(found, key=lambda x: x[0])
+
+    order = {"parallel": 0, "reshaped": 0, "contracted": 1}
+    asked = [(r, *proposed(r)) for r in relations if r.role in order]
+    asked.sort(key=lambda x: (order[x[0].role], -x[1]))
+    used = set[str]()
+    chosen: dict[tuple[int, int], Axes] = {}
+    folded: Axes = ()
+    for relation, _, axes in asked:
+        axes = _prefix(axes, used)
+        members: Sequence[tuple[int, int]] = relation.members
+        if relation.role == "reshaped":
+            firsts = [next(m for m in members if (m[0] < n_in) == side) for side in (True, False)]
+            axes = _dividing(axes, [shapes[k][d] for k, d in firsts], mesh) if _leads(relation, specs, operands) else ()
+            members = firsts
+        if relation.role == "contracted":
+            if OPS[op.kind].fold not in _FOLDED or op.kind == "scatter_exp_sum":
+                axes = ()
+            folded += axes
+        used.update(axes)
+        chosen |= dict.fromkeys(members, axes)
+    rows = _rows_of_table(op, graph, specs, mesh, used) if op.kind == "take" else ()
+    if rows:
+        chosen[0, op["axis"]] = rows
+    spec_of = [tuple(chosen.get((k, d), ()) for d in range(len(shape))) for k, shape in enumerate(shapes)]
+    return OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, rows)
+
+
+def _leads(relation: DimRelation, specs: Sequence[Spec | None], operands: Sequence[int]) -> bool:
+    """Is the first dimension of a reshaped group the one that is sharded?"""
+    k, d = relation.members[0]
+    spec = specs[operands[k]]
+    return spec is not None and bool(spec[d])
+
+
+def _prefix(axes: Axes, used: set[str]) -> Axes:
+    """``axes`` up to the first that is used already."""
+    free = []
+    for axis in axes:
+        if axis in used:
+            break
+        free.append(axis)
+    return tuple(free)
+
+
+def _dividing(axes: Axes, sizes: Sequence[int], mesh: Mesh) -> Axes:
+    """The longest prefix of ``axes`` into whose shards all ``sizes`` divide."""
+    while axes and any(n % shards(axes, mesh) for n in sizes):
+        axes = axes[:-1]
+    return axes
+
+
+def _rows_of_table(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, used: set[str]) -> Axes:
+    """The axes that divide the rows of the table, if a sum over them of the rows that each device has moves less than a gather."""
+    table, spec = graph.values[op.inputs[0]], specs[op.inputs[0]]
+    axes = spec[op["axis"]] if spec is not None else ()
+    if not axes or not used.isdisjoint(axes) or table.dtype == "bool" or table.shape[op["axis"]] % shards(axes, mesh):
+        return ()
+    return axes if graph.values[op.outputs[0]].size * _READ_BY_PARTS <= table.size else ()
+
+
+def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> OpPlan:
+    """A loop whose carries keep one sharding: that of their first value, or of the next one where the first is whole."""
+    body, p = body_of(op), parts(op)
+    given = [specs[v] for v in op.inputs]
+    n = len(p.consts) + len(p.initial)
+    inside = [whole(graph.values[v]) if s is None else s for v, s in zip(op.inputs, given, strict=True)]
+    inside = [*inside[:n], *(s[1:] for s in inside[n:])]
+    first = len(p.consts)
+    while True:
+        plan = plan_graph(body, inside, mesh)
+        changed = False
+        for k, (before, after) in enumerate(zip(inside[first:n], plan.outputs, strict=False), first):
+            if not any(before) and any(after):
+                inside[k], changed = after, True
+        if not changed:
+            break
+    carries = inside[first:n]
+    outputs = (*carries, *plan.outputs[len(carries) :])
+    reads = (*inside[:n], *(((), *s) for s in inside[n:]))
+    makes = (*carries, *(((), *s) for s in outputs[len(carries) :]))
+    return OpPlan(reads, makes, body=dataclasses.replace(plan, outputs=outputs))
+
+
+# --- evaluation on shards -------------------------------------------------------------------------------------------------------
+
+
+def evaluate(graph: Graph, plan: GraphPlan, arrays: Sequence[Any], mesh: Mesh, inputs: Sequence[Spec]) -> list[Any]:
+    """The shards of the results, from those of the operands. To be traced where ``mesh`` is manual."""
+    return _Evaluation(graph, plan, mesh, arrays, inputs).results()
+
+
+class _Evaluation:
+    def __init__(self, graph: Graph, plan: GraphPlan, mesh: Mesh, arrays: Sequence[Any], inputs: Sequence[Spec]):
+        self.graph, self.plan, self.mesh = graph, plan, mesh
+        self.made: dict[tuple[int, Spec], Any] = dict(zip(zip(graph.inputs, inputs, strict=True), arrays, strict=True))
+        self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
+        self.producer = graph.producers()
+        reads = [v for op in graph.ops for v in op.inputs] + list(graph.outputs)
+        ends = dict(zip(graph.outputs, plan.outputs, strict=True))
+        # A sum that nothing else reads is scattered to the devices that want its parts.
+        self.scattered = {v: ends[v] for v in ends if reads.count(v) == 1} if len(reads) < 5000 else {}
+
+    def results(self) -> list[Any]:
+        for i, plan in enumerate(self.plan.ops):
+            if plan is not None:
+                self._run(i, plan)
+        return [self.read(v, spec) for v, spec in zip(self.graph.outputs, self.plan.outputs, strict=True)]
+
+    def read(self, v: int, spec: Spec) -> Any:
+        """Value ``v`` in the sharding ``spec``."""
+        value = self.graph.values[v]
+        if value.literal is not None:
+            return np.asarray(value.literal, np_dtype(value.dtype))
+        if (v, spec) not in self.made:
+            i = self.producer.get(v)
+            if i is not None and self.plan.ops[i] is None:
+                self.made[v, spec] = self._make_free(self.graph.ops[i], spec)
+            else:
+                self.made[v, spec] = self._resharded(self.made[v, self.first[v]], value, self.first[v], spec)
+        return self.made[v, spec]
+
+    def _make_free(self, op: Op, spec: Spec) -> Any:
+        (v,) = op.outputs
+        out = self.graph.values[v]
+        local = Value(local_shape(out.shape, spec, self.mesh), out.dtype)
+        if op.kind == "iota":
+            d = op["dimension"]
+            made = OPS["iota"].evaluate({"shape": local.shape, "dimension": d}, out=local)
+            return made if not spec[d] else made + (self._position(spec[d]) * local.shape[d]).astype(made.dtype)
+        if op.kind == "broadcast_in_dim":
+            x = self.graph.values[op.inputs[0]]
+            same = [spec[to] if x.shape[d] == out.shape[to] else () for d, to in enumerate(op["dims"])]
+            array = self.read(op.inputs[0], tuple(same))
+            return OPS[op.kind].evaluate({**dict(op.params), "shape": local.shape}, array, out=local)
+        arrays = [self.read(w, spec if self.graph.values[w].shape else ()) for w in op.inputs]
+        return OPS[op.kind].evaluate(dict(op.params), *arrays, out=local)
+
+    def _run(self, i: int, plan: OpPlan) -> None:
+        op = self.graph.ops[i]
+        arrays = [self.read(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)]
+        if plan.body is not None:
+            results = self._loop(op, plan, arrays)
+        else:
+            results = [self._op(op, plan, arrays)]
+        for v, spec, made in zip(op.outputs, plan.makes, results, strict=True):
+            self.first[v] = spec
+            self.made[v, spec] = made
+        if plan.folded:
+            self._fold(op, plan)
+
+    def _op(self, op: Op, plan: OpPlan, arrays: list[Any]) -> Any:
+        (v,), spec = op.outputs, plan.makes[0]
+        out = self.graph.values[v]
+        local = Value(local_shape(out.shape, spec, self.mesh), out.dtype)
+        params = dict(op.params)
+        for name in ("shape", "new_sizes"):
+            if name in params:
+                params[name] = local.shape
+        if "limit" in params:
+            shape, reads = self.graph.values[op.inputs[0]].shape, plan.reads[0]
+            mine = local_shape(shape, reads, self.mesh)
+            params["limit"] = tuple(mine[d] if axes else params["limit"][d] for d, axes in enumerate(reads))
+        if plan.rows:
+            return self._take_parts(op, plan, arrays, params, local)
+        if plan.folded:
+            arrays = self._without_padding(op, plan, arrays)
+        return OPS[op.kind].evaluate(params, *arrays, out=local)
+
+    def _without_padding(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
+        """The operands with the identity of the fold in the padding of contracted dimensions."""
+        fold = OPS[op.kind].fold
+        relations = OPS[op.kind].relate(op, self._shapes(op.inputs), self._shapes(op.outputs))
+        contracted = {member for relation in relations if relation.role == "contracted" for member in relation.members}
+        found = []
+        for k, (v, array) in enumerate(zip(op.inputs, arrays, strict=True)):
+            value, spec = self.graph.values[v], plan.reads[k]
+            for d, n in enumerate(value.shape):
+                if (k, d) in contracted and n % shards(spec[d], self.mesh):
+                    inside = self._position(spec[d]) * array.shape[d] + lax.broadcasted_iota(np.int32, array.shape, d) < n
+                    dtype = np_dtype(value.dtype)
+                    fill = identity(fold, dtype)
+                    if k == 1 and OPS[op.kind].family == "scatter":  # an index out of range adds nothing
+                        fill = -1 if np.issubdtype(dtype, np.signedinteger) else np.iinfo(dtype).max
+                    array = jnp.where(inside, array, np.asarray(fill, dtype))
+            found.append(array)
+        return found
+
+    def _take_parts(self, op: Op, plan: OpPlan, arrays: list[Any], params: dict[str, Any], local: Value) -> Any:
+        """The rows of a table of which each device has a part: those that it has, and zeros, summed over the devices."""
+        table, index = arrays
+        n, mine = self.graph.values[op.inputs[0]].shape[op["axis"]], table.shape[op["axis"]]
+        known = (index >= 0) & (index < n)
+        wide = lax.convert_element_type(index, np.int64 if index.dtype in (np.int64, np.uint64) else np.int32)
+        if op["mode"] != "fill":
+            wide = jnp.clip(wide, 0, n - 1)
+        here = wide - self._position(plan.rows).astype(wide.dtype) * mine
+        has = (here >= 0) & (here < mine)
+        found = OPS["take"].evaluate({**params, "mode": "clip"}, table, jnp.clip(here, 0, mine - 1), out=local)
+        dims = tuple(range(op["axis"], op["axis"] + np.ndim(index)))
+
+        def along(mask: Any) -> Any:
+            return lax.broadcast_in_dim(mask, local.shape, dims)
+
+        summed = lax.psum(jnp.where(along(has), found, jnp.zeros((), found.dtype)), plan.rows)
+        if op["mode"] != "fill":
+            return summed
+        return jnp.where(along(known), summed, np.asarray(filling(op["fill"], local.dtype), np_dtype(local.dtype)))
+
+    def _fold(self, op: Op, plan: OpPlan) -> None:
+        """Fold the result over the devices; scatter it where a result of the function wants a part each."""
+        (v,), (spec,) = op.outputs, plan.makes
+        array, fold = self.made[v, spec], _FOLDED[OPS[op.kind].fold]
+        wanted, axes = self.scattered.get(v), plan.folded
+        if wanted is not None and OPS[op.kind].fold == "sum":
+            for d, (have, want) in enumerate(zip(spec, wanted, strict=True)):
+                more = want[len(have) :]
+                even = array.shape[d] % shards(more, self.mesh) == 0
+                if more and want[: len(have)] == have and even and set(more) <= set(axes):
+                    array = lax.psum_scatter(array, more, scatter_dimension=d, tiled=True)
+                    axes = tuple(a for a in axes if a not in more)
+                    spec = (*spec[:d], want, *spec[d + 1 :])
+        self.first[v] = spec
+        self.made[v, spec] = fold(array, axes) if axes else array
+
+    def _loop(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
+        body, inner = body_of(op), plan.body
+        assert inner is not None
+        first, carries = op["consts"], op["carries"]
+        n = first + carries
+        inside = [*plan.reads[:n], *(s[1:] for s in plan.reads[n:])]
+        consts, initial, xs = arrays[:first], arrays[first:n], arrays[n:]
+        initial = [jnp.asarray(x, np_dtype(body.values[v].dtype)) for x, v in zip(initial, parts(op).in_carries, strict=True)]
+
+        def step(state: Any, slices: Any) -> Any:
+            made = [
+                jnp.asarray(x, np_dtype(body.values[v].dtype))
+                for x, v in zip(evaluate(body, inner, [*consts, *state, *slices], self.mesh, inside), body.outputs, strict=True)
+            ]
+            return made[:carries], made[carries:]
+
+        final, ys = lax.scan(step, list(initial), list(xs), op["length"], op["reverse"])
+        return [*final, *ys]
+
+    def _shapes(self, values: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.graph.values[v].shape for v in values)
+
+    def _position(self, axes: Axes) -> Any:
+        """The number of this device's shard along a dimension that ``axes`` divide."""
+        return lax.axis_index(axes)
+
+    # --- other shardings of a value ----------------------------------------------------------------------------------------------
+
+    def _resharded(self, x: Any, value: Value, have: Spec, want: Spec) -> Any:
+        if have == want:
+            return x
+        moved = self._moved(x, value, have, want)
+        if moved is not None:
+            return moved
+        kept = [self._in_common(n, *axes) for n, *axes in zip(value.shape, have, want, strict=True)]
+        for d, n in enumerate(value.shape):
+            if lost := have[d][kept[d] :]:
+                x = lax.all_gather(x, lost, axis=d, tiled=True)
+                if x.shape[d] > n:
+                    x = lax.slice_in_dim(x, 0, n, axis=d)
+        for d, common in enumerate(kept):
+            if more := want[d][common:]:
+                x = self._part(x, d, more)
+        return x
+
+    def _in_common(self, n: int, have: Axes, want: Axes) -> int:
+        """How many of the first axes of a dimension of ``n`` elements stay. Parts of padded shards are not those of the whole."""
+        if have == want:
+            return len(have)
+        if n % shards(have, self.mesh) or n % shards(want, self.mesh):
+            return 0
+        return next((k for k, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
+
+    def _part(self, x: Any, d: int, axes: Axes) -> Any:
+        """This device's part of dimension ``d``, padded where its size is no multiple of the parts."""
+        k = shards(axes, self.mesh)
+        size = -(-x.shape[d] // k)
+        if size * k != x.shape[d]:
+            x = lax.pad(x, jnp.zeros((), x.dtype), [(0, size * k - n if e == d else 0, 0) for e, n in enumerate(x.shape)])
+        return lax.dynamic_slice_in_dim(x, self._position(axes) * size, size, axis=d)
+
+    def _moved(self, x: Any, value: Value, have: Spec, want: Spec) -> Any | None:
+        """``x`` with one axis moved from one dimension to another, where that is all that differs; None otherwise."""
+        lost = [d for d in range(len(have)) if have[d] != want[d] and have[d][:-1] == want[d]]
+        won = [d for d in range(len(have)) if have[d] != want[d] and want[d][:-1] == have[d]]
+        if len(lost) != 1 or len(won) != 1 or sum(a != b for a, b in zip(have, want, strict=True)) != 2:
+            return None
+        (a,), (b,) = lost, won
+        uneven = any(n % shards(axes, self.mesh) for spec in (have, want) for n, axes in zip(value.shape, spec, strict=True))
+        if have[a][-1] != want[b][-1] or uneven:
+            return None
+        return lax.all_to_all(x, have[a][-1], split_axis=b, concat_axis=a, tiled=True)

@@ -1,0 +1,175 @@
+"""Programs that users shard, each with arguments and the mesh axes that divide them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+_rng = np.random.default_rng(0)
+
+
+def _normal(*shape: int, scale: float = 0.3) -> Any:
+    return (_rng.standard_normal(shape) * scale).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """``specs``: of the arguments. ``results``: of the results, if the user asks. ``wrt``: arguments to differentiate."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    results: Any = None
+    wrt: tuple[int, ...] = ()
+
+
+def _grad(program: Sharded, results: Any = None) -> Sharded:
+    loss = lambda *args: jnp.mean(program.function(*args) ** 2)  # noqa: E731
+    return dataclasses.replace(program, function=jax.grad(loss, program.wrt), results=results)
+
+
+# --- functions --------------------------------------------------------------------------------------------------------------------
+
+
+def mlp(x: Any, w1: Any, b1: Any, w2: Any) -> Any:
+    return jnp.tanh(x @ w1 + b1) @ w2
+
+
+def train_step(x: Any, w1: Any, b1: Any, w2: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda *w: jnp.mean(mlp(x, *w) ** 2), (0, 1, 2))(w1, b1, w2)
+    return loss, [w - 0.1 * g for w, g in zip((w1, b1, w2), grads, strict=True)]
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+
+
+def layer(x: Any, wq: Any, wk: Any, wv: Any, wo: Any, w1: Any, w2: Any) -> Any:
+    batch, length, width = x.shape
+    n = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    q, k, v = ((n @ w).reshape(batch, length, 4, -1) for w in (wq, wk, wv))
+    x = x + attention(q, k, v).reshape(batch, length, width) @ wo
+    return x + jax.nn.silu(x @ w1) @ w2
+
+
+def layers(x: Any, *weights: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (layer(x, *w), None), x, weights)[0]
+
+
+def layers_again(x: Any, *weights: Any) -> Any:
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (layer(x, *w), None)), x, weights)[0]
+
+
+def message(nodes: Any, send: Any, receive: Any, we: Any, wn: Any) -> Any:
+    edges = jax.nn.relu(jnp.concatenate([nodes[send], nodes[receive]], -1) @ we)
+    return nodes + jax.ops.segment_sum(edges, receive, nodes.shape[0]) @ wn
+
+
+def graph_attention(nodes: Any, send: Any, receive: Any, w: Any, a: Any, b: Any) -> Any:
+    n = nodes.shape[0]
+    h = nodes @ w
+    scores = jax.nn.leaky_relu((h @ a)[send] + (h @ b)[receive])
+    weights = jnp.exp(scores - jax.ops.segment_max(scores, receive, n)[receive])
+    total = jax.ops.segment_sum(weights, receive, n)
+    return jax.ops.segment_sum(h[send] * (weights / total[receive])[:, None], receive, n)
+
+
+def embedded(table: Any, index: Any, w: Any) -> Any:
+    return jax.nn.relu(table[index].reshape(index.shape[0], -1) @ w)
+
+
+def recurrent(xs: Any, wx: Any, wh: Any) -> Any:
+    def step(h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ wx + h @ wh)
+        return h, h
+
+    return jax.lax.scan(step, jnp.zeros((xs.shape[1], wh.shape[0]), xs.dtype), xs)[1]
+
+
+def until_large(x: Any, w: Any) -> Any:
+    return jax.lax.while_loop(lambda c: jnp.sum(c) < 1e3, lambda c: c + jnp.abs(jnp.tanh(c @ w) @ w.T) + 1, x)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------------------
+
+_MLP = (_normal(48, 32), _normal(32, 64), _normal(64), _normal(64, 16))
+_QKV = tuple(_normal(8, 16, 4, 8) for _ in range(3))
+_LAYER = (_normal(8, 16, 32), *(_normal(32, 32) for _ in range(4)), _normal(32, 64), _normal(64, 32))
+_LAYERS = (_LAYER[0], *(np.stack([w, -w, w / 2]) for w in _LAYER[1:]))
+_EDGES = tuple(_rng.integers(0, 64, 512).astype(np.int32) for _ in range(2))
+_NODES = _normal(64, 32)
+_TENSOR_MLP = (P("data"), P(None, "model"), P("model"), P("model"))
+_TENSOR_LAYER = (P("data"), *(P(None, "model") for _ in range(3)), P("model"), P(None, "model"), P("model"))
+_ALL = (1, 2, 3, 4, 5, 6)
+
+# The mesh has 4 devices along "data" and 2 along "model".
+PROGRAMS: dict[str, Sharded] = {
+    "data parallel": Sharded(mlp, _MLP, (P("data"), P(), P(), P()), wrt=(0, 1, 2, 3)),
+    "one result wanted sharded": Sharded(mlp, _MLP, (P(), P(), P(), P()), P("data")),
+    "another dimension wanted sharded": Sharded(mlp, _MLP, (P("data"), P(), P(), P()), P(None, "data")),
+    "batch over both axes": Sharded(mlp, _MLP, (P(("data", "model")), P(), P(), P())),
+    "tensor parallel": Sharded(mlp, _MLP, _TENSOR_MLP, wrt=(0, 1, 2, 3)),
+    "contracted": Sharded(mlp, _MLP, (P(None, "model"), P("model"), P(), P())),
+    "fully sharded": Sharded(mlp, _MLP, (P("data"), P("data"), P(), P("data")), wrt=(1, 3)),
+    "train step": Sharded(train_step, _MLP, (P("data"), P(), P(), P())),
+    "attention over batches": Sharded(attention, _QKV, (P("data"),) * 3, wrt=(0, 1, 2)),
+    "attention over batches and heads": Sharded(attention, _QKV, (P("data", None, "model"),) * 3, wrt=(0, 1, 2)),
+    "attention over queries": Sharded(attention, _QKV, (P(None, "data"), P(), P()), wrt=(0, 1, 2)),
+    "attention over queries and keys": Sharded(attention, _QKV, (P(None, "data"),) * 3),
+    "attention over keys": Sharded(attention, _QKV, (P(), P(None, "data"), P(None, "data"))),
+    "layer, tensor parallel": Sharded(layer, _LAYER, _TENSOR_LAYER, wrt=(0, *_ALL)),
+    "layer, fully sharded": Sharded(layer, _LAYER, (P("data"),) * 7, wrt=_ALL),
+    "layers, fully sharded": Sharded(layers, _LAYERS, (P("data"), *(P(None, "data"),) * 6), wrt=_ALL),
+    "layers, recomputed": Sharded(layers_again, _LAYERS, (P("data"), *(P(None, "data"),) * 6), wrt=_ALL),
+    "edges": Sharded(
+        message, (_NODES, *_EDGES, _normal(64, 32), _normal(32, 32)), (P(), P("data"), P("data"), P(), P()), wrt=(0, 3, 4)
+    ),
+    "edges and nodes": Sharded(
+        message, (_NODES, *_EDGES, _normal(64, 32), _normal(32, 32)), (P("data"), P("data"), P("data"), P(), P()), wrt=(0, 3, 4)
+    ),
+    "graph attention": Sharded(
+        graph_attention,
+        (_NODES, *_EDGES, _normal(32, 32), _normal(32), _normal(32)),
+        (P(), P("data"), P("data"), P(), P(), P()),
+        wrt=(0, 3, 4, 5),
+    ),
+    "tables by row": Sharded(
+        embedded,
+        (_normal(1024, 16), _rng.integers(-5, 1030, (64, 4)).astype(np.int32), _normal(64, 8)),
+        (P("model"), P("data"), P()),
+        wrt=(0, 2),
+    ),
+    "recurrent": Sharded(
+        recurrent, (_normal(10, 64, 16), _normal(16, 32), _normal(32, 32)), (P(None, "data"), P(), P()), wrt=(0, 1, 2)
+    ),
+    "recurrent, hidden": Sharded(
+        recurrent, (_normal(10, 64, 16), _normal(16, 32), _normal(32, 32)), (P(), P(None, "model"), P(None, "model"))
+    ),
+    "a loop that depends on data": Sharded(until_large, (_normal(48, 32), _normal(32, 64)), (P("data"), P())),
+    "second derivative": Sharded(
+        lambda x, w1, b1, w2: jax.jvp(jax.grad(lambda w: jnp.sum(mlp(x, w, b1, w2) ** 2)), (w1,), (w1,))[1],
+        _MLP,
+        (P("data"), P(), P(), P()),
+    ),
+    "vmap": Sharded(jax.vmap(mlp, (0, None, None, None)), (_normal(8, 6, 32), *_MLP[1:]), (P("data"), P(), P(), P())),
+    "a softmax over columns": Sharded(lambda x, w: jax.nn.softmax(x @ w, -1), (_MLP[0], _MLP[1]), (P("data"), P(None, "model"))),
+    "a maximum and where": Sharded(lambda x, w: (jnp.max(x @ w, 0), jnp.argmax(x @ w, 0)), (_MLP[0], _MLP[1]), (P("data"), P())),
+    "cumulative and sorted": Sharded(lambda x, w: jnp.cumsum(jnp.sort(x @ w, 0), 1), (_MLP[0], _MLP[1]), (P("data"), P())),
+    "bfloat16": Sharded(
+        lambda x, w1, w2: jnp.tanh(x @ w1) @ w2,
+        tuple(jnp.asarray(a, jnp.bfloat16) for a in (_MLP[0], _MLP[1], _MLP[3])),
+        (P("data"), P(None, "model"), P("model")),
+    ),
+}
+PROGRAMS |= {f"gradient of {name}": _grad(program) for name, program in PROGRAMS.items() if program.wrt}
+for _name in ("fully sharded", "layer, fully sharded", "layers, fully sharded", "tables by row"):
+    _program = PROGRAMS[_name]
+    PROGRAMS[f"gradient of {_name}, sharded as the parameters"] = _grad(_program, tuple(_program.specs[k] for k in _program.wrt))
