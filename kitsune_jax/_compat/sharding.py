@@ -105,7 +105,7 @@ def as_result(shape: Any, shardings: Sequence[Any]) -> Any:
 def common_mesh(shardings: Sequence[Any]) -> tuple[dict[str, int], list[tuple[tuple[str, ...], ...] | None]]:
     """(axes with their sizes, for each sharding the axes of each dimension) of a mesh that has a place for all these shardings.
 
-    None in the place of a replicated one. The names of the axes are new. Raises ``NotImplementedError`` where there is no such mesh.
+    None in the place of a replicated one. The axes have names of their own. Raises ``NotImplementedError`` where there is none.
     """
     tiled = [s for s in shardings if not s.is_replicated()]
     if not tiled:
