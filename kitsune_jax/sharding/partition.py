@@ -37,12 +37,14 @@ _READ_BY_PARTS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class OpPlan:
-    """``reads``, ``makes``: the shardings of operands and results. ``folded``: the axes over which the result is folded. ``rows``:
-    the axes that divide the rows of the table that a ``take`` reads. ``body``: of a loop."""
+    """``reads``, ``makes``: the shardings of operands and results. ``folded``: the axes over which the result is folded, in the
+    sharding ``before`` it is. ``rows``: the axes that divide the rows of the table that a ``take`` reads or a sum by index
+    makes, each device those that it has. ``body``: of a loop."""
 
     reads: tuple[Spec, ...]
     makes: tuple[Spec, ...]
     folded: Axes = ()
+    before: Spec = ()
     rows: Axes = ()
     body: GraphPlan | None = None
 
@@ -80,7 +82,16 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]
 
 def plan_graph(graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None] = ()) -> GraphPlan:
     """The plan of ``graph`` for operands of these shardings. ``wanted``: the sharding that is asked for of each result, or None; a
-    result has it where that takes no gather."""
+    result has it where that takes no gather. A sum of which all readers want a part is scattered to them."""
+    plan = _forward(graph, inputs, mesh, wanted, {})
+    parts_wanted = _parts_wanted(graph, plan, mesh)
+    return _forward(graph, inputs, mesh, wanted, parts_wanted) if parts_wanted else plan
+
+
+def _forward(
+    graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None], parts_wanted: Mapping[int, Spec]
+) -> GraphPlan:
+    """``parts_wanted``: values that their makers scatter, with the shardings that they shall have."""
     specs: list[Spec | None] = [None] * len(graph.values)
     for v, spec in zip(graph.inputs, inputs, strict=True):
         specs[v] = spec
@@ -89,13 +100,79 @@ def plan_graph(graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequenc
         if _is_free(op, graph, specs):
             plans.append(None)
             continue
-        plan = _plan_loop(op, graph, specs, mesh) if op.body is not None else _plan_op(op, graph, specs, mesh)
+        if op.body is not None:
+            plan = _plan_loop(op, graph, specs, mesh, parts_wanted)
+        else:
+            plan = _plan_op(op, graph, specs, mesh)
+            if op.outputs[0] in parts_wanted:
+                plan = _in_parts(op, plan, parts_wanted[op.outputs[0]])
         plans.append(plan)
         for v, spec in zip(op.outputs, plan.makes, strict=True):
             specs[v] = spec
     asked = wanted or [None] * len(graph.outputs)
     outputs = [_result_spec(graph.values[v], specs[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
     return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
+
+
+def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh) -> dict[int, Spec]:
+    """The sums, and results of loops, of which all readers take the same part, which ops that keep elements in place hand back."""
+    asked: dict[int, set[Spec | None]] = {}
+    for v, spec in zip(graph.outputs, plan.outputs, strict=True):
+        asked.setdefault(v, set()).add(spec)
+    found: dict[int, Spec] = {}
+    for op, made in zip(reversed(graph.ops), reversed(plan.ops), strict=True):
+        wants = [next(iter(asked[v])) if len(asked.get(v, ())) == 1 else None for v in op.outputs]
+        if made is None:
+            for v in op.inputs:
+                asked.setdefault(v, set()).add(None)
+            continue
+        for v, want, have in zip(op.outputs, wants, made.makes, strict=True):
+            if want is None or want == have:
+                continue
+            if op.body is not None or _scatters(op, graph.values[v], made, want, mesh):
+                found[v] = want
+        for k, v in enumerate(op.inputs):
+            reads: Spec | None = made.reads[k]
+            if op.body is None and wants[0] is not None:
+                reads = _handed_back(op, graph.values[v], graph.values[op.outputs[0]], wants[0]) or reads
+            asked.setdefault(v, set()).add(reads)
+    return found
+
+
+def _scatters(op: Op, value: Value, made: OpPlan, want: Spec, mesh: Mesh) -> bool:
+    """Can each device make its part of the sharding ``want``: of a sum over devices, or of the rows of a sum by index?"""
+    fits = all(w[: len(h)] == h for h, w in zip(made.makes[0], want, strict=True))
+    even = not any(n % shards(axes, mesh) for n, axes in zip(value.shape, want, strict=True))
+    if not (fits and even and OPS[op.kind].fold == "sum" and OPS[op.kind].sink):
+        return False
+    known = {axis for spec in (*made.reads, *made.makes) for axes in spec for axis in axes}
+    for d, (have, wanted) in enumerate(zip(made.makes[0], want, strict=True)):
+        more = set(wanted[len(have) :])
+        by_index = OPS[op.kind].family == "scatter" and d == op["axis"] and more.isdisjoint({*known, *made.folded})
+        if not (more <= set(made.folded) or by_index):
+            return False
+    return True
+
+
+def _in_parts(op: Op, plan: OpPlan, want: Spec) -> OpPlan:
+    """``plan`` with a result in the parts ``want``."""
+    if OPS[op.kind].family != "scatter":
+        return dataclasses.replace(plan, makes=(want,))
+    d = op["axis"]
+    more = want[d][len(plan.before[d]) :]
+    if set(more) <= set(plan.folded):
+        return dataclasses.replace(plan, makes=(want,))
+    return dataclasses.replace(plan, makes=(want,), before=(*plan.before[:d], want[d], *plan.before[d + 1 :]), rows=more)
+
+
+def _handed_back(op: Op, read: Value, made: Value, want: Spec) -> Spec | None:
+    """The part of an operand that the part ``want`` of the result is made of; None where that is not one part."""
+    if op.kind == "transpose":
+        back = dict(zip(op["permutation"], want, strict=True))
+        return tuple(back[d] for d in range(len(want)))
+    if OPS[op.kind].family in ("pointwise", "convert") and read.shape == made.shape:
+        return want
+    return None
 
 
 def _is_free(op: Op, graph: Graph, specs: Sequence[Spec | None]) -> bool:
@@ -157,7 +234,7 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
     if rows:
         chosen[0, op["axis"]] = rows
     spec_of = [tuple(chosen.get((k, d), ()) for d in range(len(shape))) for k, shape in enumerate(shapes)]
-    return OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, rows)
+    return OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, spec_of[n_in], rows)
 
 
 def _leads(relation: DimRelation, specs: Sequence[Spec | None], operands: Sequence[int]) -> bool:
@@ -193,7 +270,7 @@ def _rows_of_table(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mes
     return axes if graph.values[op.outputs[0]].size * _READ_BY_PARTS <= table.size else ()
 
 
-def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> OpPlan:
+def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, parts_wanted: Mapping[int, Spec]) -> OpPlan:
     """A loop whose carries keep one sharding: that of their first value, or of the next one where the first is whole."""
     body, p = body_of(op), parts(op)
     given = [specs[v] for v in op.inputs]
@@ -201,8 +278,9 @@ def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -
     inside = [whole(graph.values[v]) if s is None else s for v, s in zip(op.inputs, given, strict=True)]
     inside = [*inside[:n], *(s[1:] for s in inside[n:])]
     first = len(p.consts)
+    slices = [parts_wanted.get(v, (None,))[1:] or None for v in p.ys]
     while True:
-        plan = plan_graph(body, inside, mesh)
+        plan = plan_graph(body, inside, mesh, [*inside[first:n], *slices])
         changed = False
         for k, (before, after) in enumerate(zip(inside[first:n], plan.outputs, strict=False), first):
             if not any(before) and any(after):
@@ -230,10 +308,6 @@ class _Evaluation:
         self.made: dict[tuple[int, Spec], Any] = dict(zip(zip(graph.inputs, inputs, strict=True), arrays, strict=True))
         self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
         self.producer = graph.producers()
-        reads = [v for op in graph.ops for v in op.inputs] + list(graph.outputs)
-        ends = dict(zip(graph.outputs, plan.outputs, strict=True))
-        # A sum that nothing else reads is scattered to the devices that want its parts.
-        self.scattered = {v: ends[v] for v in ends if reads.count(v) == 1} if len(reads) < 5000 else {}
 
     def results(self) -> list[Any]:
         for i, plan in enumerate(self.plan.ops):
@@ -279,12 +353,10 @@ class _Evaluation:
             results = [self._op(op, plan, arrays)]
         for v, spec, made in zip(op.outputs, plan.makes, results, strict=True):
             self.first[v] = spec
-            self.made[v, spec] = made
-        if plan.folded:
-            self._fold(op, plan)
+            self.made[v, spec] = self._folded(made, op, plan) if plan.folded else made
 
     def _op(self, op: Op, plan: OpPlan, arrays: list[Any]) -> Any:
-        (v,), spec = op.outputs, plan.makes[0]
+        (v,), spec = op.outputs, plan.before
         out = self.graph.values[v]
         local = Value(local_shape(out.shape, spec, self.mesh), out.dtype)
         params = dict(op.params)
@@ -295,10 +367,13 @@ class _Evaluation:
             shape, reads = self.graph.values[op.inputs[0]].shape, plan.reads[0]
             mine = local_shape(shape, reads, self.mesh)
             params["limit"] = tuple(mine[d] if axes else params["limit"][d] for d, axes in enumerate(reads))
-        if plan.rows:
+        if plan.rows and op.kind == "take":
             return self._take_parts(op, plan, arrays, params, local)
         if plan.folded:
             arrays = self._without_padding(op, plan, arrays)
+        if plan.rows:  # an index of a row that another device has is out of range
+            params["n"] = local.shape[op["axis"]]
+            arrays[1] = self._from_here(arrays[1], params["n"], op["n"], plan.rows)
         return OPS[op.kind].evaluate(params, *arrays, out=local)
 
     def _without_padding(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
@@ -324,11 +399,9 @@ class _Evaluation:
         """The rows of a table of which each device has a part: those that it has, and zeros, summed over the devices."""
         table, index = arrays
         n, mine = self.graph.values[op.inputs[0]].shape[op["axis"]], table.shape[op["axis"]]
+        index = _wide(index)
         known = (index >= 0) & (index < n)
-        wide = lax.convert_element_type(index, np.int64 if index.dtype in (np.int64, np.uint64) else np.int32)
-        if op["mode"] != "fill":
-            wide = jnp.clip(wide, 0, n - 1)
-        here = wide - self._position(plan.rows).astype(wide.dtype) * mine
+        here = self._from_here(index if op["mode"] == "fill" else jnp.clip(index, 0, n - 1), mine, n, plan.rows)
         has = (here >= 0) & (here < mine)
         found = OPS["take"].evaluate({**params, "mode": "clip"}, table, jnp.clip(here, 0, mine - 1), out=local)
         dims = tuple(range(op["axis"], op["axis"] + np.ndim(index)))
@@ -341,21 +414,21 @@ class _Evaluation:
             return summed
         return jnp.where(along(known), summed, np.asarray(filling(op["fill"], local.dtype), np_dtype(local.dtype)))
 
-    def _fold(self, op: Op, plan: OpPlan) -> None:
-        """Fold the result over the devices; scatter it where a result of the function wants a part each."""
-        (v,), (spec,) = op.outputs, plan.makes
-        array, fold = self.made[v, spec], _FOLDED[OPS[op.kind].fold]
-        wanted, axes = self.scattered.get(v), plan.folded
-        if wanted is not None and OPS[op.kind].fold == "sum":
-            for d, (have, want) in enumerate(zip(spec, wanted, strict=True)):
-                more = want[len(have) :]
-                even = array.shape[d] % shards(more, self.mesh) == 0
-                if more and want[: len(have)] == have and even and set(more) <= set(axes):
-                    array = lax.psum_scatter(array, more, scatter_dimension=d, tiled=True)
-                    axes = tuple(a for a in axes if a not in more)
-                    spec = (*spec[:d], want, *spec[d + 1 :])
-        self.first[v] = spec
-        self.made[v, spec] = fold(array, axes) if axes else array
+    def _from_here(self, index: Any, mine: int, n: int, axes: Axes) -> Any:
+        """``index`` of a row of a table of ``n`` rows, counted from the first of this device's ``mine`` rows; negative for a row in
+        front of it and for one that the table does not have."""
+        wide = _wide(index)
+        here = wide - self._position(axes).astype(wide.dtype) * mine
+        return jnp.where((wide >= 0) & (wide < n), here, -1)
+
+    def _folded(self, array: Any, op: Op, plan: OpPlan) -> Any:
+        """The result folded over the devices; of a sum that is wanted in parts, one to each."""
+        axes = plan.folded
+        for d, (before, after) in enumerate(zip(plan.before, plan.makes[0], strict=True)):
+            if (more := after[len(before) :]) and OPS[op.kind].fold == "sum":
+                array = lax.psum_scatter(array, more, scatter_dimension=d, tiled=True)
+                axes = tuple(a for a in axes if a not in more)
+        return _FOLDED[OPS[op.kind].fold](array, axes) if axes else array
 
     def _loop(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
         body, inner = body_of(op), plan.body
@@ -429,3 +502,8 @@ class _Evaluation:
         if have[a][-1] != want[b][-1] or uneven:
             return None
         return lax.all_to_all(x, have[a][-1], split_axis=b, concat_axis=a, tiled=True)
+
+
+def _wide(index: Any) -> Any:
+    """``index`` in a dtype that has the number of every row."""
+    return lax.convert_element_type(index, np.int64 if index.dtype in (np.int64, np.uint64, np.uint32) else np.int32)
