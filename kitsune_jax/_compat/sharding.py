@@ -21,10 +21,24 @@ mlir_lib = jax_module("jax._src.lib.mlir")
 
 
 def partitions_automatically(ctx: Any) -> bool:
-    """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules?"""
+    """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules?
+
+    Or a part of it, inside of a ``shard_map`` that leaves one axis automatic. With several, XLA asks for the program of a group of
+    devices and does not say in which order they are, so no collective could name them.
+    """
     axes = ctx.module_context.axis_context
-    several = not hasattr(axes, "manual_axes") and (getattr(axes, "num_devices", 1) or 1) > 1
+    if hasattr(axes, "manual_axes"):
+        several = sum(size > 1 for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) == 1
+    else:
+        several = (getattr(axes, "num_devices", 1) or 1) > 1
     return several and bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
+
+
+def partly_manual_mesh(ctx: Any) -> tuple[dict[str, int], tuple[str, ...]] | None:
+    """(axes with their sizes, those that are manual) of the ``shard_map`` around what ``ctx`` lowers; None where no axis is."""
+    axes = ctx.module_context.axis_context
+    manual = frozenset(getattr(axes, "manual_axes", ()))
+    return (dict(axes.mesh.shape), tuple(a for a in axes.mesh.axis_names if a in manual)) if manual else None
 
 
 def register_partitioner(name: str, partition: Callable[..., Any]) -> None:
@@ -102,25 +116,30 @@ def as_result(shape: Any, shardings: Sequence[Any]) -> Any:
     return xla_client.HloSharding.tuple_sharding(shape, list(shardings)) if shape.is_tuple() else shardings[0]
 
 
-def common_mesh(shardings: Sequence[Any]) -> tuple[dict[str, int], list[tuple[tuple[str, ...], ...] | None]]:
+def common_mesh(
+    shardings: Sequence[Any], axes: dict[str, int] | None = None
+) -> tuple[dict[str, int], list[tuple[tuple[str, ...], ...] | None]]:
     """(axes with their sizes, for each sharding the axes of each dimension) of a mesh that has a place for all these shardings.
 
-    None in the place of a replicated one. The axes have names of their own. Raises ``NotImplementedError`` where there is none.
+    None in the place of a replicated one. ``axes``: of the only mesh that may be; without it the axes have names of their own.
+    Raises ``NotImplementedError`` where there is no such mesh.
     """
     tiled = [s for s in shardings if not s.is_replicated()]
     if not tiled:
-        return {"a0": 1}, [None] * len(shardings)
-    if any(s.is_manual() for s in tiled):
-        raise NotImplementedError("the call is partly inside of a shard_map")
-    sizes = _primes(tiled[0].num_devices())
-    orders = sorted(set(itertools.permutations(sizes))) if len(sizes) < 7 else [tuple(sizes)]
-    for order in orders:
-        mesh = jax.sharding.AbstractMesh(order, tuple(f"a{k}" for k in range(len(order))))
+        return axes or {"a0": 1}, [None] * len(shardings)
+    for mesh in [_abstract(axes)] if axes else _meshes(tiled[0].num_devices()):
         with contextlib.suppress(Exception):
             specs = [None if s.is_replicated() else sharding_impls.parse_flatten_op_sharding(s, mesh)[0] for s in shardings]
-            axes = [None if spec is None else tuple(map(_axes, spec)) for spec in specs]
-            return dict(mesh.shape), axes
+            found = [None if spec is None else tuple(map(_axes, spec)) for spec in specs]
+            return dict(mesh.shape), found
     raise NotImplementedError("its shardings have no mesh in common")
+
+
+def _meshes(devices: int) -> Iterator[Any]:
+    """The meshes of so many devices whose axes cannot be divided."""
+    sizes = _primes(devices)
+    for order in sorted(set(itertools.permutations(sizes))) if len(sizes) < 7 else [tuple(sizes)]:
+        yield jax.sharding.AbstractMesh(order, tuple(f"a{k}" for k in range(len(order))))
 
 
 def _axes(part: Any) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remo
 from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.report.data import plural, time_text
 from kitsune_jax.report.render import Report, merge_body_reports
-from kitsune_jax.sharding.calls import partitioned_jaxpr
+from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr
 from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
@@ -169,8 +169,8 @@ PRIMITIVE_NAME = "kitsune_pipeline"
 
 SHARDED = (
     "kitsune_jax: a pipelined function is lowered for several devices where its calls cannot be partitioned, so XLA compiles it "
-    "without pipelines: inside of a jax.shard_map that leaves some axes of the mesh automatic, or with "
-    "jax_use_shardy_partitioner=False. Make all axes manual, or call it outside of the shard_map."
+    "without pipelines: inside of a jax.shard_map that leaves several axes of the mesh automatic, or with "
+    "jax_use_shardy_partitioner=False. Make all axes but one manual, or set it to True."
 )
 EXPORTED = (
     "jax.export writes plain HLO, which runs where kitsune_jax is not installed; to export the pipelines, use "
@@ -230,7 +230,9 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None and platform is not None
     if not _compat.runs_on_one_device(ctx):
-        return _compat.lower_jaxpr(ctx, partitioned_or_plain(call_jaxpr, options, target, platform), args)
+        mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
+        around = Surroundings(target, platform, tuple(mesh.items()), manual)
+        return _compat.lower_jaxpr(ctx, partitioned_or_plain(call_jaxpr, options, around), args)
     budget = None
     if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
         budget = tuning.budget_of(_compat.program_of(ctx), platform)
@@ -288,10 +290,10 @@ def pipelined_or_plain(call_jaxpr: Any, options: Options, target: str, budget: t
     return pipelined.jaxpr
 
 
-def partitioned_or_plain(call_jaxpr: Any, options: Options, target: str, platform: str) -> Any:
+def partitioned_or_plain(call_jaxpr: Any, options: Options, around: Surroundings) -> Any:
     """``call_jaxpr`` with calls that XLA's partitioner will ask programs of one shard for, or unchanged if this package fails."""
     try:
-        return partitioned_jaxpr(call_jaxpr, options, target, platform)
+        return partitioned_jaxpr(call_jaxpr, options, around)
     except Exception as error:
         if options.strict:
             raise

@@ -171,14 +171,25 @@ def _region_primitive() -> Any:
 _region_p: Any = None
 
 
-def partitioned_jaxpr(call_jaxpr: Any, options: Options, target: str, platform: str) -> Any:
-    """``call_jaxpr`` with a call in the place of each of its parts, also in the bodies of loops that XLA runs."""
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What is around a function: the target and the platform that it is lowered for, and, inside of a ``shard_map`` that leaves
+    axes of its mesh automatic, the axes with their sizes and those that are manual."""
+
+    target: str
+    platform: str
+    mesh: tuple[tuple[str, int], ...] = ()
+    manual: tuple[str, ...] = ()
+
+
+def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -> Any:
+    """``call_jaxpr`` with a call in the place of each of its subgraphs, also in the bodies of loops that XLA runs."""
     global _region_p
     if _region_p is None:
         _region_p = _region_primitive()
 
     def rewrite(body: Any) -> Any:
-        new = partitioned_jaxpr(body, options, target, platform)
+        new = partitioned_jaxpr(body, options, around)
         return _compat.as_kind_of(_compat.constants_inside(new), body)
 
     jaxpr, consts = _compat.hoist_consts(call_jaxpr)
@@ -205,8 +216,7 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, target: str, platform: 
                 {
                     "version": config.__version__,
                     "options": dataclasses.asdict(options),
-                    "target": target,
-                    "platform": platform,
+                    "around": dataclasses.asdict(around),
                     "name": _compat.function_name(call_jaxpr),
                     "graph": graph_to_json(node.graph),
                 },
@@ -251,8 +261,10 @@ class _Partitioner:
         _, results = _compat.parts_of_result(result_shape, result_sharding)
         options = Options(**found["options"])
         n = len(graph.inputs)
+        around = found["around"]
         try:
-            mesh, specs = _compat.common_mesh([*shardings, *results])
+            automatic = {name: size for name, size in around["mesh"] if name not in around["manual"]}
+            mesh, specs = _compat.common_mesh([*shardings, *results], automatic or None)
             return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
         except Exception as error:
             if options.strict:
@@ -277,15 +289,17 @@ class _Partitioner:
         plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted)
         operands = [_compat.sharding_of(mesh, spec) for spec in inputs]
         results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
-        with _compat.manual_mesh(mesh):
+        around = found["around"]
+        everywhere = dict(around["mesh"]) or mesh  # of collectives, which name devices of the whole mesh
+        with _compat.manual_mesh(everywhere):
             local = _compat.trace_jaxpr(
                 lambda *arrays: evaluate(graph, plan, arrays, mesh, inputs),
                 _compat.local_avals(shapes, operands),
                 lower=True,
             )
             if options is not None:
-                local = self.pipelined(local, options, found["target"])
-            module = _compat.module_of(local, mesh, found["platform"])
+                local = self.pipelined(local, options, around["target"])
+            module = _compat.module_of(local, everywhere, around["platform"])
         return module, operands, _compat.as_result(result_shape, results)
 
 

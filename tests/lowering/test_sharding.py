@@ -1,8 +1,9 @@
-"""Eight forced devices: pipelines under ``shard_map``, plain HLO and one warning where some of its axes are automatic."""
+"""Eight forced devices: pipelines under ``shard_map``; plain HLO and one warning under XLA's old partitioner."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -106,41 +107,73 @@ def test_vmap_inside_shard_map() -> None:
     close(f(batch, W1, W2), in_float64(jax.vmap(mlp, (0, None, None)), batch, W1, W2))
 
 
-def _partly_manual(f: Any) -> Any:
-    mesh = _mesh((4, 2), ("data", "model"))
-    return jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), axis_names={"data"})
+@pytest.mark.parametrize("manual", [("a", "b"), ("b", "c"), ("c",)])
+@pytest.mark.parametrize("step", ["forward", "gradient"])
+def test_a_shard_map_that_leaves_an_axis_automatic(manual: tuple[str, ...], step: str) -> None:
+    """XLA divides the hidden layer by it."""
+    mesh = _mesh((2, 2, 2), ("a", "b", "c")) if len(manual) == 2 else _mesh((4, 2), ("c", "d"))
+    (hidden,) = (name for name in mesh.axis_names if name not in manual)
+    f = jax.shard_map(
+        kj.pipeline(mlp, force=True, strict=True),
+        mesh=mesh,
+        in_specs=(P(manual), P(), P()),
+        out_specs=P(manual),
+        axis_names=set(manual),
+    )
+    specs = P(manual), P(None, hidden), P(hidden)
+    args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((X, W1, W2), specs, strict=True)]
+    run, want = (jax.grad(loss(f), (0, 1, 2)), jax.grad(loss(mlp), (0, 1, 2))) if step == "gradient" else (f, mlp)
+    compiled = jax.jit(run).lower(*args).compile()
+    assert count(compiled.as_text()) > 0
+    assert _gathers(compiled.as_text()) == 0
+    close(compiled(*args), in_float64(want, X, W1, W2))
 
 
-def test_a_partly_manual_shard_map_is_plain_and_says_so_once() -> None:
+def test_a_shard_map_that_leaves_several_axes_automatic_is_plain_and_says_so_once() -> None:
     lowering.warn_sharded.cache_clear()
-    f = _partly_manual(kj.pipeline(mlp, force=True))
-    with pytest.warns(UserWarning, match="shard_map") as told:
-        compiled = jax.jit(f).lower(X, W1, W2).compile()
-        gradient = jax.jit(jax.grad(loss(f), (0, 1, 2))).lower(X, W1, W2).compile()
+    mesh = _mesh((2, 2, 2), ("a", "b", "c"))
+    f = jax.shard_map(kj.pipeline(mlp, force=True), mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P("a"), axis_names={"a"})
+    specs = P(("a", "b")), P(None, "c"), P("c")
+    args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((X, W1, W2), specs, strict=True)]
+    with pytest.warns(UserWarning, match="all axes but one manual") as told:
+        compiled = jax.jit(f).lower(*args).compile()
+        gradient = jax.jit(jax.grad(loss(f), (0, 1, 2))).lower(*args).compile()
+    assert len([w for w in told if "kitsune_jax" in str(w.message)]) == 1
+    assert (count(compiled.as_text()), count(gradient.as_text())) == (0, 0)
+    close(compiled(*args), in_float64(mlp, X, W1, W2))
+    close(gradient(*args), in_float64(jax.grad(loss(mlp), (0, 1, 2)), X, W1, W2))
+
+
+@pytest.fixture
+def old_partitioner() -> Iterator[None]:
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@pytest.mark.usefixtures("old_partitioner")
+def test_the_old_partitioner_is_plain_and_says_so_once() -> None:
+    lowering.warn_sharded.cache_clear()
+    mesh = _mesh()
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    weights = [jax.device_put(w, NamedSharding(mesh, P())) for w in (W1, W2)]
+    p = kj.pipeline(mlp, force=True)
+    with pytest.warns(UserWarning, match="jax_use_shardy_partitioner") as told:
+        compiled = jax.jit(p).lower(x, *weights).compile()
+        gradient = jax.jit(jax.grad(loss(p), (0, 1, 2))).lower(x, *weights).compile()
     assert len([w for w in told if "kitsune_jax" in str(w.message)]) == 1
     for c in (compiled, gradient):
         assert (count(c.as_text()), _gathers(c.as_text())) == (0, 0)
-    close(compiled(X, W1, W2), in_float64(mlp, X, W1, W2))
-    close(gradient(X, W1, W2), in_float64(jax.grad(loss(mlp), (0, 1, 2)), X, W1, W2))
+    close(compiled(x, *weights), in_float64(mlp, X, W1, W2))
+    close(gradient(x, *weights), in_float64(jax.grad(loss(mlp), (0, 1, 2)), X, W1, W2))
 
 
-def test_strict_says_why_in_a_partly_manual_shard_map() -> None:
-    with pytest.raises(kj.NotPipelined, match="Make all axes manual"):
-        jax.jit(_partly_manual(kj.pipeline(mlp, force=True, strict=True)))(X, W1, W2)
-
-
-def test_the_old_partitioner_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = _mesh()
-    x = jax.device_put(X, NamedSharding(mesh, P("data")))
-    before = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", False)
-    try:
-        with pytest.warns(UserWarning, match="jax_use_shardy_partitioner"):
-            compiled = jax.jit(kj.pipeline(mlp, force=True)).lower(x, W1, W2).compile()
-        assert count(compiled.as_text()) == 0
-        close(compiled(x, *(jax.device_put(w, NamedSharding(mesh, P())) for w in (W1, W2))), in_float64(mlp, X, W1, W2))
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
+@pytest.mark.usefixtures("old_partitioner")
+def test_strict_says_why_under_the_old_partitioner() -> None:
+    x = jax.device_put(X, NamedSharding(_mesh(), P("data")))
+    with pytest.raises(kj.NotPipelined, match="jax_use_shardy_partitioner"):
+        jax.jit(kj.pipeline(mlp, force=True, strict=True))(x, W1, W2)
 
 
 @pytest.mark.filterwarnings("ignore:kitsune_jax")

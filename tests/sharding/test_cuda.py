@@ -38,7 +38,7 @@ def test_a_shard_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "sdy.sharding_rule" in text
     found: dict[str, Any] = json.loads(_config(text))
-    assert (found["platform"], found["target"]) == ("cuda", "cuda")
+    assert (found["around"]["platform"], found["around"]["target"]) == ("cuda", "cuda")
     graph = calls.graph_from_json(found["graph"])
     operands = [NamedSharding(on, P()) for _ in graph.inputs]
     operands[0] = NamedSharding(on, P("data"))
