@@ -126,7 +126,7 @@ struct Plan {
   std::vector<int64_t> order;  // stages, most downstream first
   int64_t strands = 0;         // partial sums beside each other; 0 without sinks
   int64_t strand_unit = 1;     // tiles that no two strands share: one, or those of a batch
-  size_t strand_bytes = 0;     // what the whole stream folds into, then the sums of one batch or of two (batch_sums.h)
+  size_t strand_bytes = 0;     // what the whole stream folds into, then the sums of one batch or of two
   size_t stream_bytes = 0, batch_bytes = 0;
   int64_t window = 0;  // tiles a stage may be ahead of its first unfinished one
   std::vector<PrepPlan> preps;
@@ -188,7 +188,7 @@ std::unique_ptr<const Step> compile(const Pack&, const Compile&);
 std::unique_ptr<const Step> compile(const Dot&, const Compile&);
 
 using Steps = std::vector<std::unique_ptr<const Step>>;
-// Steps that run again for every iteration of a loop `depth` deep, or once on one row (run_loop.cc).
+// Steps that run again for every iteration of a loop `depth` deep, or once on one row (run_products.cc).
 std::unique_ptr<const Step> compile(const Loop&, int depth, Steps body);
 std::unique_ptr<const Step> compile(const Stationary&, Steps body);
 
@@ -302,11 +302,11 @@ void rows_of_sums(const Sink& sink, int64_t begin, int64_t count, F&& f) {
   }
 }
 // The accumulators of a sink in the range `of`, `sum_bytes` each, to where they belong in its array, `item_bytes` each
-// (run_matmul.cc).
+// (run_products.cc).
 void store_sums(const Sink& sink, std::pair<int64_t, int64_t> of, const Storer& store, const char* sums, size_t sum_bytes,
                 char* array, size_t item_bytes, char* temp);
 
-// Prepared operands (executor_prepare.cc).
+// Prepared operands (run_products.cc).
 void plan_preps(Plan& plan);
 void run_prep_task(const Plan& plan, const PrepTask& task, char* const* ins, char* prepared, char* temp);
 // The panels [begin, end) of a weight, or rows of the outermost loop of a dense operand, from `source` to `out`.

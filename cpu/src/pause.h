@@ -3,17 +3,13 @@
 
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace kitsune::cpu {
 
 constexpr int kSpins = 256;  // about 5 us before a worker sleeps
 
 inline void pause() {
 #if defined(__x86_64__)
-  _mm_pause();
+  __builtin_ia32_pause();
 #else
   std::this_thread::yield();
 #endif

@@ -1,14 +1,436 @@
-// Planning of Vector programs that run strip by strip: the order of the operations, which values stay in registers, and which lie
-// in a buffer. Everything here happens once per compiled executable.
-#include <algorithm>
+// Planning of Vector programs that run strip by strip: their operations as a graph, tables in the place of some, the order of the
+// others, which values stay in registers, and which lie in a buffer. Everything here happens once per compiled executable.
 
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <string>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+#include "executor_internal.h"
+#include "executor_memory.h"
+#include "kitsune_cpu/strips.h"
 #include "reciprocal.h"
-#include "run_strips.h"
 #include "run_vector.h"
-#include "strip_nodes.h"
 
 namespace kitsune::cpu {
+
 namespace {
+
+// The operations of a Vector program as a graph: what is computed of what, where strips have code for all of it.
+struct StripNode {
+  enum Kind : int8_t {
+    kLoad,
+    kConst,
+    kIndex,
+    kBytes,
+    kPick,
+    kCompute,
+    kConvert,
+    kTabled
+  } kind = kCompute;  // kBytes: a load of bools
+  Opcode op{};
+  DType type{};          // of the result
+  DType operand_type{};  // of operands, but for a select's predicate
+  int args[4] = {-1, -1, -1, -1};
+  int count = 0;
+  int operand = -1;  // of a load
+  const Micro* micro = nullptr;
+  std::vector<int> stores;
+  int uses = 0;        // as an operand of a node that is computed
+  int size = 1;        // of the tree below it
+  int partner = -1;    // of a sine its cosine, and the reverse
+  int place = -1;      // in the order
+  int last_read = -1;  // the last place that reads it
+  int slot = -1;
+  int table = -1;  // of a kPick, a load of some of a window's elements: the constant that says which
+  // Of a kTabled: the results of all numbers of the type `narrow`, by their bits; the operations whose time it saves.
+  std::shared_ptr<const float> results;
+  DType narrow{};
+  int worth = 0;
+};
+
+struct StripNodes {
+  std::vector<StripNode> all;
+  std::vector<bool> reached;                // by what is stored
+  std::vector<std::pair<int, int>> stored;  // (store, node), in the program's order
+};
+
+// Functions of one 16-bit number as tables: whatever a Vector program makes of such a number, there are 65 536 results of it.
+
+using Node = StripNode;
+
+constexpr int64_t kOperands = 65536;
+// The time of a table's instruction, in arithmetic instructions: 2.3 ns a vector of 16, from a table in the second level of a Xeon
+// with AMX, where a fused multiply-add takes 0.16.
+constexpr int kTableCost = 14;
+constexpr int kPass = 4;                   // the same of an operation's pass over memory
+constexpr int64_t kLeastElements = 16384;  // below, lines of a table would be fetched for a few numbers each
+constexpr size_t kMostTables = 4;          // of a Vector, different ones, 256 KB each
+
+// About how many instructions an operation is.
+int cost_of(const Node& node) {
+  if (node.kind == Node::kConvert) return 1;
+  switch (node.op) {
+    case Opcode::op_to_float16: return 2;
+    case Opcode::op_to_bfloat16: return 4;
+    case Opcode::op_select:
+    case Opcode::op_max:
+    case Opcode::op_min: return 3;
+    case Opcode::op_clamp: return 6;
+    case Opcode::op_div:
+    case Opcode::op_sqrt:
+    case Opcode::op_rsqrt: return 8;
+    case Opcode::op_exp:
+    case Opcode::op_exp2: return 16;
+    case Opcode::op_logistic:
+    case Opcode::op_tanh:
+    case Opcode::op_log: return 24;
+    default: break;
+  }
+  if (node.op >= Opcode::op_exp && node.op < Opcode::op_integer_pow) return 40;
+  return node.op == Opcode::op_pow || node.op == Opcode::op_rem || node.op == Opcode::op_atan2 ? 40 : 1;
+}
+
+// Denormals are zeros while this lives.
+class FlushDenormals {
+#if defined(__SSE__)
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#endif
+};
+
+class Tables {
+ public:
+  Tables(StripNodes& nodes, const Vector& x, const Compile& c)
+      : nodes_(nodes.all), reached_(nodes.reached), stored_(nodes.stored), x_(x), c_(c), source_(nodes.all.size(), kNone) {}
+
+  void use() {
+    for (size_t v = 0; v < nodes_.size(); ++v)  // operands come before their readers
+      if (reached_[v]) source_[v] = source_of(static_cast<int>(v));
+    std::vector<bool> leaves(nodes_.size(), false);  // read by what has another source, or stored
+    for (auto [store, v] : stored_) leaves[v] = true;
+    for (size_t v = 0; v < nodes_.size(); ++v)
+      for (int k = 0; reached_[v] && k < nodes_[v].count; ++k)
+        if (const int a = nodes_[v].args[k]; source_[v] != source_[a]) leaves[a] = true;
+    std::set<const float*> used;
+    for (size_t v = 0; v < nodes_.size() && used.size() <= kMostTables; ++v) {
+      const int from = source_[v];
+      if (!reached_[v] || !leaves[v] || from < 0 || from == static_cast<int>(v) || nodes_[v].type != DType::kF32) continue;
+      const std::vector<int> inside = between(static_cast<int>(v), from);
+      int cost = 0;
+      for (int w : inside) cost += nodes_[w].kind == Node::kConst ? 0 : cost_of(nodes_[w]);
+      if (cost <= kTableCost) continue;
+      Node table;
+      table.kind = Node::kTabled, table.type = table.operand_type = DType::kF32;
+      table.args[table.count++] = from;
+      table.narrow = narrow_[from], table.worth = static_cast<int>(inside.size()) + (cost - kTableCost) / kPass;
+      table.results = table_of(inside, from);
+      table.stores = nodes_[v].stores;
+      used.insert(table.results.get());
+      if (used.size() <= kMostTables) replaced_.emplace_back(static_cast<int>(v), std::move(table));
+    }
+    for (auto& [v, table] : replaced_) nodes_[v] = std::move(table);
+  }
+
+ private:
+  static constexpr int kNone = -1, kConstant = -2;
+
+  // The only node that `v` is computed of whose numbers have 16 bits; itself where it is such a node of several others.
+  int source_of(int v) {
+    const Node& node = nodes_[v];
+    const DType narrow = bits_of(node);
+    int found = kConstant;
+    bool tabled = node.kind == Node::kConst || node.kind == Node::kCompute || node.kind == Node::kConvert;
+    tabled = tabled && !(node.kind == Node::kCompute && node.op == Opcode::op_bitcast);
+    for (int k = 0; tabled && k < node.count; ++k) {
+      const int s = source_[node.args[k]];
+      if (s == kConstant) continue;
+      tabled = s != kNone && (found == kConstant || found == s);
+      found = s;
+    }
+    if (tabled) return found;
+    if (narrow == DType::kF32) return kNone;
+    narrow_[v] = narrow;
+    return v;
+  }
+
+  // The 16-bit type that holds all numbers of `node`, or float32.
+  DType bits_of(const Node& node) const {
+    DType type = DType::kF32;
+    if (node.kind == Node::kLoad && node.type == DType::kF32) type = x_.loads[static_cast<size_t>(node.operand)].ref.dtype;
+    if (node.kind == Node::kCompute && node.op == Opcode::op_to_bfloat16) type = DType::kBF16;
+    if (node.kind == Node::kCompute && node.op == Opcode::op_to_float16) type = DType::kF16;
+    return type == DType::kBF16 || type == DType::kF16 ? type : DType::kF32;
+  }
+
+  // The nodes that make `v` of `from`, in order.
+  std::vector<int> between(int v, int from) const {
+    std::vector<int> found{v};
+    for (size_t k = 0; k < found.size(); ++k)
+      for (int a = 0; a < nodes_[found[k]].count; ++a) {
+        const int w = nodes_[found[k]].args[a];
+        if (w != from && std::find(found.begin(), found.end(), w) == found.end()) found.push_back(w);
+      }
+    std::sort(found.begin(), found.end());
+    return found;
+  }
+
+  // Everything that the results depend on.
+  std::string key(const std::vector<int>& inside, int from) const {
+    std::string text = std::string(c_.table.isa) + "/" + dtype_name(narrow_.at(from));
+    for (int v : inside) {
+      const Node& node = nodes_[v];
+      text += ";" + std::to_string(int(node.kind)) + "," + std::to_string(int(node.op)) + "," + std::to_string(int(node.type)) +
+              "," + std::to_string(int(node.operand_type));
+      for (int k = 0; k < node.count; ++k) {
+        const auto at = std::lower_bound(inside.begin(), inside.end(), node.args[k]);
+        text += "," + (node.args[k] == from ? "x" : std::to_string(at - inside.begin()));
+      }
+      if (node.micro != nullptr)
+        for (double imm : node.micro->imm) text += "," + std::to_string(bits(imm));
+    }
+    return text;
+  }
+
+  static uint64_t bits(double x) {
+    uint64_t u;
+    std::memcpy(&u, &x, sizeof u);
+    return u;
+  }
+
+  // Equal tables are one, as long as a program has it.
+  std::shared_ptr<const float> table_of(const std::vector<int>& inside, int from) const {
+    static std::mutex mutex;
+    static auto* known = new std::map<std::string, std::weak_ptr<const float>>;  // threads may outlive static objects
+    const std::string name = key(inside, from);
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::weak_ptr<const float>& entry = (*known)[name];
+    if (std::shared_ptr<const float> alive = entry.lock()) return alive;
+    std::shared_ptr<const float> made = computed(inside, from);
+    entry = made;
+    return made;
+  }
+
+  std::shared_ptr<const float> computed(const std::vector<int>& inside, int from) const {
+    [[maybe_unused]] const FlushDenormals flush{};
+    std::map<int, Block> values;
+    auto array = [&](int v) -> Block& {
+      return values.emplace(v, Block(static_cast<size_t>(kOperands) * sizeof(float), "tables of functions")).first->second;
+    };
+    std::vector<uint16_t> operands(static_cast<size_t>(kOperands));
+    std::iota(operands.begin(), operands.end(), uint16_t{0});
+    c_.table.load(DType::kF32, narrow_.at(from))(kOperands, array(from).data(), operands.data(), 1);
+    for (int v : inside) {
+      const Node& node = nodes_[v];
+      void* to = array(v).data();
+      if (node.kind == Node::kConst) {
+        fill_constant(node.type, to, kOperands, node.micro->imm);
+        continue;
+      }
+      const void* in[4] = {nullptr, nullptr, nullptr, nullptr};
+      for (int k = 0; k < node.count; ++k) in[k] = values.at(node.args[k]).data();
+      double imm[2] = {0, 0};
+      for (size_t k = 0; node.kind == Node::kCompute && k < node.micro->imm.size() && k < 2; ++k) imm[k] = node.micro->imm[k];
+      const VectorFn fn = node.kind == Node::kConvert ? c_.table.convert(node.type, node.operand_type)
+                                                      : c_.table.vector(node.op, node.operand_type);
+      fn(kOperands, to, in[0], in[1], in[2], in[3], imm);
+    }
+    auto owner = std::make_shared<Block>(std::move(values.at(inside.back())));
+    return {owner, reinterpret_cast<const float*>(owner->data())};
+  }
+
+  std::vector<Node>& nodes_;
+  const std::vector<bool>& reached_;
+  const std::vector<std::pair<int, int>>& stored_;
+  const Vector& x_;
+  const Compile& c_;
+  std::vector<int> source_;
+  std::map<int, DType> narrow_;  // of nodes whose numbers have 16 bits
+  std::vector<std::pair<int, Node>> replaced_;
+};
+
+// Puts tables in the place of operations that take longer: all that lies between a node whose numbers have 16 bits and a node that
+// is computed of it and constants alone. A table holds the bits that the operations give where denormals are flushed, as in XLA's
+// threads. `elements`: of the Vector in a call. Leaves `reached` and the counts of uses as they were.
+void use_tables(StripNodes& nodes, const Vector& x, const Compile& c, int64_t elements) {
+  if (elements >= kLeastElements) Tables(nodes, x, c).use();
+}
+
+bool lane_type(DType t) { return t == DType::kF32 || t == DType::kI32 || t == DType::kU32 || t == DType::kBool; }
+
+using Node = StripNode;
+
+class Builder {
+ public:
+  Builder(const Vector& x, const Compile& c) : x_(x), c_(c), kernels_(*c.table.strips) {}
+
+  // A node for each operation.
+  std::optional<StripNodes> nodes() {
+    std::vector<int> defined(kMaxRegisters, -1);
+    for (const Micro& m : x_.code) {
+      if (m.op == Opcode::op_store) {
+        nodes_[defined[m.b]].stores.push_back(static_cast<int>(m.a));
+        stored_.emplace_back(static_cast<int>(m.a), defined[m.b]);
+        continue;
+      }
+      defined[m.dst] = node(m, defined);
+    }
+    reached_.resize(nodes_.size());
+    for (auto [store, v] : stored_)
+      if (!reach(v)) return std::nullopt;
+    if (!once() || !overlaps()) return std::nullopt;
+    StripNodes found{std::move(nodes_), std::move(reached_), std::move(stored_)};
+    use_tables(found, x_, c_, elements());
+    nodes_ = std::move(found.all), stored_ = std::move(found.stored);
+    count_again();
+    return StripNodes{std::move(nodes_), std::move(reached_), std::move(stored_)};
+  }
+
+ private:
+  int add(Node node) {
+    nodes_.push_back(std::move(node));
+    return static_cast<int>(nodes_.size()) - 1;
+  }
+
+  int compute(Opcode op, DType type, std::initializer_list<int> args, const Micro* m) {
+    Node node;
+    node.op = op, node.type = gives_bool(op) ? DType::kBool : type, node.operand_type = type, node.micro = m;
+    for (int a : args) node.args[node.count++] = a;
+    return add(node);
+  }
+
+  // Each load is of one type, and each store of one value.
+  bool once() const {
+    std::vector<int> loads(x_.loads.size(), 0), stores(x_.stores.size(), 0);
+    for (size_t v = 0; v < nodes_.size(); ++v)
+      if (reached_[v] && nodes_[v].kind == Node::kLoad && ++loads[static_cast<size_t>(nodes_[v].operand)] > 1) return false;
+    for (auto [store, v] : stored_)
+      if (++stores[static_cast<size_t>(store)] > 1) return false;
+    return true;
+  }
+
+  int node(const Micro& m, const std::vector<int>& defined) {
+    Node leaf;
+    leaf.type = m.type, leaf.micro = &m;
+    switch (m.op) {
+      case Opcode::op_load:
+        leaf.kind = Node::kLoad, leaf.operand = static_cast<int>(m.a);
+        for (auto [store, v] : stored_) rereads_ = rereads_ || may_overlap(x_, leaf.operand, store, c_);
+        return add(leaf);
+      case Opcode::op_const: leaf.kind = Node::kConst; return add(leaf);
+      case Opcode::op_index: leaf.kind = Node::kIndex; return add(leaf);
+      case Opcode::op_convert: {
+        const int a = defined[m.a];
+        if (m.type == m.from_type) return a;
+        if (nodes_[a].kind == Node::kIndex && item_size(nodes_[a].type) == 8 && m.type != DType::kBool) {  // counted so at once
+          leaf.kind = Node::kIndex, leaf.micro = nodes_[a].micro;
+          return add(leaf);
+        }
+        leaf.kind = Node::kConvert, leaf.operand_type = m.from_type;
+        leaf.args[leaf.count++] = a;
+        return add(leaf);
+      }
+      case Opcode::op_integer_pow: return power(m, defined[m.a]);
+      case Opcode::op_bitcast: {
+        const int v = compute(m.op, m.type, {defined[m.a]}, &m);
+        nodes_[v].operand_type = m.from_type;
+        return v;
+      }
+      default: {
+        const int v = compute(m.op, m.type, {}, &m);
+        const int64_t from[4] = {m.a, m.b, m.c, m.d};
+        for (int k = 0; k < operands_of(m.op); ++k) nodes_[v].args[nodes_[v].count++] = defined[from[k]];
+        return v;
+      }
+    }
+  }
+
+  // As map_integer_pow (kernels/vector_ops.h) multiplies.
+  int power(const Micro& m, int x) {
+    const auto y = static_cast<int64_t>(m.imm[0]);
+    if (y != 2 && y != 3) return compute(m.op, m.type, {x}, &m);
+    const int square = compute(Opcode::op_mul, m.type, {x, x}, &m);
+    return y == 2 ? square : compute(Opcode::op_mul, m.type, {x, square}, &m);
+  }
+
+  // Of the Vector, in a call.
+  int64_t elements() const {
+    int64_t found = c_.program.batch_rows;
+    for (int64_t extent : x_.extents) found *= extent;
+    return found;
+  }
+
+  void count_again() {
+    reached_.assign(nodes_.size(), false);
+    for (Node& node : nodes_) node.uses = 0, node.size = 1;
+    for (auto [store, v] : stored_) reach(v);
+  }
+
+  // Checks `v` and what it is computed of, and counts the uses.
+  bool reach(int v) {
+    Node& node = nodes_[v];
+    if (reached_[v]) return true;
+    reached_[v] = true;
+    if (!lane_type(node.type)) return false;
+    if (node.kind == Node::kCompute && !known(node)) return false;
+    if (node.kind == Node::kConvert && !convertible(node)) return false;
+    for (int k = 0; k < node.count; ++k) {
+      if (!reach(node.args[k])) return false;
+      ++nodes_[node.args[k]].uses;
+      nodes_[v].size = std::min(1 << 20, nodes_[v].size + nodes_[node.args[k]].size);
+    }
+    return true;
+  }
+
+  bool known(const Node& node) const {
+    const From memory[4] = {From::kMemory, From::kMemory, From::kMemory, From::kMemory};
+    if (!lane_type(node.operand_type)) return false;
+    if (kernels_.of(node.op, node.operand_type, memory) != nullptr) return true;
+    const bool bools = node.type == DType::kBool || node.operand_type == DType::kBool;
+    return !bools && node.op != Opcode::op_select && c_.table.vector(node.op, node.operand_type) != nullptr;
+  }
+
+  bool convertible(const Node& node) const {
+    if (!lane_type(node.operand_type)) return false;
+    if (kernels_.convert(node.type, node.operand_type, From::kMemory) != nullptr) return true;
+    return node.type != DType::kBool && node.operand_type != DType::kBool &&
+           c_.table.convert(node.type, node.operand_type) != nullptr;
+  }
+
+  // What is loaded and stored is the same elements, or has nothing in common.
+  bool overlaps() const {
+    for (size_t l = 0; l < x_.loads.size(); ++l)
+      for (size_t s = 0; s < x_.stores.size(); ++s) {
+        const int a = static_cast<int>(l), b = static_cast<int>(s);
+        if (may_overlap(x_, a, b, c_) && !in_place(x_, a, b)) return false;
+      }
+    return !rereads_;
+  }
+
+  const Vector& x_;
+  const Compile& c_;
+  const StripKernels& kernels_;
+  std::vector<Node> nodes_;
+  std::vector<bool> reached_;
+  std::vector<std::pair<int, int>> stored_;
+  bool rereads_ = false;  // something is loaded after it was stored
+};
+
+// Nothing where an operation has no code, or where a load and a store share memory without being the same elements.
+std::optional<StripNodes> strip_nodes(const Vector& x, const Compile& c) { return Builder(x, c).nodes(); }
 
 // Operations that save as much as it takes to copy an operand strip by strip, where blocks are converted and copied as a whole.
 constexpr int kCopy = 4;

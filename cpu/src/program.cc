@@ -2,10 +2,149 @@
 // program_check.cc.
 #include "kitsune_cpu/program.h"
 
-#include "read_indexed.h"
+#include <array>
+
+#include "words.h"
 
 namespace kitsune::cpu {
+
+// CRC-32 of words, as zlib's of their bytes in little-endian order.
+
 namespace {
+
+constexpr std::array<uint32_t, 256> crc_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < 256; ++i) {
+    uint32_t c = i;
+    for (int bit = 0; bit < 8; ++bit) c = (c & 1) ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+    table[i] = c;
+  }
+  return table;
+}
+constexpr auto kCrcTable = crc_table();
+
+}  // namespace
+
+uint32_t crc32(const int64_t* words, size_t count) {
+  uint32_t c = 0xFFFFFFFFu;
+  for (size_t i = 0; i < count; ++i) {
+    uint64_t w = static_cast<uint64_t>(words[i]);
+    for (int b = 0; b < 8; ++b, w >>= 8) c = kCrcTable[(c ^ w) & 0xFF] ^ (c >> 8);
+  }
+  return c ^ 0xFFFFFFFFu;
+}
+
+namespace {
+
+Ref read_ref(Reader& r) {
+  Ref x;
+  x.space = static_cast<Space>(r.in_range("Ref.space", 0, 4));
+  x.index = r.word("Ref.index");
+  x.offset = r.word("Ref.offset");
+  x.dtype = r.dtype("Ref.dtype");
+  x.loop_strides = r.list("Ref.loop_strides");
+  x.batch_strides = r.list("Ref.batch_strides");
+  return x;
+}
+
+Operand read_operand(Reader& r) {
+  Operand x;
+  x.ref = read_ref(r);
+  x.row_stride = r.word("Operand.row_stride");
+  x.strides = r.list("Operand.strides");
+  return x;
+}
+
+Gather read_gather(Reader& r) {
+  Gather x;
+  x.table = read_operand(r);
+  x.count = r.word("Gather.count");
+  x.mode = static_cast<OutOfRange>(r.in_range("Gather.mode", 0, 1));
+  x.fill = r.many("Gather.fill", [&] { return r.real("Gather.fill"); });
+  x.index_extents = r.list("Gather.index_extents");
+  x.extents = r.list("Gather.extents");
+  x.index = read_operand(r);
+  x.out = read_operand(r);
+  return x;
+}
+
+AccumulateAt read_accumulate_at(Reader& r) {
+  AccumulateAt x;
+  x.sink = r.word("AccumulateAt.sink");
+  x.count = r.word("AccumulateAt.count");
+  x.index_extents = r.list("AccumulateAt.index_extents");
+  x.extents = r.list("AccumulateAt.extents");
+  x.index = read_operand(r);
+  x.x = read_operand(r);
+  x.sorted = r.flag("AccumulateAt.sorted");
+  x.ordered = r.flag("AccumulateAt.ordered");
+  return x;
+}
+
+AccumulateScaled read_accumulate_scaled(Reader& r) {
+  AccumulateScaled x{read_accumulate_at(r), read_operand(r)};
+  x.heads = r.word("AccumulateScaled.heads");
+  x.finite = r.flag("AccumulateScaled.finite");
+  return x;
+}
+
+AccumulateTaken read_accumulate_taken(Reader& r) {
+  AccumulateTaken x{read_accumulate_scaled(r), 0, OutOfRange::kClip, {}, {}, {}, 0};
+  x.rows = r.word("AccumulateTaken.rows");
+  x.mode = static_cast<OutOfRange>(r.in_range("AccumulateTaken.mode", 0, 1));
+  x.fill = r.many("AccumulateTaken.fill", [&] { return r.real("AccumulateTaken.fill"); });
+  x.taken = read_operand(r);
+  x.factor = read_operand(r);
+  x.factors = r.word("AccumulateTaken.factors");
+  return x;
+}
+
+Rows read_rows(Reader& r) {
+  Rows x;
+  x.x = read_operand(r);
+  x.rows = r.word("rows");
+  x.mode = static_cast<OutOfRange>(r.in_range("mode", 0, 1));
+  x.fill = r.many("fill", [&] { return r.real("fill"); });
+  x.taken = read_operand(r);
+  return x;
+}
+
+TakenDot read_taken_dot(Reader& r) {
+  TakenDot x;
+  x.heads = r.word("TakenDot.heads");
+  x.inner = r.word("TakenDot.inner");
+  x.x = read_rows(r), x.y = read_rows(r);
+  x.out = read_operand(r);
+  return x;
+}
+
+RunMax read_run_max(Reader& r) {
+  return {r.word("RunMax.count"), r.list("RunMax.extents"), read_operand(r), read_operand(r), read_operand(r)};
+}
+
+void read_select(Reader& r, Select& x) {
+  x.count = r.word("count");
+  x.indices = r.word("indices");
+  x.inner = r.word("inner");
+  x.outer = r.list("outer");
+  x.index = read_operand(r);
+  x.x = read_operand(r);
+  x.out = read_operand(r);
+}
+
+Take read_take(Reader& r) {
+  Take x;
+  read_select(r, x);
+  x.mode = static_cast<OutOfRange>(r.in_range("Take.mode", 0, 1));
+  x.fill = r.many("Take.fill", [&] { return r.real("Take.fill"); });
+  return x;
+}
+
+Put read_put(Reader& r) {
+  Put x;
+  read_select(r, x);
+  return x;
+}
 
 template <class T>
 T read_copy(Reader& r) {

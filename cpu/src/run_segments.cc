@@ -1,16 +1,240 @@
-// AccumulateAt: rows of a tile folded into the rows of a sink that a tile of indices names. Sorted indices make runs (segments.h);
-// others fold into a table of the strand's own. AccumulateTaken reads its rows where a table has them (inside_rows.h).
+// Folds of rows that indices put together, and the largest element of each run of equal indices.
+
+#include <cmath>
+#include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 
-#include "inside_rows.h"
-#include "online.h"
+#include "indices.h"
 #include "segments.h"
+#include "taken_rows.h"
 
 namespace kitsune::cpu {
+
 namespace {
 
-// The tops of a scaled sum's rows (online.h).
+// Sums of rows that were scaled by e^-top, where a tile knows only the largest score of its own rows: the state of an online
+// softmax. Each head's sum has a top of its own. Two sums are added up at the larger of their tops, to which each is scaled first.
+
+// What rows are scaled by: no infinity, and no NaN.
+double scaled_by(float top) { return std::isfinite(top) ? static_cast<double>(top) : 0.0; }
+
+// What a sum at `top` is multiplied by to be one at `to`. Rows whose scores are all -inf have added up to 0, or to a NaN.
+double rescaling(float top, float to) {
+  if (top == to || top == -std::numeric_limits<float>::infinity() || std::isnan(to)) return 1.0;
+  return std::exp(scaled_by(top) - scaled_by(to));
+}
+
+// A NaN among the scores stays.
+float higher(float a, float b) { return a > b || a != a ? a : b; }
+
+// into and its tops <- the sum of both.
+void add_scaled(int64_t heads, int64_t inner, double* into, float* top, const double* from, const float* from_top) {
+  for (int64_t h = 0; h < heads; ++h, into += inner, from += inner) {
+    const float to = higher(top[h], from_top[h]);
+    const double mine = rescaling(top[h], to), other = rescaling(from_top[h], to);
+    for (int64_t j = 0; j < inner; ++j) into[j] = into[j] * mine + from[j] * other;
+    top[h] = to;
+  }
+}
+
+bool all_finite(int64_t n, const float* top) {
+  bool finite = true;
+  for (int64_t h = 0; h < n; ++h) finite &= std::isfinite(top[h]);
+  return finite;
+}
+
+// A softmax of scores whose largest is an infinity or a NaN is NaN.
+template <class T>
+void spoil(int64_t heads, int64_t inner, T* sum, const float* top) {
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t j = 0; j < inner && !std::isfinite(top[h]); ++j) sum[h * inner + j] = std::numeric_limits<T>::quiet_NaN();
+}
+
+// The rows of a tile that fold into a sink by index, block by block, without those whose index is outside of it. They lie in a
+// tile, in an input that is read in the order of the stream, or in a table, where a second index says which of its rows.
+
+// Row i goes to index[i], lies at x + at[i], and is row[i] of the tile. `known`: rows whose place is in `at`, those of the next
+// block among them.
+struct RowBlock {
+  int64_t n, known;
+  const int64_t *at, *index, *row;
+  const char* x;
+  RowBlock part(int64_t begin, int64_t end) const {
+    return {end - begin, known - begin, at + begin, index + begin, row + begin, x};
+  }
+};
+
+class InsideRows {
+ public:
+  InsideRows(const AccumulateAt& a, const Compile& c, const AccumulateTaken* taken = nullptr)
+      : indices_(c.table, a.index, taken != nullptr ? a.index : a.x, a.index_extents, a.count),
+        count_(static_cast<uint64_t>(a.count)),
+        order_(a.ordered ? c.program.order : -1),
+        rows_(static_cast<uint32_t>(c.program.rows)),
+        row_bytes_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
+        x_(a.x.ref, 0),
+        far_(row_bytes_ > 0 && (taken != nullptr ? taken->rows : c.program.rows) > kNearTable / row_bytes_),
+        taken_(taken != nullptr ? std::make_unique<const TakenRows>(rows_of(*taken), product(taken->extents), c) : nullptr) {}
+
+  // Calls f(block) for blocks of kIndexBlock rows at most.
+  template <class F>
+  void blocks(const Context& c, F f) const {
+    int64_t at[kIndexBlock + kMostAhead], inside[kIndexBlock], row[kIndexBlock];
+    const int32_t* order = order_ < 0 ? nullptr : reinterpret_cast<const int32_t*>(c.ins[order_]) + c.first_row;
+    int64_t first = 0, last = taken_ ? c.rows : rows_ - c.first_row;
+    indices_.blocks(c, [&](int64_t n, const int64_t* index, bool all, char* x, int64_t step) {
+      const int64_t known = apart() ? std::min(n + kMostAhead, last - first) : n;
+      if (taken_) {
+        taken_->find(c, first, known, at);
+      } else if (order == nullptr) {
+        for (int64_t i = 0; i < n; ++i) at[i] = i * step;
+      } else {
+        for (int64_t i = 0; i < known; ++i) at[i] = element_of(order[i], rows_) * row_bytes_;
+        order += n;
+      }
+      for (int64_t i = 0; i < n; ++i) row[i] = first + i;
+      first += n;
+      const char* const base = taken_ ? taken_->table(c) : order == nullptr ? x : x_.of(c);
+      if (all) return f(RowBlock{n, known, at, index, row, base});
+      int64_t m = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        inside[m] = index[i];
+        at[m] = at[i];
+        row[m] = row[i];
+        m += static_cast<uint64_t>(index[i]) < count_;
+      }
+      if (m > 0) f(RowBlock{m, m, at, inside, row, base});
+    });
+  }
+  // Do rows lie far from each other?
+  bool apart() const { return order_ >= 0 || taken_ != nullptr; }
+  // How those of a block are asked for before their turn.
+  Ahead ahead(const RowBlock& b) const { return {apart() ? b.known : 0, far_}; }
+
+ private:
+  // Rows of so large an array are taken to lie in memory: with 64 MiB (of a last level of 480) it did not matter how they were
+  // asked for, with 128 it did.
+  static constexpr int64_t kNearTable = int64_t{96} << 20;
+  static Rows rows_of(const AccumulateTaken& a) { return {a.x, a.rows, a.mode, a.fill, a.taken}; }
+
+  Indices indices_;
+  uint64_t count_;
+  int64_t order_;  // the input through which rows are read, or -1
+  uint32_t rows_;
+  int64_t row_bytes_;
+  Address x_;
+  bool far_;
+  std::unique_ptr<const TakenRows> taken_;
+};
+
+// RunMax: for each row of a tile the largest of its run, which are the rows around it that have its index.
+
+// Rows of W floats: the largest of rows [begin, end), element by element, to all of them. A NaN wins.
+template <int W>
+void spread_largest(const char* x, int64_t x_row, char* out, int64_t out_row, int64_t begin, int64_t end) {
+  float largest[W];
+  std::memcpy(largest, x + begin * x_row, sizeof largest);
+  for (int64_t r = begin + 1; r < end; ++r) {
+    const auto* row = reinterpret_cast<const float*>(x + r * x_row);
+    for (int j = 0; j < W; ++j) largest[j] = higher(largest[j], row[j]);
+  }
+  for (int64_t r = begin; r < end; ++r) std::memcpy(out + r * out_row, largest, sizeof largest);
+}
+
+// For the numbers of heads that networks have; nullptr for others.
+using SpreadFn = void (*)(const char* x, int64_t x_row, char* out, int64_t out_row, int64_t begin, int64_t end);
+SpreadFn spread_function(DType type, int64_t width) {
+  if (type != DType::kF32) return nullptr;
+  switch (width) {
+    case 1: return &spread_largest<1>;
+    case 2: return &spread_largest<2>;
+    case 4: return &spread_largest<4>;
+    case 8: return &spread_largest<8>;
+    case 16: return &spread_largest<16>;
+    default: return nullptr;
+  }
+}
+
+class RunMaxStep final : public Step {
+ public:
+  RunMaxStep(const RunMax& a, const Compile& c)
+      : indices_(c.table, a.index, a.x, {}, a.count),
+        x_(a.x.ref, a.x.row_stride),
+        out_(a.out.ref, a.out.row_stride),
+        width_(product(a.extents)),
+        x_row_(a.x.row_stride * static_cast<int64_t>(item_size(a.x.ref.dtype))),
+        out_row_(a.out.row_stride * static_cast<int64_t>(item_size(a.out.ref.dtype))),
+        fold_(c.table.fold_runs(static_cast<int>(Reduction::kMax), a.x.ref.dtype)),
+        spread_(spread_function(a.x.ref.dtype, width_)),
+        store_(c.table, a.out.ref.dtype, DType::kF32, c.where) {
+    row_bytes_ = static_cast<size_t>(width_) * item_size(a.out.ref.dtype);
+    run_bytes_ = align_up(times(static_cast<size_t>(width_), sizeof(float)));
+    spare_bytes_ = align_up(times(static_cast<size_t>(width_), 8));
+    rows_bytes_ = align_up(times(static_cast<size_t>(c.program.tile_rows), sizeof(int64_t)));
+    temp_bytes_ = plus(times(2, rows_bytes_), plus(spare_bytes_, times(kIndexBlock, run_bytes_)));
+  }
+
+  void run(const Context& c) const override {
+    auto* const ids = reinterpret_cast<int64_t*>(c.temp);
+    auto* const at = reinterpret_cast<int64_t*>(c.temp + rows_bytes_);
+    char* const spare = c.temp + 2 * rows_bytes_;
+    char* const runs = spare + spare_bytes_;
+    int64_t rows = 0;
+    indices_.blocks(c, [&](int64_t n, const int64_t* index, bool, const char*, int64_t) {
+      std::memcpy(ids + rows, index, static_cast<size_t>(n) * sizeof(int64_t));
+      rows += n;
+    });
+    const char* const x = x_.of(c);
+    char* const out = out_.of(c);
+    if (spread_ != nullptr) {
+      for (int64_t first = 0, end; first < rows; first = end) {
+        for (end = first + 1; end < rows && ids[end] == ids[first];) ++end;
+        spread_(x, x_row_, out, out_row_, first, end);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r) at[r] = r * x_row_;
+    for (int64_t row = 0; row < rows;) {
+      int64_t start[kIndexBlock + 1], count = 0;
+      void* into[kIndexBlock];
+      start[0] = row;
+      while (row < rows && count < kIndexBlock) {
+        const int64_t id = ids[row];
+        while (row < rows && ids[row] == id) ++row;
+        into[count] = runs + static_cast<size_t>(count) * run_bytes_;
+        start[++count] = row;
+      }
+      fold_(count, start, at, x, width_, {}, into);
+      for (int64_t k = 0; k < count; ++k) {
+        char* const first = out + start[k] * out_row_;
+        store_(width_, first, 1, into[k], spare);
+        for (int64_t r = start[k] + 1; r < start[k + 1]; ++r) std::memcpy(out + r * out_row_, first, row_bytes_);
+      }
+    }
+  }
+
+ private:
+  Indices indices_;
+  Address x_, out_;
+  int64_t width_, x_row_, out_row_;
+  FoldRunsFn fold_;
+  SpreadFn spread_;
+  Storer store_;
+  size_t row_bytes_, run_bytes_, spare_bytes_, rows_bytes_;
+};
+
+}  // namespace
+
+std::unique_ptr<const Step> compile(const RunMax& x, const Compile& c) { return std::make_unique<RunMaxStep>(x, c); }
+
+// AccumulateAt: rows of a tile folded into the rows of a sink that a tile of indices names. Sorted indices make runs (segments.h);
+// others fold into a table of the strand's own. AccumulateTaken reads its rows where a table has them.
+
+namespace {
+
+// The tops of a scaled sum's rows.
 class Tops {
  public:
   Tops(const AccumulateScaled& a, const Compile& c)
@@ -62,7 +286,7 @@ class TableStep final : public Step {
 
   void run(const Context& c) const override {
     int64_t to[kIndexBlock];
-    rows_.blocks(c, [&](const Block& b) {
+    rows_.blocks(c, [&](const RowBlock& b) {
       for (int64_t i = 0; i < b.n; ++i) to[i] = b.index[i] * row_bytes_;
       fold_(b.n, b.at, to, b.x, width_, c.strand + offset_);
     });
@@ -115,7 +339,7 @@ class SegmentsStep final : public Step {
   void run(const Context& c) const override {
     Segments& kept = *reinterpret_cast<Segments*>(c.strand + offset_);
     const bool narrow = straight_ && width_ <= kNarrow && !rows_.apart();
-    rows_.blocks(c, [&](const Block& b) {
+    rows_.blocks(c, [&](const RowBlock& b) {
       const int64_t n = b.n, *const index = b.index;
       if (!narrow || kept.first < 0 || index[0] == index[n - 1] || (tops_ && !plain(c, b))) return block(c, kept, b);
       // The run that goes on from the block before, whole runs at once, and the run that may go on.
@@ -133,7 +357,7 @@ class SegmentsStep final : public Step {
   }
 
  private:
-  void block(const Context& c, Segments& kept, const Block& b) const {
+  void block(const Context& c, Segments& kept, const RowBlock& b) const {
     const int64_t n = b.n, *const index = b.index;
     char* const runs = c.temp;
     char* const spare = runs + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
@@ -189,7 +413,7 @@ class SegmentsStep final : public Step {
   }
 
   // Are the sums of all runs of a block what is stored?
-  bool plain(const Context& c, const Block& b) const {
+  bool plain(const Context& c, const RowBlock& b) const {
     char* const spare = c.temp + static_cast<size_t>(straight_ ? 2 : kIndexBlock) * run_bytes_;
     auto* const loaded = reinterpret_cast<float*>(spare + 2 * spare_bytes_);
     bool all = true;

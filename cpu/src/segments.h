@@ -3,7 +3,7 @@
 //
 // A strand stores the segments that begin and end inside of it straight to the result, and what lies between two of them is the
 // identity. Its first segment may have begun in the strand before, and its last one may go on in the next: of these it keeps the
-// sums, and of scaled ones (online.h) what they are scaled by. In the end the kept sums of all strands, in their order, are added
+// sums, and of scaled ones what they are scaled by. In the end the kept sums of all strands, in their order, are added
 // up.
 #pragma once
 

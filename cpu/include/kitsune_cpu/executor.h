@@ -49,7 +49,7 @@ class Executable {
  private:
   Call call_;
   std::vector<std::unique_ptr<const struct Plan>> plans_;  // of the parts; executor_internal.h
-  std::vector<size_t> group_ends_;                         // of parts that run together; executor_together.h
+  std::vector<size_t> group_ends_;                         // of parts that run together
   std::vector<size_t> inner_offset_;                       // of arrays that live during the call only
   size_t inner_bytes_ = 0;
 };

@@ -1,4 +1,4 @@
-// Pointwise code that keeps values in vector registers: the interface between its planner (run_strips.cc) and the kernels of an
+// Pointwise code that keeps values in vector registers: the interface between its planner (plan_strips.cc) and the kernels of an
 // instruction set (kernels/strips.h).
 //
 // A strip is `KernelTable::strip` elements of 32 bits, kStripVectors vectors. An instruction works on a whole strip and jumps to

@@ -202,7 +202,7 @@ KITSUNE_INLINE R with_type(DType t, F f) {
   return R{};
 }
 
-// The same for operands of products, all of which are floats (check_instruction.cc, program_check.cc).
+// The same for operands of products, all of which are floats (program_check.cc).
 template <class R, class F>
 KITSUNE_INLINE R with_float(DType t, F f) {
   switch (t) {

@@ -242,7 +242,7 @@ def _dense(bias: View, columns: Sequence[int]) -> bc.Prep:
 
 # --- Loops, and products of two tiles ---------------------------------------------------------------------------------------------
 
-_FEW = 8  # rows of a matrix that multiplies another one in place (``small`` in cpu/src/run_dot.cc)
+_FEW = 8  # rows of a matrix that multiplies another one in place (``small`` in cpu/src/run_products.cc)
 # A matrix of at most _TINY elements, or one of at most _SMALL that lies badly, is multiplied by a vector elementwise and summed; so
 # are two vectors of at most _SMALL. Elementwise and as a product: 4 x 4 took 6 to 12 and 11 to 24 ns, 64 x 64 740 and 260.
 _TINY, _SMALL = 16, 1 << 12
