@@ -60,6 +60,9 @@ ISA_FLAGS = {
     },
     "arm64": {"isa_neonbf16.cc": ["-march=armv8.2-a+bf16"]},
 }
+# Units that run once per program or per import, not once per call: optimized less, because they take longer to compile than to run.
+COLD = ("executor.cc", "plan_strips.cc", "plan_vector.cc", "program.cc", "program_check.cc", "module.cc", "nanobind_combined.cpp")
+COLD_FLAGS = {unit: ["-O1"] for unit in COLD}
 
 
 def isa_flags(unit: str, platform: str) -> list[str]:
@@ -144,7 +147,8 @@ class BuildExt(build_ext):
 
         def compile_all(sources: list[str], **options: Any) -> list[str]:
             def compile_one(source: str) -> list[str]:
-                extra = [*(options.get("extra_postargs") or []), *isa_flags(Path(source).name, sysconfig.get_platform())]
+                own = [*COLD_FLAGS.get(Path(source).name, []), *isa_flags(Path(source).name, sysconfig.get_platform())]
+                extra = [*(options.get("extra_postargs") or []), *own]
                 kept = kept_object(source, [*extra, compiler_version])
                 if kept is not None and kept.exists():
                     return [str(kept)]

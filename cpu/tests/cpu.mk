@@ -28,12 +28,15 @@ CPU_ISA_FLAGS_x86_64_isa_amx := $(CPU_AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
 CPU_ISA_FLAGS_x86_64_amx_model_avx512 := $(CPU_AVX512) -mavx512bf16
 CPU_ISA_FLAGS_aarch64_isa_neonbf16 := -march=armv8.2-a+bf16
 
+# Units that run once per program, which setup.py optimizes less too.
+CPU_COLD := executor plan_strips plan_vector program program_check
+
 # Tests that are linked by a rule of their own, below.
 CPU_OWN_asan := test_fuzz
 
 # Of a kind of build: its compiler, and how it compiles a unit.
 CPU_CXX = $(or $(CPU_KIND_CXX_$(1)),$(CXX))
-CPU_COMPILE = $(CPU_CXX) $(CPU_FLAGS) $(CPU_KIND_FLAGS_$(1)) $(CPU_ISA_FLAGS_$(or $(CPU_KIND_MACHINE_$(1)),$(CPU_MACHINE))_$(2))
+CPU_COMPILE = $(CPU_CXX) $(CPU_FLAGS) $(CPU_KIND_FLAGS_$(1)) $(CPU_ISA_FLAGS_$(or $(CPU_KIND_MACHINE_$(1)),$(CPU_MACHINE))_$(2)) $(if $(filter $(2),$(CPU_COLD)),-O1)
 
 # The object that the extension's build has kept of a unit (setup.py): release is tested with what is shipped.
 CPU_FOUND = $(if $(and $(filter release,$(1)),$(KERNEL_OBJECTS)),$(wildcard $(KERNEL_OBJECTS)/$(2)-*.o))
