@@ -344,6 +344,9 @@ class Builder {
         return add(leaf);
       }
       case Opcode::op_integer_pow: return power(m, defined[m.a]);
+      // Strips have no code for these: x > y is y < x.
+      case Opcode::op_gt: return compute(Opcode::op_lt, m.type, {defined[m.b], defined[m.a]}, &m);
+      case Opcode::op_ge: return compute(Opcode::op_le, m.type, {defined[m.b], defined[m.a]}, &m);
       case Opcode::op_bitcast: {
         const int v = compute(m.op, m.type, {defined[m.a]}, &m);
         nodes_[v].operand_type = m.from_type;

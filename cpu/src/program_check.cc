@@ -701,6 +701,9 @@ void Checker::check(const AccumulateAt& x) {
 
 // What is asked of the rows that are folded, once they are known to lie in memory.
 void Checker::rows_of(const AccumulateAt& x) {
+  const Reduction how = p.sinks[x.sink].how;
+  if (how == Reduction::kAnd || how == Reduction::kOr || how == Reduction::kXor)
+    reject(where, "rows have no logical fold by index");
   int64_t step = 1;
   for (size_t d = x.extents.size(); d-- > 0; step *= x.extents[d])
     if (x.extents[d] > 1 && x.x.strides[x.index_extents.size() + d] != step)

@@ -76,12 +76,13 @@ template <class To>
 void check_sixteen_loads(DType storage, const std::vector<To>& expected) {
   std::vector<uint16_t> all(65536);
   for (size_t i = 0; i < all.size(); ++i) all[i] = uint16_t(i);
-  LoadFn load = kernels().load(dtype_of<To>(), storage);
+  std::vector<double> temp(all.size());
+  const Loader load(kernels(), dtype_of<To>(), storage, "");
   for (int64_t width = 1; width <= kWidths; ++width) {
     std::vector<To> got(all.size());
     {
       FlushDenormals flush;
-      each_piece(width, 65536, [&](int64_t i, int64_t n) { load(n, got.data() + i, all.data() + i, 1); });
+      each_piece(width, 65536, [&](int64_t i, int64_t n) { load(n, got.data() + i, all.data() + i, 1, temp.data()); });
     }
     size_t where = 0, wrong = count_different(got, expected, &where);
     if (!check(wrong == 0, "type %d as type %d [%s], width %ld: %zu wrong, %04zx gives %a, expected %a", int(storage),

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "executor_internal.h"
 #include "kernels_check.h"
 #include "kitsune_cpu/kernels.h"
 #include "kitsune_cpu/opcodes.h"
@@ -369,9 +370,10 @@ inline void test_strides() {
       const int64_t first = stride < 0 ? -stride * (n - 1) : 0;
       std::vector<float> y(size_t(n + 1), -1.0f);
       std::vector<int16_t> z(size_t(n + 1), int16_t(-1)), back(memory.size(), int16_t(-3));
-      kernels().load(DType::kF32, DType::kI16)(n, y.data(), memory.data() + first, stride);
+      std::vector<double> temp(static_cast<size_t>(n));
+      Loader(kernels(), DType::kF32, DType::kI16, "")(n, y.data(), memory.data() + first, stride, temp.data());
       kernels().load(DType::kI16, DType::kI16)(n, z.data(), memory.data() + first, stride);
-      kernels().store(DType::kI16, DType::kF32)(n, back.data() + first, stride, y.data());
+      Storer(kernels(), DType::kI16, DType::kF32, "")(n, back.data() + first, stride, y.data(), temp.data());
       size_t wrong = (y[size_t(n)] != -1.0f) + (z[size_t(n)] != -1), written = 0;
       for (int64_t i = 0; i < n; ++i) {
         int16_t expected = memory[size_t(first + i * stride)];

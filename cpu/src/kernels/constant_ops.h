@@ -8,7 +8,7 @@ namespace kitsune::cpu::KITSUNE_ISA {
 
 // Side 0: a is the number; 1: b is.
 template <class Op, class T, int Side>
-void map_binary_with(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
+KITSUNE_ONCE void map_binary_with(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
   auto* d = static_cast<decltype(Op::apply(T{}, T{}))*>(dst);
   const T* x = static_cast<const T*>(Side == 0 ? b : a);
   const T one = *static_cast<const T*>(Side == 0 ? a : b);
@@ -44,6 +44,16 @@ VectorFn binary_with(unsigned constants) {
   return constants == 1 ? &map_binary_with<Op, T, 0> : constants == 2 ? &map_binary_with<Op, T, 1> : nullptr;
 }
 
+template <class Op, class T, int Side>
+void map_swapped_with(int64_t n, void* dst, const void* a, const void* b, const void* c, const void* d, const double* imm) {
+  map_binary_with<Op, T, 1 - Side>(n, dst, b, a, c, d, imm);
+}
+
+template <class Op, class T>
+VectorFn swapped_with(unsigned constants) {
+  return constants == 1 ? &map_swapped_with<Op, T, 0> : constants == 2 ? &map_swapped_with<Op, T, 1> : nullptr;
+}
+
 template <class T>
 VectorFn constant_function_of(Opcode op, unsigned constants) {
   using U = UnsignedOf<T>;  // of what does the same to the bits of both signs
@@ -68,8 +78,8 @@ VectorFn constant_function_of(Opcode op, unsigned constants) {
     case Opcode::op_ne: return binary_with<Ne, U>(constants);
     case Opcode::op_lt: return binary_with<Lt, T>(constants);
     case Opcode::op_le: return binary_with<Le, T>(constants);
-    case Opcode::op_gt: return binary_with<Gt, T>(constants);
-    case Opcode::op_ge: return binary_with<Ge, T>(constants);
+    case Opcode::op_gt: return swapped_with<Lt, T>(constants);
+    case Opcode::op_ge: return swapped_with<Le, T>(constants);
     case Opcode::op_clamp: return constants == 5 ? &map_clamp_with<T> : nullptr;
     case Opcode::op_select:
       if (constants == 2) return &map_select_with<Raw, true, false>;

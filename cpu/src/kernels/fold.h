@@ -148,8 +148,7 @@ struct Total<Mul, float> {
 
 // `load` turns elements of `element_bytes` into accumulators; nullptr: they are accumulators already.
 template <class Op, class Acc>
-__attribute__((noinline)) void fold_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load,
-                                           int64_t element_bytes) {
+KITSUNE_ONCE void fold_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load, int64_t element_bytes) {
   using T = typename Total<Op, Acc>::type;
   T total = T(*acc);
   alignas(64) Acc chunk[kFoldChunk];
@@ -162,8 +161,7 @@ __attribute__((noinline)) void fold_chunks(int64_t n, const char* src, int64_t s
 }
 
 template <class Op, class Acc>
-__attribute__((noinline)) void fold_row_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load,
-                                               int64_t element_bytes) {
+KITSUNE_ONCE void fold_row_chunks(int64_t n, const char* src, int64_t stride, Acc* acc, LoadFn load, int64_t element_bytes) {
   alignas(64) Acc chunk[kFoldChunk];
   for (int64_t i = 0; i < n; i += kFoldChunk, src += kFoldChunk * stride * element_bytes) {
     int64_t count = min_of(kFoldChunk, n - i);
@@ -237,6 +235,19 @@ Result with_fold(int how, DType storage, bool wide, F f) {
       return with_operation<uint8_t, uint8_t, uint8_t, Result>(kByteFolds[how], wide, f);
     } else {
       return with_operation<T, T, T, Result>(how, wide, f);
+    }
+  });
+}
+
+// Folds by index: there are no logical ones.
+template <class Result, class Wide, class F>
+Result with_fold_by_index(int how, DType storage, bool wide, F f) {
+  return with_fold<Result, Wide>(how, storage, wide, [&](auto op, auto acc, auto from) -> Result {
+    using Op = typename decltype(op)::type;
+    if constexpr (kSame<Op, And> || kSame<Op, Or> || kSame<Op, Xor>) {
+      return Result{};
+    } else {
+      return f(op, acc, from);
     }
   });
 }

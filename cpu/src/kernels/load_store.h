@@ -192,34 +192,41 @@ using CompiledFrom = typename WithoutSign<From, kAddsBits<To, From>>::type;
 
 inline bool is_compute_type(DType t) { return t != DType::kF16 && t != DType::kBF16; }
 
+// Copies of elements, by their size.
+inline LoadFn copying_load(DType t) {
+  switch (kItemSize[int(t)]) {
+    case 1: return &load_strided<uint8_t, uint8_t>;
+    case 2: return &load_strided<uint16_t, uint16_t>;
+    case 4: return &load_strided<uint32_t, uint32_t>;
+    default: return &load_strided<uint64_t, uint64_t>;
+  }
+}
+
+inline StoreFn copying_store(DType t) {
+  switch (kItemSize[int(t)]) {
+    case 1: return &store_strided<uint8_t, uint8_t>;
+    case 2: return &store_strided<uint16_t, uint16_t>;
+    case 4: return &store_strided<uint32_t, uint32_t>;
+    default: return &store_strided<uint64_t, uint64_t>;
+  }
+}
+
+// Copies, and conversions between floats that programs ask for or that two steps would round twice. Other pairs of types take a
+// copy and a conversion (executor_internal.h: Loader, Storer).
 inline LoadFn load_function(DType compute, DType storage) {
-  if (!is_compute_type(compute)) return nullptr;
-  return with_type<LoadFn>(compute, [storage](auto to) {
-    return with_type<LoadFn>(storage, [](auto from) -> LoadFn {
-      using To = typename decltype(to)::type;
-      if constexpr (TypeTraits<To>::kSixteen) {
-        return nullptr;
-      } else {
-        using From = typename decltype(from)::type;
-        return &load_strided<CompiledTo<To, From>, CompiledFrom<To, From>>;
-      }
-    });
-  });
+  if (compute == storage && is_compute_type(compute)) return copying_load(compute);
+  if (compute == DType::kF32 && storage == DType::kF16) return &load_strided<float, Half>;
+  if (compute == DType::kF32 && storage == DType::kBF16) return &load_strided<float, BFloat16>;
+  return compute == DType::kF64 && storage == DType::kF32 ? &load_strided<double, float> : nullptr;
 }
 
 inline StoreFn store_function(DType storage, DType compute) {
-  if (!is_compute_type(compute)) return nullptr;
-  return with_type<StoreFn>(compute, [storage](auto from) {
-    return with_type<StoreFn>(storage, [](auto to) -> StoreFn {
-      using From = typename decltype(from)::type;
-      if constexpr (TypeTraits<From>::kSixteen) {
-        return nullptr;
-      } else {
-        using To = typename decltype(to)::type;
-        return &store_strided<CompiledTo<To, From>, CompiledFrom<To, From>>;
-      }
-    });
-  });
+  if (compute == storage && is_compute_type(compute)) return copying_store(compute);
+  if (compute == DType::kF32 && storage == DType::kF16) return &store_strided<Half, float>;
+  if (compute == DType::kF32 && storage == DType::kBF16) return &store_strided<BFloat16, float>;
+  if (compute == DType::kF64 && storage == DType::kF16) return &store_strided<Half, double>;
+  if (compute == DType::kF64 && storage == DType::kBF16) return &store_strided<BFloat16, double>;
+  return compute == DType::kF64 && storage == DType::kF32 ? &store_strided<float, double> : nullptr;
 }
 
 inline VectorFn convert_function(DType to, DType from) {

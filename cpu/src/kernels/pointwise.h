@@ -290,8 +290,6 @@ KITSUNE_COMPARISON(Eq, ==)
 KITSUNE_COMPARISON(Ne, !=)
 KITSUNE_COMPARISON(Lt, <)
 KITSUNE_COMPARISON(Le, <=)
-KITSUNE_COMPARISON(Gt, >)
-KITSUNE_COMPARISON(Ge, >=)
 #undef KITSUNE_COMPARISON
 
 // The place of a float in IEEE 754's total order, as an integer of its width: -NaN < -inf < ... < -0 < 0 < ... < inf < NaN.

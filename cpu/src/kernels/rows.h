@@ -203,19 +203,19 @@ void take_elements(int64_t n, const int32_t* at, const void* row_, void* out_) {
 // ---- By type.
 
 inline FoldRunsFn fold_runs_function(int how, DType storage) {
-  return with_fold<FoldRunsFn, float>(how, storage, false, [](auto op, auto acc, auto from) -> FoldRunsFn {
+  return with_fold_by_index<FoldRunsFn, float>(how, storage, false, [](auto op, auto acc, auto from) -> FoldRunsFn {
     return &fold_runs<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
   });
 }
 
 inline FoldNarrowFn fold_narrow_function(int how, DType storage) {
-  return with_fold<FoldNarrowFn, float>(how, storage, false, [](auto op, auto acc, auto from) -> FoldNarrowFn {
+  return with_fold_by_index<FoldNarrowFn, float>(how, storage, false, [](auto op, auto acc, auto from) -> FoldNarrowFn {
     return &fold_narrow<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
   });
 }
 
 inline FoldTableFn fold_table_function(int how, DType storage, bool wide) {
-  return with_fold<FoldTableFn>(how, storage, wide, [](auto op, auto acc, auto from) -> FoldTableFn {
+  return with_fold_by_index<FoldTableFn, double>(how, storage, wide, [](auto op, auto acc, auto from) -> FoldTableFn {
     return &fold_into_table<typename decltype(op)::type, typename decltype(acc)::type, typename decltype(from)::type>;
   });
 }

@@ -107,8 +107,6 @@ inline StripFn float_instruction(Opcode op, const From* from) {
     case Opcode::op_ne: return binary_from<NeF>(from);
     case Opcode::op_lt: return binary_from<LtF>(from);
     case Opcode::op_le: return binary_from<LeF>(from);
-    case Opcode::op_gt: return binary_from<GtF>(from);
-    case Opcode::op_ge: return binary_from<GeF>(from);
     case Opcode::op_clamp: return ternary_from<ClampF>(from);
     default: return nullptr;
   }
@@ -136,8 +134,6 @@ inline StripFn integer_instruction(Opcode op, bool is_signed, const From* from) 
     case Opcode::op_ne: return binary_from<NeI>(from);
     case Opcode::op_lt: return is_signed ? binary_from<LtI>(from) : binary_from<LtU>(from);
     case Opcode::op_le: return is_signed ? binary_from<LeI>(from) : binary_from<LeU>(from);
-    case Opcode::op_gt: return is_signed ? binary_from<GtI>(from) : binary_from<GtU>(from);
-    case Opcode::op_ge: return is_signed ? binary_from<GeI>(from) : binary_from<GeU>(from);
     case Opcode::op_clamp: return is_signed ? ternary_from<ClampI>(from) : ternary_from<ClampU>(from);
     default: return nullptr;
   }

@@ -23,12 +23,18 @@ void map_unary(int64_t n, void* dst, const void* a, const void*, const void*, co
 }
 
 template <class Op, class T>
-void map_binary(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
+KITSUNE_ONCE void map_binary(int64_t n, void* dst, const void* a, const void* b, const void*, const void*, const double*) {
   auto* d = static_cast<decltype(Op::apply(T{}, T{}))*>(dst);
   const T* x = static_cast<const T*>(a);
   const T* y = static_cast<const T*>(b);
   KITSUNE_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) d[i] = Op::apply(x[i], y[i]);
+}
+
+// x > y is y < x, and x >= y is y <= x.
+template <class Op, class T>
+void map_swapped(int64_t n, void* dst, const void* a, const void* b, const void* c, const void* d, const double* imm) {
+  map_binary<Op, T>(n, dst, b, a, c, d, imm);
 }
 
 template <class T>
@@ -336,8 +342,8 @@ VectorFn number_function(Opcode op) {
     case Opcode::op_ne: return &map_binary<Ne, U>;
     case Opcode::op_lt: return &map_binary<Lt, T>;
     case Opcode::op_le: return &map_binary<Le, T>;
-    case Opcode::op_gt: return &map_binary<Gt, T>;
-    case Opcode::op_ge: return &map_binary<Ge, T>;
+    case Opcode::op_gt: return &map_swapped<Lt, T>;
+    case Opcode::op_ge: return &map_swapped<Le, T>;
     case Opcode::op_clamp: return &map_clamp<T>;
     default: break;
   }
@@ -370,8 +376,8 @@ inline VectorFn bool_function(Opcode op) {
     case Opcode::op_lt_to: return &map_binary<Lt, uint8_t>;
     case Opcode::op_le:
     case Opcode::op_le_to: return &map_binary<Le, uint8_t>;
-    case Opcode::op_gt: return &map_binary<Gt, uint8_t>;
-    case Opcode::op_ge: return &map_binary<Ge, uint8_t>;
+    case Opcode::op_gt: return &map_swapped<Lt, uint8_t>;
+    case Opcode::op_ge: return &map_swapped<Le, uint8_t>;
     case Opcode::op_clamp: return &map_clamp<uint8_t>;
     default: return nullptr;
   }
