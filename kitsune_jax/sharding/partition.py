@@ -279,12 +279,18 @@ def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, p
     inside = [*inside[:n], *(s[1:] for s in inside[n:])]
     first = len(p.consts)
     slices = [parts_wanted.get(v, (None,))[1:] or None for v in p.ys]
+    asked = {k for k in range(first) if given[k] is None}
     while True:
         plan = plan_graph(body, inside, mesh, [*inside[first:n], *slices])
         changed = False
         for k, (before, after) in enumerate(zip(inside[first:n], plan.outputs, strict=False), first):
             if not any(before) and any(after):
                 inside[k], changed = after, True
+        for k in sorted(asked):  # what is made of nothing is made in the parts that the steps read
+            read = _read_as(body, plan, p.in_consts[k])
+            if read is not None and read != inside[k]:
+                inside[k], changed = read, True
+                asked.remove(k)
         if not changed:
             break
     carries = inside[first:n]
@@ -292,6 +298,14 @@ def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, p
     reads = (*inside[:n], *(((), *s) for s in inside[n:]))
     makes = (*carries, *(((), *s) for s in outputs[len(carries) :]))
     return OpPlan(reads, makes, body=dataclasses.replace(plan, outputs=outputs))
+
+
+def _read_as(body: Graph, plan: GraphPlan, v: int) -> Spec | None:
+    """The sharding in which all ops of a loop's body read ``v``; None where they differ."""
+    found = set[Spec | None]()
+    for op, made in zip(body.ops, plan.ops, strict=True):
+        found |= {None if made is None else made.reads[k] for k, w in enumerate(op.inputs) if w == v}
+    return next(iter(found)) if len(found) == 1 and v not in body.outputs else None
 
 
 # --- evaluation on shards -------------------------------------------------------------------------------------------------------

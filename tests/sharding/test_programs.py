@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections import Counter
@@ -139,6 +140,19 @@ def test_donated_parameters_are_updated_in_place() -> None:
     want = in_float64(train_step, *program.args)
     close(ours(*args), want)
     assert all(x.is_deleted() for x in args[1:])
+
+
+@pytest.mark.parametrize("name", ["gradient of data parallel", "gradient of tensor parallel", "gradient of layers, recomputed"])
+def test_a_device_needs_no_more_memory_than_with_jit(name: str) -> None:
+    """At sizes at which arrays and not the scratch of a call count."""
+    program = PROGRAMS[name]
+    few = name.endswith("recomputed")
+    args = tuple(
+        np.tile(x, (8, 16, 1) if few and k == 0 else (400, 1) if k == 0 else (1,) * np.ndim(x)) for k, x in enumerate(program.args)
+    )
+    large = dataclasses.replace(program, args=args)
+    ours, plain = (compiled(large, f)[0].memory_analysis().temp_size_in_bytes for f in (pipelined(large), large.function))
+    assert ours <= 1.01 * plain
 
 
 def test_vmap_over_a_mesh_axis() -> None:
