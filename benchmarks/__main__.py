@@ -9,6 +9,7 @@ python -m benchmarks grid                                   # ordinary functions
 python -m benchmarks model                                  # the planner's model of an H200 beside the record of one
 python -m benchmarks model --device cpu                     # that of this CPU beside what its pipelines take
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
+python -m benchmarks.devices                                # sharded functions beside sharded jax.jit
 python -m benchmarks table                                  # writes the tables of docs; --print shows them instead
 """
 
