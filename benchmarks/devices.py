@@ -87,7 +87,7 @@ def measure(name: str, mode: str, devices: int, rounds: int) -> dict[str, Any]:
 
     function, given, divided, wrt = networks()[name]
     run = function if mode == "inference" else jax.value_and_grad(lambda *a: jnp.mean(function(*a) ** 2), wrt)
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((devices,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     places = [NamedSharding(mesh, P("data") if k in divided else P()) for k in range(len(given))]
     args = [jax.device_put(x, place) for x, place in zip(given, places, strict=True)]
     columns = {"jit": jax.jit(run), "pipeline": jax.jit(kj.pipeline(run))}
