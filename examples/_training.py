@@ -109,11 +109,20 @@ def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
-def steps(losses: Sequence[Any], until: int, description: str = "training", quantity: str = "loss") -> Iterator[int]:
-    """The numbers of the steps from ``len(losses)`` to ``until``, under a progress bar. The loop appends a loss (or another
-    ``quantity``, which the bar names) for each.
+def steps(
+    losses: Sequence[Any],
+    until: int,
+    description: str = "training",
+    quantity: str = "loss",
+    *,
+    quiet: bool = False,
+    stop: Callable[[bool, int], bool] = lambda interrupted, _: interrupted,
+) -> Iterator[int]:
+    """The numbers of the steps from ``len(losses)`` to ``until``, under a progress bar unless ``quiet``. The loop appends a loss
+    (or another ``quantity``, which the bar names) for each.
 
-    Ctrl-C ends it after the step that runs: a step whose arguments are donated cannot be cut in two.
+    Ctrl-C ends it after the step that runs: a step whose arguments are donated cannot be cut in two. ``stop(interrupted, steps
+    done)`` decides otherwise where several processes have to end after the same step.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -122,9 +131,9 @@ def steps(losses: Sequence[Any], until: int, description: str = "training", quan
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress, _interruptible() as interrupted:
+    with Progress(*columns, disable=quiet) as progress, _interruptible() as interrupted:
         task = progress.add_task(description, total=until, completed=len(losses))
-        while len(losses) < until and not interrupted.is_set():
+        while len(losses) < until and not stop(interrupted.is_set(), len(losses)):
             yield len(losses)
             progress.update(task, completed=len(losses))
             if len(losses) % 10 == 0 or len(losses) == until:  # to read a loss is to wait for its step

@@ -1,0 +1,150 @@
+"""Sharded functions in two processes, whose devices talk by Gloo, and their programs in JAX's persistent compilation cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kitsune_jax as kj
+from tests.support.checks import close
+
+# Arguments: the number of the process, that of all, the coordinator, a file of operands, a file of results, a cache or nothing.
+PROGRAM = """
+import logging, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+number, processes, coordinator, operands, results, cache = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 8 // int(processes))
+if int(processes) > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, int(processes), int(number))
+hits = []
+if cache:
+    class Hits(logging.Handler):
+        def emit(self, record):
+            if "cache hit for 'jit_step" in record.getMessage():
+                hits.append(record.getMessage())
+
+    log = logging.getLogger("jax._src.compiler")
+    log.addHandler(Hits())
+    log.setLevel(logging.DEBUG)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+import kitsune_jax as kj
+
+assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // int(processes)
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+data = np.load(operands)
+SHARDINGS = {
+    "data_parallel": {"x": P("data"), "w1": P(), "w2": P()},
+    "tensor_parallel": {"x": P("data"), "w1": P(None, "model"), "w2": P("model")},
+}
+
+def mlp(x, w1, w2):
+    return jnp.tanh(x @ w1) @ w2
+
+def gradient(x, w1, w2):
+    return jax.grad(lambda *w: jnp.mean(mlp(x, *w) ** 2), (0, 1))(w1, w2)
+
+found = {}
+for name, function, placed in (
+    ("data_parallel", mlp, "data_parallel"),
+    ("tensor_parallel", mlp, "tensor_parallel"),
+    ("gradient", gradient, "data_parallel"),
+):
+    step = kj.pipeline(function, force=True, strict=True)
+    step.__name__ = "step"
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in SHARDINGS[placed].items()}
+    args = [jax.make_array_from_callback(data[k].shape, s, lambda index, k=k: data[k][index]) for k, s in shardings.items()]
+    compiled = jax.jit(step, out_shardings=NamedSharding(mesh, P())).lower(*args).compile()
+    print(f"<{name} {compiled.as_text().count('custom_call_target=\\"kitsune_cpu\\"')}>")
+    for k, out in enumerate(jax.tree.leaves(compiled(*args))):
+        assert out.is_fully_replicated
+        copies = [np.asarray(shard.data) for shard in out.addressable_shards]
+        assert all((copy == copies[0]).all() for copy in copies)
+        found[f"{name}{k}"] = copies[0]
+print(f"<hits {len(hits)}>", kj.fallbacks() or "", flush=True)
+np.savez(results, **found)
+"""
+
+
+def _run(folder: Path, processes: int, cache: Path | str = "") -> list[tuple[dict[str, int], dict[str, np.ndarray]]]:
+    """Of each process: (what it counted, its results)."""
+    if not (folder / "operands.npz").exists():
+        np.savez(folder / "operands.npz", **_operands())
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    root = str(Path(kj.__file__).resolve().parents[1])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(i), str(processes), coordinator]
+            + [str(folder / "operands.npz"), str(folder / f"{i}.npz"), str(cache)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    found = []
+    try:
+        told = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for i, (process, (out, err)) in enumerate(zip(started, told, strict=True)):
+        assert process.returncode == 0, err[-4000:]
+        with np.load(folder / f"{i}.npz") as results:
+            counted = {name: int(n) for name, n in re.findall(r"<(\w+) (\d+)>", out)}
+            found.append((counted, {name: results[name] for name in results.files}))
+    return found
+
+
+def _operands() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"x": (48, 32), "w1": (32, 64), "w2": (64, 16)}
+    return {name: (rng.standard_normal(shape) * 0.3).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _expected() -> dict[str, Any]:
+    """By NumPy in float64."""
+    x, w1, w2 = (a.astype(np.float64) for a in _operands().values())
+    h = np.tanh(x @ w1)
+    y = h @ w2
+    dy = 2 * y / y.size
+    return {"data_parallel0": y, "tensor_parallel0": y, "gradient0": x.T @ (dy @ w2.T * (1 - h**2)), "gradient1": h.T @ dy}
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    (counted, results), (counted_there, results_there) = _run(tmp_path, 2)
+    for name in ("data_parallel", "tensor_parallel", "gradient"):
+        assert counted[name] == counted_there[name] > 0
+    close(results, _expected())
+    for name, array in results.items():
+        np.testing.assert_array_equal(array, results_there[name])
+
+
+def test_a_second_process_hits_the_persistent_cache(tmp_path: Path) -> None:
+    ((first, once),) = _run(tmp_path, 1, tmp_path / "cache")
+    ((second, again),) = _run(tmp_path, 1, tmp_path / "cache")
+    assert first.pop("hits") == 0
+    assert second.pop("hits") == 3
+    assert first == second
+    assert all(n > 0 for n in first.values())
+    for name, array in once.items():
+        np.testing.assert_array_equal(array, again[name])
+    close(once, _expected())
