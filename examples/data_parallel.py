@@ -7,9 +7,9 @@
 
 The whole step is ``jax.jit(kj.pipeline(train_step))``, as on one device: batches are sharded by rows, weights are whole on every
 device, and XLA adds the gradients up between the pipelines. On several machines, start each process yourself, with
-``--processes N --process I --coordinator HOST:PORT`` and one folder for ``--checkpoint`` that all of them see. The digits are the
-8 x 8 pictures of Alpaydin and Kaynak (1998), which ship inside the scikit-learn wheel. They are few and small, so the cost model
-expects no gain; ``--force`` pipelines them anyway.
+``--processes N --process I --coordinator HOST:PORT`` and one folder for ``--checkpoint`` that all see. The digits are the 8 x 8
+pictures of Alpaydin and Kaynak (1998), which ship inside the scikit-learn wheel. They are few and small: how much
+is pipelined is the cost model's choice; ``--force`` pipelines all of it.
 """
 
 from __future__ import annotations
