@@ -249,11 +249,17 @@ class _Partitioner:
 
     def __call__(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, text: Any) -> Any:
         text = text if isinstance(text, str) else bytes(text).decode()
-        key = (text, tuple(map(str, shardings)), str(result_sharding))
+        found = json.loads(text)
+        if found["version"] != config.__version__:
+            raise ValueError(
+                f"this program was exported with kitsune_jax {found['version']}, and this is {config.__version__}: export it again"
+            )
+        machine = config.num_threads(), config.profile(), config.cuda_arch(), config.cuda_avoid()
+        key = (text, tuple(map(str, shardings)), str(result_sharding), machine)
         if key not in self._known:
             if len(self._known) > 256:
                 self._known.clear()
-            self._known[key] = self._program(shapes, shardings, result_shape, result_sharding, json.loads(text))
+            self._known[key] = self._program(shapes, shardings, result_shape, result_sharding, found)
         return self._known[key]
 
     def _program(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, found: dict[str, Any]) -> Any:

@@ -15,10 +15,14 @@ import kitsune_jax as kj
 from kitsune_jax import _compat
 from kitsune_jax.frontend import lowering
 from kitsune_jax.sharding import calls
+from kitsune_jax.targets.cuda import nvrtc
 from tests.sharding.test_programs import mesh
 from tests.support.sharded_programs import PROGRAMS
 
-pytestmark = pytest.mark.filterwarnings("error:kitsune_jax")
+pytestmark = [
+    pytest.mark.filterwarnings("error:kitsune_jax"),
+    pytest.mark.skipif(not nvrtc.available(), reason=nvrtc.why_not() or ""),
+]
 
 
 def _config(text: str) -> str:
