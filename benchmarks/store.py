@@ -99,7 +99,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    # ``benchmarks.grid``, ``benchmarks.offchip``, ``benchmarks.lower`` and ``benchmarks.devices`` keep their records in the same folder.
+    # ``benchmarks.grid``, ``offchip``, ``lower`` and ``devices`` keep their records in the same folder.
     found = (*folder.glob("*.json"), *folder.glob("*/*.json"))
     return [path for path in found if not path.name.startswith(("grid-", "offchip-", "lower-", "devices-"))]
 
