@@ -137,8 +137,9 @@ def as_call(program: Any, options: Options) -> Any:
 
 def obstacles_of(
     program: Any, calls: Sequence[PipelinedCall], args: Sequence[Any], platform: str, device: str | None
-) -> list[str | None]:
-    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``.
+) -> tuple[list[str | None], bool]:
+    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``; and whether XLA
+    divides one with pipelines among devices.
 
     Listed are the calls that JAX lowers in ``program`` of ``args``: none if JAX cannot lower it here.
     """
@@ -152,10 +153,11 @@ def obstacles_of(
             jax.jit(lambda *flat: run(*flat)).trace(*shapes).lower(lowering_platforms=(platform,))
         except Exception:  # such as an operator that does not lower for this platform: JAX will report it to the user
             logger.debug("the program cannot be lowered for %s to see what keeps pipelines away", platform, exc_info=True)
+    divided = any(s.divided and s.obstacle is None for s in seen)
     if len(seen) == len(calls):  # calls are lowered in program order
-        return [s.obstacle for s in seen]
+        return [s.obstacle for s in seen], divided
     by_kind = {_call_signature(s.call_jaxpr): s.obstacle for s in seen}  # equal calls were lowered once
-    return [by_kind.get(_call_signature(call.jaxpr)) for call in calls]
+    return [by_kind.get(_call_signature(call.jaxpr)) for call in calls], divided
 
 
 def _call_signature(call_jaxpr: Any) -> tuple[str, ...]:

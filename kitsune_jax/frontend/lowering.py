@@ -182,12 +182,20 @@ EXPORTED_CALLS = (
 )
 
 
+DIVIDED = (
+    "XLA divides this program among several devices, and pipelines are planned for the part of each; this report is of the whole "
+    "arrays on one device"
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoweredCall:
-    """A call that was lowered under ``watch_calls``, and the reason why it would hold no pipelines, or ``None``."""
+    """A call that was lowered under ``watch_calls``, and the reason why it would hold no pipelines, or ``None``. ``divided``: XLA
+    divides it among devices."""
 
     call_jaxpr: Any
     obstacle: str | None
+    divided: bool
 
 
 # The calls seen under ``watch_calls``, and its ``elsewhere``.
@@ -217,7 +225,8 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
     if watch is not None:
         seen, elsewhere = watch
         missing = None if elsewhere else missing_target(target)
-        seen.append(LoweredCall(call_jaxpr, missing or _obstacle(ctx, call_jaxpr, options)))
+        divided = not _compat.runs_on_one_device(ctx)
+        seen.append(LoweredCall(call_jaxpr, missing or _obstacle(ctx, call_jaxpr, options), divided))
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     obstacle = None if target is not None and targets.get(target).available() else missing_target(target)
     obstacle = obstacle or _obstacle(ctx, call_jaxpr, options)

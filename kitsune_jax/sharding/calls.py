@@ -78,13 +78,18 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
     """The parts of a function and, by their indices, the ops that no part has, in an order in which they can run.
 
     An op that the table does not know divides the function: the ops that it needs are in an earlier part than those that need it.
-    Ops that need no operand of the function are in every part that reads them.
+    Ops that need no operand of the function are in every part that reads them, and constant arrays are made first.
     """
     graph, steps = captured.graph, captured.steps
     producers = graph.producers()
     level: dict[int, int] = dict.fromkeys(graph.inputs, 0)
     of_op, effects = list[int](), 0
-    for op, step in zip(graph.ops, steps, strict=True):
+    constants = [i for i, op in enumerate(graph.ops) if op.kind == "opaque" and not op.inputs and not steps[i].has_effects]
+    for i, (op, step) in enumerate(zip(graph.ops, steps, strict=True)):
+        if i in constants:
+            of_op.append(0)
+            level.update(dict.fromkeys(op.outputs, 0))
+            continue
         at = max((level[v] for v in op.inputs if v in level), default=-1)
         if op.kind == "opaque":
             at = max(at, 0, effects if step.has_effects else 0)
@@ -106,7 +111,7 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
             nodes.append(_subgraph(graph, mine, wanted, producers, of_op))
         else:
             nodes += mine
-        nodes += [i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind == "opaque"]
+        nodes += [i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind == "opaque" and i not in constants]
     # Ops that need nothing, for whoever reads them outside of the parts.
     alone = {
         i
@@ -116,7 +121,7 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
         for i in _made_of_nothing(v, graph, producers, of_op)
     }
     alone |= {i for v in graph.outputs for i in _made_of_nothing(v, graph, producers, of_op)}
-    return [*sorted(alone), *nodes]
+    return [*constants, *sorted(alone), *nodes]
 
 
 def _made_of_nothing(v: int, graph: Graph, producers: dict[int, int], of_op: Sequence[int]) -> set[int]:

@@ -104,8 +104,9 @@ def _forward(
             plan = _plan_loop(op, graph, specs, mesh, parts_wanted)
         else:
             plan = _plan_op(op, graph, specs, mesh)
-            if op.outputs[0] in parts_wanted:
-                plan = _in_parts(op, plan, parts_wanted[op.outputs[0]])
+            (v,) = op.outputs
+            if v in parts_wanted and _scatters(op, graph.values[v], plan, parts_wanted[v], mesh):
+                plan = _in_parts(op, plan, parts_wanted[v])
         plans.append(plan)
         for v, spec in zip(op.outputs, plan.makes, strict=True):
             specs[v] = spec
@@ -348,8 +349,10 @@ class _Evaluation:
         local = Value(local_shape(out.shape, spec, self.mesh), out.dtype)
         if op.kind == "iota":
             d = op["dimension"]
-            made = OPS["iota"].evaluate({"shape": local.shape, "dimension": d}, out=local)
-            return made if not spec[d] else made + (self._position(spec[d]) * local.shape[d]).astype(made.dtype)
+            index = lax.broadcasted_iota(np.int32, local.shape, d)
+            if spec[d]:
+                index = index + self._position(spec[d]) * local.shape[d]
+            return lax.convert_element_type(index, np_dtype(out.dtype))
         if op.kind == "broadcast_in_dim":
             x = self.graph.values[op.inputs[0]]
             same = [spec[to] if x.shape[d] == out.shape[to] else () for d, to in enumerate(op["dims"])]

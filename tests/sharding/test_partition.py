@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from kitsune_jax import _compat
+from kitsune_jax.capture.edit import Step
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import PARTITIONED
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.sharding.calls import Subgraph, graph_from_json, graph_to_json, subgraphs_of
 from kitsune_jax.sharding.factors import sharding_rule
 from kitsune_jax.sharding.partition import Spec, evaluate, local_shape, plan_graph, shards
@@ -164,6 +166,26 @@ def test_a_sum_is_scattered_to_those_who_want_its_parts(f: Any, w: Any, of_w: Sp
     specs = [(of_w, (("a",), ()))[k] for k in inputs]
     text = _traced(graph, [(w, x)[k] for k in inputs], specs, [of_w])
     assert "reduce_scatter" in text and "psum[" not in text and "all_gather" in text
+
+
+def test_positions_in_a_narrow_dtype_are_rounded_once() -> None:
+    """Position 257 is 256 in bfloat16, and so is 129 + 128 there."""
+    f = lambda x: x + jnp.arange(300, dtype=jnp.bfloat16)  # noqa: E731
+    x = jnp.zeros(300, jnp.bfloat16)
+    graph = graph_of(lambda x: jnp.sum(f(x)[None, :] * jnp.ones((2, 1), jnp.bfloat16), 0), x)
+    (made,) = on_shards(graph, [np.asarray(x)], [(("a", "b"),)])
+    np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(2 * f(x), np.float32))
+
+
+def test_a_constant_array_does_not_divide_a_function() -> None:
+    captured = capture(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w.T)(_normal(6, 4), _normal(4, 4)), None, PARTITIONED)
+    constant = Op("opaque", (), (1,), reason="a constant array")  # w is now one
+    graph = dataclasses.replace(captured.graph, inputs=captured.graph.inputs[:1], ops=(constant, *captured.graph.ops))
+    nodes = subgraphs_of(dataclasses.replace(captured, graph=graph, steps=(Step(), *captured.steps)))
+    assert nodes[0] == 0
+    (found,) = (node for node in nodes if isinstance(node, Subgraph))
+    assert sorted(found.inputs) == [0, 1]
+    assert all(op.kind != "opaque" for op in found.graph.ops)
 
 
 def test_a_table_of_which_each_device_has_some_rows_is_made_nowhere() -> None:
