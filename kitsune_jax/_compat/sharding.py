@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kitsune_jax._compat.jaxprs import core, jax_module, mlir, x64
+from kitsune_jax._compat.jaxprs import core, inner_jaxprs, jax_module, mlir, open_parts, x64
 
 sharding_impls = jax_module("jax._src.sharding_impls")
 mesh_lib = jax_module("jax._src.mesh")
@@ -39,6 +39,16 @@ def partly_manual_mesh(ctx: Any) -> tuple[dict[str, int], tuple[str, ...]] | Non
     axes = ctx.module_context.axis_context
     manual = frozenset(getattr(axes, "manual_axes", ()))
     return (dict(axes.mesh.shape), tuple(a for a in axes.mesh.axis_names if a in manual)) if manual else None
+
+
+def has_unreduced_sums(closed: Any) -> bool:
+    """Does some value of ``closed`` lie on the devices in parts of sums that are not yet added up, or as the derivative of such?"""
+    jaxpr, _ = open_parts(closed)
+    atoms = [*jaxpr.invars, *jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    specs = [getattr(getattr(v.aval, "sharding", None), "spec", None) for v in atoms]
+    if any(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None) for spec in specs):
+        return True
+    return any(has_unreduced_sums(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
 
 
 def register_partitioner(name: str, partition: Callable[..., Any]) -> None:

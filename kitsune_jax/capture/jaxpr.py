@@ -484,7 +484,8 @@ class _Walk:
             walk = dataclasses.replace(self, part_of=self.part_of or origin)
             return walk.jaxpr(*_compat.open_parts(expansion), ins, origin)
         stands_for = self.part_of or origin
-        kept = name == "rng_bit_generator" and stands_for.key in self.context.kept
+        # XLA cannot divide a module with some of the operators that the generator becomes (mulhi, JAX 0.12).
+        kept = name == "rng_bit_generator" and (self.context.partitioned or stands_for.key in self.context.kept)
         outs = GENERATOR if kept else translate(self.builder, eqn, ins, origin, stands_for, self.context.partitioned)
         return self._opaque(eqn, ins, origin, outs) if isinstance(outs, str) else outs
 

@@ -172,6 +172,7 @@ SHARDED = (
     "without pipelines: inside of a jax.shard_map that leaves several axes of the mesh automatic, or with "
     "jax_use_shardy_partitioner=False. Make all axes but one manual, or set it to True."
 )
+UNREDUCED = "some of its arrays are unreduced or reduced over a mesh axis (PartitionSpec(unreduced=...)), parts of sums that only XLA adds up"
 EXPORTED = (
     "jax.export writes plain HLO, which runs where kitsune_jax is not installed; to export the pipelines, use "
     'kj.pipeline(fn, export="calls")'
@@ -267,6 +268,8 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
         return EXPORTED
     if not (_compat.runs_on_one_device(ctx) or _compat.partitions_automatically(ctx)):
         return SHARDED
+    if not _compat.runs_on_one_device(ctx) and _compat.has_unreduced_sums(call_jaxpr):
+        return UNREDUCED
     if _compat.has_symbolic_shapes(call_jaxpr):
         return "shapes are symbolic, and a plan needs numbers: lower or export the function with concrete shapes"
     return None

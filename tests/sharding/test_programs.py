@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import warnings
 from collections import Counter
@@ -94,6 +95,37 @@ def test_an_explicit_mesh() -> None:
             out = ours(*args)
             assert jax.tree.map(jax.typeof, out) == jax.eval_shape(jax.jit(f), *args) or jax.tree.leaves(out)[0].sharding.mesh == on
             close(out, in_float64(f, *program.args))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_random_bits_are_those_of_jit(impl: str, kind: AxisType) -> None:
+    key = jax.random.key(3, impl=impl)
+    w = np.asarray(PROGRAMS["data parallel"].args[1])
+
+    def dropout(x: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w
+
+    x = jax.device_put(PROGRAMS["data parallel"].args[0], NamedSharding(mesh(kind), P("data", None)))
+    close(jax.jit(kj.pipeline(dropout, force=True))(x), jax.jit(dropout)(x))
+
+
+def test_sums_that_are_not_added_up_stay_so() -> None:
+    """A result that is unreduced over a mesh axis: each device has its part of the sum."""
+    on = mesh(AxisType.Explicit)
+    with jax.set_mesh(on):
+        x = jax.device_put(np.arange(8, dtype=np.int32), P("data"))
+        index = jax.device_put(np.array([0, 0, 1, 1, 1, 2, 2, 3]), P("data"))
+        if "out_sharding" not in inspect.signature(jax.ops.segment_sum).parameters:
+            pytest.skip("this JAX has no unreduced results of segment_sum")
+
+        def f(x: Any, index: Any) -> Any:
+            return jax.ops.segment_sum(x, index, num_segments=4, out_sharding=P(unreduced={"data"}))
+
+        ours, plain = (jax.jit(g)(x, index) for g in (kj.pipeline(f, force=True), f))
+        assert ours.sharding == plain.sharding
+        for a, b in zip(ours.addressable_shards, plain.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
 
 
 def test_two_meshes_in_one_program() -> None:
