@@ -172,7 +172,10 @@ SHARDED = (
     "without pipelines: inside of a jax.shard_map that leaves several axes of the mesh automatic, or with "
     "jax_use_shardy_partitioner=False. Make all axes but one manual, or set it to True."
 )
-UNREDUCED = "some of its arrays are unreduced or reduced over a mesh axis (PartitionSpec(unreduced=...)), parts of sums that only XLA adds up"
+UNREDUCED = (
+    "some of its arrays are unreduced or reduced over a mesh axis (PartitionSpec(unreduced=...)): parts of sums, which only XLA "
+    "adds up"
+)
 EXPORTED = (
     "jax.export writes plain HLO, which runs where kitsune_jax is not installed; to export the pipelines, use "
     'kj.pipeline(fn, export="calls")'
