@@ -20,6 +20,9 @@ sharding_rules = jax_module("jax._src.custom_partitioning_sharding_rule")
 mlir_lib = jax_module("jax._src.lib.mlir")
 
 
+_registered = set[str]()  # the calls that have a partitioner
+
+
 def partitions_automatically(ctx: Any) -> bool:
     """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules?
 
@@ -31,7 +34,7 @@ def partitions_automatically(ctx: Any) -> bool:
         several = sum(size > 1 for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) == 1
     else:
         several = (getattr(axes, "num_devices", 1) or 1) > 1
-    return several and bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
+    return several and bool(_registered) and bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
 
 
 def partly_manual_mesh(ctx: Any) -> tuple[dict[str, int], tuple[str, ...]] | None:
@@ -64,6 +67,7 @@ def register_partitioner(name: str, partition: Callable[..., Any]) -> None:
         )
 
     register()
+    _registered.add(name)
     # Plugins, such as CUDA's, have partitioners of their own.
     with contextlib.suppress(AttributeError):
         xla_bridge.register_plugin_callbacks(register)

@@ -465,7 +465,10 @@ def _primitive() -> Any:
         rule = functools.partial(lowering.lower_call, platform=platform)
         _compat.register_lowering(primitive, rule, platform=platform, cacheable=True)
     primitive.def_impl(_impl)
-    register_partitioner(lowering.pipelined_shard)
+    try:
+        register_partitioner(lowering.pipelined_shard)
+    except Exception:  # a JAX without such partitioners costs the pipelines of sharded programs only
+        config.logger.warning("this JAX takes no partitioner: sharded functions run without pipelines", exc_info=True)
     return primitive
 
 

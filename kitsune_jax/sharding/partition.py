@@ -204,7 +204,7 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
     relations = OPS[op.kind].relate(op, tuple(shapes[:n_in]), tuple(shapes[n_in:]))
 
     def proposed(relation: DimRelation) -> tuple[float, Axes]:
-        """(bytes of the array that asks, its axes) for the largest array that is sharded along the dimension."""
+        """(elements of the array that asks, its axes) for the largest array that is sharded along the dimension."""
         found: list[tuple[float, Axes]] = [(0.0, ())]
         for k, d in relation.members:
             spec = specs[operands[k]] if k < n_in else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 import warnings
@@ -92,8 +93,8 @@ def test_an_explicit_mesh() -> None:
             ours = jax.jit(kj.pipeline(f, force=True, strict=True)).lower(*args).compile()
             assert count(ours.as_text()) > 0
             assert collectives(ours.as_text())["all-gather"] == 0
-            out = ours(*args)
-            assert jax.tree.map(jax.typeof, out) == jax.eval_shape(jax.jit(f), *args) or jax.tree.leaves(out)[0].sharding.mesh == on
+            out, plain = ours(*args), jax.jit(f)(*args)
+            assert jax.tree.map(lambda x: x.sharding, out) == jax.tree.map(lambda x: x.sharding, plain)
             close(out, in_float64(f, *program.args))
 
 
@@ -239,3 +240,12 @@ def test_a_failure_of_the_partitioner_costs_the_pipelines_only(monkeypatch: pyte
         ours, args = compiled(program, kj.pipeline(lambda *a: mlp(*a) + 1, force=True))
     assert any("a bug" in str(w.message) for w in told)
     close(ours(*args), in_float64(lambda *a: mlp(*a) + 1, *program.args))
+
+
+def test_a_jax_without_partitioners_costs_the_pipelines_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("kitsune_jax._compat.sharding"), "_registered", set())
+    program = PROGRAMS["tensor parallel"]
+    with pytest.warns(UserWarning, match="cannot be partitioned"):
+        ours, args = compiled(program, kj.pipeline(lambda *a: mlp(*a) - 1, force=True))
+    assert count(ours.as_text()) == 0
+    close(ours(*args), in_float64(lambda *a: mlp(*a) - 1, *program.args))
