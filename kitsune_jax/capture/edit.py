@@ -229,10 +229,13 @@ class Builder(_GraphWriter):
         same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
         return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
 
-    def opaque(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "") -> list[int]:
+    def opaque(
+        self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "", flops: int | None = None
+    ) -> list[int]:
         """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: its name in reports, by
-        default the equation's."""
-        return self._append(Op("opaque", tuple(inputs), (), reason=printable(reason), label=label), avals, step)
+        default the equation's. ``flops``: its operations, where they are known; 0 for one that takes no time."""
+        params = make_params() if flops is None else make_params(flops=flops)
+        return self._append(Op("opaque", tuple(inputs), (), params, reason=printable(reason), label=label), avals, step)
 
     def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
         """Append a loop. Returns its results, of types ``avals``. Raises ``ValueError`` where its body does not fit them."""

@@ -7,6 +7,7 @@ ops with effects keep their order; recomputation that ``jax.checkpoint`` asks fo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,16 @@ def _why_opaque(e: Equation, partitioned: bool) -> str:
     return ""
 
 
+def _convolution_flops(eqn: Any) -> int | None:
+    """Two operations per multiply-add of a convolution, those on padding and on zeros between the elements included in proportion;
+    ``None`` for any other equation."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return None
+    out, kernel, params = eqn.outvars[0].aval, eqn.invars[1].aval, eqn.params
+    per_output = kernel.size // max(1, kernel.shape[params["dimension_numbers"].rhs_spec[0]])
+    return 2 * out.size * per_output // math.prod(params["lhs_dilation"])
+
+
 def _placed(sharding: Any) -> bool:
     """Does it name a mesh axis, or a device?"""
     if sharding is None:
@@ -122,7 +133,8 @@ def _placed(sharding: Any) -> bool:
 
 # --- bodies of loops and branches that are left to XLA ----------------------------------------------------------------------------
 
-BodyRewrite = Callable[[Any], Any]  # from a closed jaxpr to one of the same type
+# From a closed jaxpr, and how often it runs in one run of its equation (1 where that depends on data), to one of the same type.
+BodyRewrite = Callable[[Any, int], Any]
 
 
 class Bodies:
@@ -155,7 +167,7 @@ class Bodies:
         if self.rewrite is None or _compat.open_parts(jaxpr)[1]:
             return jaxpr
         try:
-            new = self.rewrite(jaxpr)
+            new = self.rewrite(jaxpr, self.eqn.params["length"] if self.eqn.primitive.name == "scan" else 1)
             if _types(new) != _types(jaxpr):
                 raise ValueError(f"a body of type {_types(jaxpr)} was rewritten to one of type {_types(new)}")
             return new
@@ -512,14 +524,14 @@ class _Walk:
                 return jax.lax.optimization_barrier(arrays)
 
         reason = "a barrier that keeps XLA from merging a recomputation with the first computation"
-        outs = iter(self.builder.opaque(behind, avals, Step(origin, evaluate), reason))
+        outs = iter(self.builder.opaque(behind, avals, Step(origin, evaluate), reason, flops=0))
         return [next(outs) if m else v for v, m in zip(ins, marked, strict=True)]
 
     def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
         bodies = Bodies(eqn, origin, self.rewrite if eqn.primitive.name in _LOOPS else None)
         step = Step(origin, bodies.evaluate, bool(_effects(eqn)), bodies.prepare)
         ins = [random.wrap(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
-        outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason)
+        outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason, flops=_convolution_flops(eqn))
         return [random.unwrap(self.builder, v) for v in outs]
 
     def _loop(self, eqn: Any, ins: list[int], origin: Origin) -> list[int] | str:

@@ -31,7 +31,7 @@ from kitsune_jax.frontend.tracing import pipeline_p
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.report.build import build_report, graph_flops
 from kitsune_jax.report.data import Rejected
-from kitsune_jax.report.render import Report, merge_body_reports, merge_reports
+from kitsune_jax.report.render import Report, merge_body_reports, merge_reports, repeated
 
 DISABLED = "KITSUNE_DISABLE is set (or config.override(disable=True)), so pipeline(fn) behaves as fn"
 _SEE_ABOVE = "nothing of this call is pipelined, for the reason given above"
@@ -61,7 +61,9 @@ def pipelined_calls(jaxpr: Any, times: int = 1) -> list[PipelinedCall]:
 
 def explain_calls(calls: Sequence[PipelinedCall], obstacles: Sequence[str | None], platform: str, device: str | None) -> Report:
     """One report over several pipelined calls, each lowered on its own; ``obstacles`` has one entry per call."""
-    reports = [explain_jaxpr(c.jaxpr, c.options, platform, device, why) for c, why in zip(calls, obstacles, strict=True)]
+    reports = [
+        repeated(explain_jaxpr(c.jaxpr, c.options, platform, device, why), c.times) for c, why in zip(calls, obstacles, strict=True)
+    ]
     if len(reports) == 1:
         return reports[0]
     return merge_reports(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
@@ -82,7 +84,7 @@ def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str 
         reports = []
         for graph in _graphs(call_jaxpr):
             rejected = [(i, _SEE_ABOVE) for i in range(len(graph.ops))]
-            report = build_report(graph, (), rejected, *_machine(target, device))
+            report = build_report(graph, (), rejected, targets.get(target).machine(device))
             reports.append(dataclasses.replace(report, obstacles=(obstacle,)))
         return merge_body_reports(reports)
     except Exception as error:  # lowering would record it; symbolic shapes have no size to report either
@@ -115,7 +117,7 @@ def _graphs(call_jaxpr: Any, scans: bool = True) -> list[Graph]:
     with a body of their own."""
     found: list[Graph] = []
 
-    def visit(jaxpr: Any) -> Any:
+    def visit(jaxpr: Any, _: int = 1) -> Any:
         captured = capture(_compat.hoist_consts(jaxpr)[0], rewrite=visit)
         found.append(captured.graph)
         left = [i for i, op in enumerate(captured.graph.ops) if scans or op.body is None]

@@ -23,14 +23,14 @@ import numpy as np
 
 from kitsune_jax import _compat, config, targets, tuning
 from kitsune_jax.capture.edit import Captured
-from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.jaxpr import BodyRewrite, capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
 from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
-from kitsune_jax.report.data import plural, time_text
-from kitsune_jax.report.render import Report, merge_body_reports
+from kitsune_jax.report.data import MeasuredTimes, plural, time_text
+from kitsune_jax.report.render import Report, merge_body_reports, repeated
 from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr
 from kitsune_jax.tuning.inputs import why_not_timed
 
@@ -381,8 +381,8 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
         return with_fastest_calls(program, options, target, chooser) or pipelined_jaxpr(program, options, target, chooser)
     if choice.name == tuning.JIT and not options.body and not _holds_pipelines(program):
         # The reason for each operator takes as long as a plan, and is made if somebody reads it.
-        return Pipelined(program, (), (), lambda: plan(tuning.JIT, measured_text(choice)))
-    chosen = made.get(choice.name) or plan(choice.name, measured_text(choice))
+        return Pipelined(program, (), (), lambda: _measured(plan(tuning.JIT, measured_text(choice)), choice))
+    chosen = _measured(made.get(choice.name) or plan(choice.name, measured_text(choice)), choice)
     if choice.name == tuning.JIT:  # the times are the reason for each operator
         return chosen
     return _noted(chosen, measured_text(choice))
@@ -449,6 +449,16 @@ def _times_of_calls(timed: Mapping[str, tuning.Choice]) -> str:
 def _noted(chosen: Pipelined, note: str) -> Pipelined:
     first, *bodies = chosen.reports
     return dataclasses.replace(chosen, reports=(dataclasses.replace(first, notes=(*first.notes, note)), *bodies))
+
+
+def _measured(chosen: Pipelined, choice: tuning.Choice) -> Pipelined:
+    """``chosen`` with the times of ``choice`` in the report of the program itself."""
+    seconds = min((s for name, s in choice.seconds.items() if name != tuning.JIT), default=None)
+    if seconds is None:
+        return chosen
+    first, *bodies = chosen.reports
+    times = MeasuredTimes(seconds, choice.seconds[tuning.JIT], choice.busy)
+    return dataclasses.replace(chosen, reports=(dataclasses.replace(first, measured=times), *bodies))
 
 
 def options_of(choice: str, options: RouteOptions, measured: str = "") -> RouteOptions:
@@ -560,7 +570,7 @@ def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Ch
     # A body that is chosen for itself is chosen as if it were alone, whatever is assumed of the function.
     of_body = dataclasses.replace(options, body=True, xla_factor=options.xla_factor if chooser is None else 1.0)
 
-    def rewrite(body: Any) -> Any:
+    def rewrite(body: Any, times: int) -> Any:
         try:
             found = fastest(body, of_body, target, chooser)
             new = found.jaxpr
@@ -571,7 +581,7 @@ def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Ch
                 raise
             failures.append(Failure.of(error, f"the body of a loop or branch ({_compat.function_name(body)})"))
             return body
-        reports.extend(found.reports)
+        reports.extend(repeated(report, times) for report in found.reports)
         failures.extend(found.failures)
         return new
 
@@ -582,7 +592,7 @@ def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Ch
 
 
 def capture_until_stable(
-    jaxpr: Any, rewrite: Callable[[Any], Any], target: str, options: RouteOptions
+    jaxpr: Any, rewrite: BodyRewrite, target: str, options: RouteOptions
 ) -> tuple[Captured, Routed, list[Node]]:
     """``jaxpr`` captured for ``target``, with its plan and nodes. ``rewrite``: applied to the bodies of loops that are left to XLA.
 

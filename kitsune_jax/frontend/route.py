@@ -26,7 +26,7 @@ from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.regions.joining import Chosen, region_of_call
 from kitsune_jax.regions.select import select
-from kitsune_jax.report.build import build_report
+from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes
 from kitsune_jax.report.render import Report
 from kitsune_jax.targets import Evaluate, Target
 
@@ -166,12 +166,18 @@ class PlannedRegion:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Planned regions, and for every other op of the graph the reason why it is left to XLA: a decision, or one of ``failures``."""
+    """Planned regions, and for every other op of the graph the reason why it is left to XLA: a decision, or one of ``failures``.
+
+    ``machine``: the model that they were planned for. ``xla_seconds``: the modelled time of each op in XLA's code, for a plan that
+    is reported and not run.
+    """
 
     regions: tuple[PlannedRegion, ...]
     report: Report
     rejected: tuple[tuple[int, str], ...] = ()
     failures: tuple[Failure, ...] = ()
+    machine: Machine | None = None
+    xla_seconds: Mapping[int, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,8 +243,31 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     regions = tuple(_with_xla_times(result, 1 / options.xla_factor) for _, result in made if isinstance(result, PlannedRegion))
     rejected = _one_reason_per_op(rejected, regions)
     notes = executor.notes() if options.device is None else ()
-    report = build_report(graph, regions, sorted(rejected), executor.platform, machine.name, notes)
-    return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)))
+    times = None if options.code else _seconds_of_ops(graph, executor, machine, program)
+    report = build_report(graph, regions, sorted(rejected), machine, notes, times)
+    return Routed(regions, report, tuple(sorted(rejected)), tuple(dict.fromkeys(failed.seen)), machine, times)
+
+
+def _seconds_of_ops(graph: Graph, target: Target[Any, Any, Any], machine: Machine, program: ProgramContext) -> dict[int, float]:
+    """Modelled seconds of each op of ``graph`` in XLA's code, for the report.
+
+    The ops that the model knows share the time of all of them, in which XLA fuses them, in proportion to their times alone. Another
+    op takes the time to move its operands and results or, if its operations are known, to compute them; loops and branches that the
+    model does not know take none, because their bodies have reports of their own.
+    """
+    known = [i for i, op in enumerate(graph.ops) if op.kind != "opaque" and op.label not in HOLD_BODIES]
+    alone = {i: target.unpipelined_seconds(graph, [i], machine, program) for i in known}
+    together = target.unpipelined_seconds(graph, known, machine, program) if known else 0.0
+    share = min(1.0, together / max(sum(alone.values()), 1e-30))
+    found = {i: share * seconds for i, seconds in alone.items()}
+    for i, op in enumerate(graph.ops):
+        flops = dict(op.params).get("flops")
+        if op.kind != "opaque" or op.label in HOLD_BODIES or flops == 0:
+            continue
+        dtype = graph.values[op.inputs[0]].dtype if op.inputs else "float32"
+        compute = flops / (machine.workers * machine.rate(machine.tensor_rates, dtype)) if isinstance(flops, int) else 0.0
+        found[i] = max(compute, op_bytes(graph, i) / machine.dram_bandwidth)
+    return found
 
 
 @dataclasses.dataclass
@@ -359,8 +388,8 @@ def remove_regions(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> 
     kept = tuple(r for r in routed.regions if r.name not in reasons)
     gone = [(i, reasons[r.name]) for r in routed.regions if r.name in reasons for i in r.region.ops]
     rejected = tuple(sorted(_one_reason_per_op((*routed.rejected, *gone), kept)))
-    old = routed.report
-    report = build_report(graph, kept, rejected, old.platform, old.machine, old.notes)
+    assert routed.machine is not None
+    report = build_report(graph, kept, rejected, routed.machine, routed.report.notes, routed.xla_seconds)
     return dataclasses.replace(routed, regions=kept, report=report, rejected=rejected)
 
 

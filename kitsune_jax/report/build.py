@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kitsune_jax.ops.graph import Graph, Value
@@ -18,7 +18,7 @@ from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import may_differ
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, GpuPlan, Phase, Plan, Queue
+from kitsune_jax.planning.plan import Ahead, GpuPlan, Machine, Phase, Plan, Queue
 from kitsune_jax.planning.streams import Region, row_shape
 from kitsune_jax.report.data import (
     AheadReport,
@@ -34,6 +34,8 @@ from kitsune_jax.report.render import Report
 
 # Views move no bytes of their own, so they are not counted as operators, in or outside of a region.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
+# Operators whose bodies have reports of their own.
+HOLD_BODIES = frozenset({"scan", "while", "cond"})
 # Conversions between keys and the arrays that hold them.
 _KEYS = frozenset({"random_unwrap", "random_wrap"})
 
@@ -55,31 +57,34 @@ def build_report(
     graph: Graph,
     planned: Iterable[Planned],
     rejected: Sequence[tuple[int, str]],
-    platform: str,
-    machine: str,
+    machine: Machine,
     notes: Sequence[str] = (),
+    xla_seconds: Mapping[int, float] | None = None,
 ) -> Report:
-    """The report of ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA."""
+    """The report of ``graph``: ``rejected`` pairs an op's index with the reason it was left to XLA. ``xla_seconds``: the modelled
+    time of ops in XLA's code."""
     planned = tuple(planned)
     pipelined = len(_operators(graph, sorted({i for p in planned for i in p.region.ops})))
     rejected = [(i, reason) for i, reason in rejected if not _is_view(graph, i)]
-    outside = sum(_op_bytes(graph, i) for i, _ in rejected)
+    outside = sum(op_bytes(graph, i) for i, _ in rejected)
     return Report(
         ops_total=pipelined + len(rejected),
         ops_pipelined=pipelined,
-        regions=tuple(_region(graph, p) for p in planned),
-        rejected=_grouped(graph, rejected),
+        regions=tuple(_region(graph, p, machine) for p in planned),
+        rejected=_grouped(graph, rejected, xla_seconds),
         traffic_bulk_sync=outside + sum(plan.baseline_bytes for p in planned for plan in _plans(p)),
         traffic_pipeline=outside + sum(plan.bytes_moved for p in planned for plan in _plans(p)),
-        platform=platform,
-        machine=machine,
+        platform=machine.platform,
+        machine=machine.name,
+        bandwidth=machine.dram_bandwidth,
+        unknown=_unknown(graph, rejected),
         notes=tuple(dict.fromkeys((*notes, *_varying(graph, planned)))),
         # Reports of loop bodies are added later and count their own flops.
         flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),
     )
 
 
-def _region(graph: Graph, planned: Planned) -> RegionReport:
+def _region(graph: Graph, planned: Planned, machine: Machine) -> RegionReport:
     first, *later = planned.phases
     region, plan = planned.region, first.plan
     names = tuple(s.name for s in plan.stages)
@@ -92,7 +97,16 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         tiles=plan.tiles,
         arrangement=plan.arrangement,
         stages=tuple(
-            StageReport(s.name, _operators(graph, s.ops), s.resource, s.workers, s.tile_seconds * 1e6, s.split, s.resident)
+            StageReport(
+                name=s.name,
+                ops=_operators(graph, s.ops),
+                resource=s.resource,
+                workers=s.workers,
+                microseconds=s.tile_seconds * 1e6,
+                split=s.split,
+                resident=s.resident,
+                sources=_sources(graph, s.ops),
+            )
             for s in plan.stages
         ),
         queues=tuple(_queue(graph, first.region, plan, names, q) for q in plan.queues),
@@ -112,7 +126,20 @@ def _region(graph: Graph, planned: Planned) -> RegionReport:
         kept_bytes=kept,
         kept_at_once=most,
         ahead=None if planned.ahead is None else _ahead(graph, planned.ahead),
+        flops=sum(_flops(graph, i) for i in region.ops),
+        bytes_moved=sum(p.bytes_moved for p in _plans(planned)),
+        baseline_bytes=sum(p.baseline_bytes for p in _plans(planned)),
+        peak_flops=_peak(graph, region, machine),
     )
+
+
+def _peak(graph: Graph, region: Region, machine: Machine) -> float:
+    """Operations per second of the whole machine in the dtype of the largest matrix product of ``region``; 0 without one."""
+    products = [i for i in region.ops if graph.ops[i].kind == "dot_general"]
+    if not products:
+        return 0.0
+    largest = max(products, key=lambda i: _flops(graph, i))
+    return machine.workers * machine.rate(machine.tensor_rates, graph.values[graph.ops[largest].inputs[0]].dtype)
 
 
 def _ahead(graph: Graph, ahead: Ahead) -> AheadReport:
@@ -189,10 +216,33 @@ def _queue(graph: Graph, region: Region, plan: Plan, names: tuple[str, ...], que
     )
 
 
-def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]]) -> tuple[Rejected, ...]:
+def _grouped(graph: Graph, rejected: Sequence[tuple[int, str]], xla_seconds: Mapping[int, float] | None) -> tuple[Rejected, ...]:
     """Equal (operator, line, reason) become one entry with a count, in the order of their first appearance."""
-    counts = collections.Counter((_label(graph, i), graph.ops[i].source, reason) for i, reason in rejected)
-    return tuple(Rejected(*entry, n) for entry, n in counts.items())
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for i, reason in rejected:
+        groups.setdefault((_label(graph, i), graph.ops[i].source, reason), []).append(i)
+    return tuple(
+        Rejected(*entry, len(ops), None if xla_seconds is None else sum(xla_seconds.get(i, 0.0) for i in ops))
+        for entry, ops in groups.items()
+    )
+
+
+def _unknown(graph: Graph, rejected: Sequence[tuple[int, str]]) -> int:
+    """How many of the ``rejected`` ops have no model of their time: neither operations that are counted, nor bodies of their
+    own."""
+    ops = (graph.ops[i] for i, _ in rejected)
+    return sum(
+        op.kind == "opaque" and bool(op.inputs) and "flops" not in dict(op.params) and op.label not in HOLD_BODIES for op in ops
+    )
+
+
+def _sources(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
+    """The user's lines of ``ops``, those of loop bodies with them, each once."""
+    found: list[str] = []
+    for i in ops:
+        body = graph.ops[i].body
+        found += [graph.ops[i].source] if body is None else _sources(body, range(len(body.ops)))
+    return tuple(dict.fromkeys(source for source in found if source))
 
 
 def _operators(graph: Graph, ops: Iterable[int]) -> tuple[str, ...]:
@@ -242,7 +292,8 @@ def _label(graph: Graph, i: int) -> str:
     return graph.ops[i].label or graph.ops[i].kind
 
 
-def _op_bytes(graph: Graph, i: int) -> int:
+def op_bytes(graph: Graph, i: int) -> int:
+    """Bytes of the distinct operands and the results of op ``i``."""
     op = graph.ops[i]
     return sum(_bytes(graph.values[v]) for v in (*dict.fromkeys(op.inputs), *op.outputs))
 
@@ -256,7 +307,8 @@ def graph_flops(graph: Graph) -> int:
 def _flops(graph: Graph, i: int) -> int:
     op = graph.ops[i]
     if op.kind == "opaque":
-        return 0
+        flops = dict(op.params).get("flops", 0)
+        return flops if isinstance(flops, int) else 0
     if op.body is not None:
         return op["length"] * graph_flops(op.body)
     spec, out = OPS[op.kind], graph.values[op.outputs[0]]

@@ -7,7 +7,7 @@ measurements. ``report.build`` makes these objects.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class StageReport:
     """Operators that one group of workers runs on a tile; ``microseconds`` is the modelled time of one tile on one worker.
 
     On a GPU ``split`` CTAs share a tile by columns, and weights are ``resident`` in shared memory or streamed through it.
+    ``sources``: the user's lines that the operators come from, each once.
     """
 
     name: str
@@ -24,6 +25,7 @@ class StageReport:
     microseconds: float
     split: int = 1
     resident: bool = True
+    sources: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +105,10 @@ class RegionReport:
     the indices that the rows are ordered by, "" if they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
     describe the first stream of the first phase, ``later`` the others (and other streams of the first phase); the rest counts all
     phases. ``kept_bytes``: values for later phases only, in scratch memory of the call, at most ``kept_at_once`` of them at a time.
-    ``ahead``: a prefetch for the operator behind the call, whose gain is in no other number here.
+    ``ahead``: a prefetch for the operator behind the call, whose gain is in no other number here. ``times``: how often the call
+    runs, the steps of the loops around it, as far as their number is known. ``flops`` are the useful operations of one run,
+    ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as a pipeline and with ``jax.jit``; ``peak_flops`` is the
+    most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not known).
     """
 
     name: str
@@ -130,16 +135,45 @@ class RegionReport:
     kept_bytes: int = 0
     kept_at_once: int = 0
     ahead: AheadReport | None = None
+    times: int = 1
+    flops: int = 0
+    bytes_moved: int = 0
+    baseline_bytes: int = 0
+    peak_flops: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rejected:
-    """``count`` operators named ``op`` at the user's line ``source`` that were left to XLA, and the reason."""
+    """``count`` operators named ``op`` at the user's line ``source`` that were left to XLA, and the reason.
+
+    ``seconds``: modelled time of all of them in XLA's code, in all steps of the loops around them; ``None`` where it was not asked
+    for. Of an operator that the model does not know, only the time to move its operands and results.
+    """
 
     op: str
     source: str
     reason: str
     count: int = 1
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """Seconds of one call on this machine, with the best pipelines and with ``jax.jit``. ``busy``: other programs ran then."""
+
+    seconds: float
+    jit_seconds: float
+    busy: bool = False
+
+    def times(self, n: int) -> MeasuredTimes:
+        """Those of ``n`` calls."""
+        return dataclasses.replace(self, seconds=self.seconds * n, jit_seconds=self.jit_seconds * n)
+
+    @staticmethod
+    def sum_of(several: Iterable[MeasuredTimes]) -> MeasuredTimes:
+        """Those of several calls, one after the other."""
+        found = list(several)
+        return MeasuredTimes(sum(t.seconds for t in found), sum(t.jit_seconds for t in found), any(t.busy for t in found))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,6 +216,63 @@ class ResidualReport:
 
     policies: tuple[PolicyReport, ...]
     of_gradient: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportData:
+    """The fields of a ``Report``, described there."""
+
+    ops_total: int
+    ops_pipelined: int
+    regions: tuple[RegionReport, ...]
+    rejected: tuple[Rejected, ...]
+    traffic_bulk_sync: int
+    traffic_pipeline: int
+    platform: str
+    machine: str
+    notes: tuple[str, ...] = ()
+    flops: int = 0
+    residuals: ResidualReport | None = None
+    obstacles: tuple[str, ...] = ()
+    measured: MeasuredTimes | None = None
+    bandwidth: float = 0.0
+    unknown: int = 0
+
+    @property
+    def coverage(self) -> float:
+        """Pipelined operators over all operators, 0 to 1 (0 for a function without operators)."""
+        return self.ops_pipelined / self.ops_total if self.ops_total else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the regions, in all steps of the loops around them; operators left to XLA are not in it."""
+        return sum(region.seconds * region.times for region in self.regions)
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Modelled time of the operators left to XLA; ``None`` where it was not asked for. Those that the model does not know
+        (``unknown`` of them) count with the time to move their operands and results."""
+        times = [r.seconds for r in self.rejected]
+        return None if None in times else sum(t for t in times if t is not None)
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """Time with ``jax.jit`` over time with pipelines: measured where it was, else modelled, for the whole function. ``None``
+        where neither is known. 1.0 of a function that is left to XLA."""
+        if not self.regions:
+            return 1.0
+        if self.measured is not None:
+            return self.measured.jit_seconds / self.measured.seconds
+        left = self.left_seconds
+        if left is None or self.seconds + left <= 0:
+            return None
+        jit = sum(region.baseline_seconds * region.times for region in self.regions)
+        return (jit + left) / (self.seconds + left)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Modelled off-chip bytes that the pipelines do not move."""
+        return self.traffic_bulk_sync - self.traffic_pipeline
 
 
 # --- texts of bytes, seconds, counts, percentages, ratios -------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
     if _region_p is None:
         _region_p = _region_primitive()
 
-    def rewrite(body: Any) -> Any:
+    def rewrite(body: Any, _: int) -> Any:
         new = partitioned_jaxpr(body, options, around)
         return _compat.as_kind_of(_compat.constants_inside(new), body)
 

@@ -230,7 +230,7 @@ def test_bodies_of_loops_are_rewritten(loop):
     }
     x, seen = array(3, 4), []
 
-    def rewrite(body):
+    def rewrite(body, times):
         seen.append([eqn.primitive.name for eqn in _compat.open_parts(body)[0].eqns])
         inner = capture(body, rewrite)
         new = _compat.trace_jaxpr(lambda *a: run_steps(inner, a), _compat.in_avals(body), lower=True)

@@ -93,7 +93,7 @@ def other_types(body: Any) -> Any:
     return jax.make_jaxpr(lambda *a: [x.astype(jnp.float16) for x in a])(*_compat.in_avals(body))
 
 
-def fails(body: Any) -> Any:
+def fails(body: Any, times: int) -> Any:
     raise RuntimeError("a bug")
 
 

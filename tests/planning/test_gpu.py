@@ -383,6 +383,6 @@ def test_the_report_names_split_stages():
     graph, region = block(65536, (1024,) * 5, "bfloat16")
     p = plan(graph, region, H200)
     planned = PlannedRegion("wide", region, (Phase(0, region, p),), Program.of(build(graph, region, p)), "cuda", None)
-    text = str(build_report(graph, [planned], [], "cuda", "h200"))
+    text = str(build_report(graph, [planned], [], H200))
     assert p.stages[0].split > 1
     assert f"(split: 0:dot_general over {p.stages[0].split}" in " ".join(text.split())

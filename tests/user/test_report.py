@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import pickle
+import xml.etree.ElementTree
 
 import pytest
 
@@ -12,10 +14,14 @@ from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.planning.plan import Ahead, GpuPlan, Plan, Queue, Stage
 from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.report.build import build_report
-from kitsune_jax.report.data import byte_text, percent_text, time_text
-from kitsune_jax.report.render import WIDTH, Report, _repeats
+from kitsune_jax.report.data import MeasuredTimes, Rejected, byte_text, percent_text, time_text
+from kitsune_jax.report.picture import regions_svg
+from kitsune_jax.report.render import Report, merge_body_reports, repeated
+from kitsune_jax.report.text import WIDTH, _repeats, short_operators
+from kitsune_jax.targets import get
 
 ROW = ((0,), ())
+GPU, CPU = get("cuda").machine("h200"), get("cpu").machine("avx512-2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +97,7 @@ def report() -> Report:
     graph = two_layer_graph()
     graph.validate()
     rejected = ((3, graph.ops[3].reason), (4, graph.ops[4].reason))
-    return build_report(graph, (Planned("region0", region, two_stage_plan()),), rejected, "cuda", "two CTAs")
+    return build_report(graph, (Planned("region0", region, two_stage_plan()),), rejected, GPU)
 
 
 def test_counts_and_bytes(report: Report) -> None:
@@ -121,7 +127,7 @@ def test_text_says_what_runs_where_and_why_not(report: Report) -> None:
         "3 of 5 operators pipelined (60 %)",
         "region0: 3 operators over 4 096 rows, 43 tiles of 96 rows",
         "spatial, 1 lane, weights resident, on 2 CTAs in 1 instance",
-        "bottleneck: dot0",
+        "bottleneck: matrix products of stage dot0",
         "saves 2.40 MB",
         "dot0 -> dot1",
         "bfloat16[96,96]",
@@ -148,7 +154,8 @@ def test_long_names_wrap_and_lose_nothing(report: Report) -> None:
         ),
         notes=("a note " * 40,),
     )
-    text = str(long)
+    assert max(map(len, str(long).splitlines())) <= WIDTH
+    text = long.text(verbose=True)
     assert max(map(len, text.splitlines())) <= WIDTH
     squeezed = "".join(text.split())
     assert "END" in text
@@ -177,7 +184,7 @@ def test_views_are_not_operators() -> None:
             Op("neg", (1,), (2,), label="neg"),
         ),
     )
-    report = build_report(graph, (), ((0, "stationary"), (1, "stationary")), "cpu", "m")
+    report = build_report(graph, (), ((0, "stationary"), (1, "stationary")), CPU)
     assert report.ops_total == 1
     assert [r.op for r in report.rejected] == ["neg"]
     assert report.traffic_bulk_sync == 2 * 8 * 4
@@ -185,15 +192,16 @@ def test_views_are_not_operators() -> None:
 
 def test_nothing_pipelined() -> None:
     graph = two_layer_graph()
-    report = build_report(graph, (), [(i, "too small") for i in range(5)], "cpu", "two cores")
+    report = build_report(graph, (), [(i, "too small") for i in range(5)], CPU)
     assert report.coverage == 0.0
     assert report.traffic_bulk_sync == report.traffic_pipeline > 0
     assert "nothing is pipelined" in str(report)
-    assert str(report).count("too small") == 4  # two of the five stand on one line
+    assert str(report).count("too small") == 1
+    assert report.text(verbose=True).count("too small") == 4  # two of the five stand on one line
 
 
 def test_function_without_operators() -> None:
-    report = build_report(Graph((Value((2,), "float32"),), (0,), (0,), ()), (), (), "cpu", "m")
+    report = build_report(Graph((Value((2,), "float32"),), (0,), (0,), ()), (), (), CPU)
     assert report.coverage == 0.0
     assert "no operators" in str(report)
     assert report._repr_html_().startswith("<div>")
@@ -210,7 +218,7 @@ def test_html_is_escaped_and_balanced(report: Report) -> None:
 def test_dictionary_survives_json_and_report_survives_pickle(report: Report) -> None:
     d = report.to_dict()
     assert json.loads(json.dumps(d)) == d
-    assert d["coverage"] == 0.6
+    assert (d["coverage"], d["expected_speedup"]) == (0.6, None)  # the time of the sorts was not asked for
     assert d["regions"][0]["queues"][0]["place"] == "l2"
     assert pickle.loads(pickle.dumps(report)) == report
 
@@ -232,3 +240,108 @@ def test_dictionary_survives_json_and_report_survives_pickle(report: Report) -> 
 )
 def test_units(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_the_verdict_stands_first(report: Report) -> None:
+    """How much faster the whole function is, and how that is known."""
+    timed = dataclasses.replace(report, rejected=tuple(dataclasses.replace(r, seconds=1e-3) for r in report.rejected))
+    assert timed.unknown == 2
+    # 0.5 ms of the region and 1 ms of the sorts, instead of 1 ms and 1 ms
+    assert timed.expected_speedup == pytest.approx(2 / 1.5)
+    assert str(timed).startswith(
+        "expected at most 1.33x as fast as jax.jit, modelled (1.50 ms instead of 2.00 ms, without the time of 2"
+    )
+    assert str(dataclasses.replace(timed, unknown=0)).startswith("expected 1.33x as fast as jax.jit, modelled (1.50 ms instead of")
+    measured = dataclasses.replace(timed, measured=MeasuredTimes(2e-3, 5e-3))
+    assert measured.expected_speedup == 2.5
+    assert str(measured).startswith("2.50x as fast as jax.jit, measured on this machine (2.00 ms instead of 5.00 ms); 3 of 5")
+    left = dataclasses.replace(measured, regions=(), ops_pipelined=0, measured=MeasuredTimes(2e-3, 1e-3, busy=True))
+    assert left.expected_speedup == 1.0
+    told = " ".join(str(left).split())
+    assert "measured as no faster (2.00 ms with pipelines, 1.00 ms with jax.jit, while other programs ran)" in told
+
+
+def test_times_of_a_loop_are_those_of_all_steps(report: Report) -> None:
+    timed = dataclasses.replace(report, rejected=tuple(dataclasses.replace(r, seconds=1e-3) for r in report.rejected))
+    looped = repeated(timed, 10)
+    assert looped.expected_speedup == pytest.approx(timed.expected_speedup)
+    assert (looped.seconds, looped.left_seconds, looped.ops_total) == (pytest.approx(5e-3), pytest.approx(10e-3), timed.ops_total)
+    whole = merge_body_reports([dataclasses.replace(timed, regions=(), ops_pipelined=0, ops_total=2), looped])
+    assert whole.expected_speedup == pytest.approx((1 + 10 + 10) / (1 + 10 + 5))
+    assert "in each of 10 steps" in " ".join(str(whole).split())
+
+
+def left(reason: str, seconds: float, source: str = "model.py:1 (f)", op: str = "add", count: int = 1) -> Rejected:
+    return Rejected(op, source, reason, count, seconds)
+
+
+def test_reasons_are_grouped_by_cause_and_those_that_cost_most_are_shown(report: Report) -> None:
+    few = [left(f"a gain of {k} us against {k + 1}.5 ms is too little", k * 1e-2, f"model.py:{k} (f)") for k in range(1, 40)]
+    others = [left("cause " + name, seconds, count=2) for name, seconds in zip("abcdef", (5, 4, 3, 2, 1, 1e-9), strict=True)]
+    many = dataclasses.replace(report, rejected=(*few, *others))
+    short, whole = many.text(), many.text(verbose=True)
+    assert short.count("is too little") == 1 and "a gain of 39 us against 40.5 ms" in " ".join(short.split())
+    assert "model.py:39 (f), model.py:38" in " ".join(short.split()) and "and 37 more lines" in " ".join(short.split())
+    assert [name for name in "abcdef" if f"cause {name}" in short] == list("abcd")
+    assert "and 4 operators for 2 more reasons" in short
+    assert whole.count("is too little") == 39 and "cause f" in whole
+    assert len(short.splitlines()) < len(whole.splitlines()) / 2
+
+
+def test_a_long_list_of_operators_is_cut_and_counted() -> None:
+    layer = ["dot_general", "add", "max"]
+    assert short_operators(layer * 100) == "(dot_general, add, max) x100"
+    ops = [f"op{k}" for k in range(30)] + ["mul"] * 20
+    assert short_operators(ops).startswith("op0, op1, ") and short_operators(ops).endswith(
+        "(50 operators, most of them 20 mul, 1 op0, 1 op1)"
+    )
+    assert "op25" not in short_operators(ops)
+
+
+def test_a_picture_has_every_fact_of_the_plan(report: Report) -> None:
+    (region,) = report.regions
+    svg = regions_svg([region], 1e12, alone=True)
+    root = xml.etree.ElementTree.fromstring(svg)
+    texts = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    for fact in (
+        "dot0",
+        "dot1",
+        "matrix products, the bottleneck",
+        "12.5 us a tile, 1 CTA",
+        "dot_general, max",
+        "model.py:7 (mlp)",
+    ):
+        assert fact in texts, fact
+    assert {"18.4 kB", "l2 x2", "3.20 MB", "800 kB", "1.00 ms", "500 us"} <= set(texts)  # of the queue, the bars
+    assert any("pipeline, " in t and "% of the roof" in t for t in texts)
+    assert {"title", "desc"} <= {e.tag.rpartition("}")[2] for e in root} and root.get("role") == "img"
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_boxes_of_a_picture_lie_inside_it_and_apart(report: Report) -> None:
+    (region,) = report.regions
+    stages = tuple(dataclasses.replace(region.stages[0], name=f"s{k}", ops=("dot_general", "add") * 40) for k in range(7))
+    root = xml.etree.ElementTree.fromstring(regions_svg([dataclasses.replace(region, stages=stages)], 1e12))
+    _, _, width, height = map(float, root.get("viewBox", "").split())
+    boxes = [[float(e.get(k, "nan")) for k in ("x", "y", "width", "height")] for e in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert len(boxes) >= 9
+    for k, (x, y, w, h) in enumerate(boxes):
+        assert x >= 0 and x + w <= width and y >= 0 and y + h <= height
+        for other_x, other_y, other_w, other_h in boxes[:k]:
+            assert x >= other_x + other_w or other_x >= x + w or y >= other_y + other_h or other_y >= y + h
+
+
+@pytest.mark.parametrize("ending", [".html", ".svg", ".json", ".txt"])
+def test_a_report_is_saved(report: Report, ending: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / f"plan{ending}"
+    report.save(path)
+    written = path.read_text(encoding="utf-8")
+    assert "orders all rows" in written or ending == ".svg"
+    assert "dot0" in written
+    assert ("<svg" in written) == (ending in (".html", ".svg"))
+
+
+def test_a_report_is_not_saved_under_another_ending(report: Report, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"'plan\.png'.*\.html, \.svg, \.json, \.txt"):
+        report.save(tmp_path / "plan.png")
+    assert not list(tmp_path.iterdir())
