@@ -10,10 +10,23 @@ from kitsune_jax import config
 from kitsune_jax.config import __version__ as __version__
 from kitsune_jax.errors import Fallback, MutatedArgument, NotPipelined, fallbacks
 from kitsune_jax.frontend.api import Pipeline, explain, pipeline
+from kitsune_jax.profiling.timeline import Timeline, timeline
 from kitsune_jax.report.render import Report
 from kitsune_jax.targets.cpu import call as _cpu_runtime
 
-__all__ = ["Fallback", "MutatedArgument", "NotPipelined", "Pipeline", "Report", "config", "explain", "fallbacks", "pipeline"]
+__all__ = [
+    "Fallback",
+    "MutatedArgument",
+    "NotPipelined",
+    "Pipeline",
+    "Report",
+    "Timeline",
+    "config",
+    "explain",
+    "fallbacks",
+    "pipeline",
+    "timeline",
+]
 
 config.check_environment()
 config.apply_log_level()

@@ -21,6 +21,7 @@
 #include "pause.h"
 #include "rounds.h"
 #include "segments.h"
+#include "timeline.h"
 
 namespace kitsune::cpu {
 
@@ -53,6 +54,9 @@ class Pipeline {
   bool take(int64_t* stage, int64_t* position);
   void complete(int64_t stage, int64_t position);
   bool finished() const { return left_ == 0; }
+  // The stage furthest downstream that has tiles left and none ready, and the queue that keeps it: an empty one in front of it, or
+  // a full one behind; -1 where a partial sum does, or nothing.
+  void blocked(int64_t* stage, int64_t* queue) const;
 
  private:
   enum State : uint8_t { kIdle, kRunning, kDone };
@@ -115,6 +119,19 @@ bool Pipeline::take(int64_t* stage, int64_t* position) {
     }
   }
   return false;
+}
+
+void Pipeline::blocked(int64_t* stage, int64_t* queue) const {
+  for (int64_t s : plan_.order) {
+    const int64_t p = stages_[s].first_idle;
+    if (p >= tiles_) continue;
+    *stage = s;
+    for (int64_t q : plan_.stages[s].inputs)
+      if (slots_[q][p % plan_.program.queues[q].depth].full != p) *queue = q;
+    for (int64_t q : plan_.stages[s].outputs)
+      if (*queue < 0 && slots_[q][p % plan_.program.queues[q].depth].next != p) *queue = q;
+    return;
+  }
 }
 
 void Pipeline::complete(int64_t s, int64_t position) {
@@ -317,11 +334,13 @@ class Run : public std::enable_shared_from_this<Run> {
   void execute(const Job& job);
   void find_batch(int64_t number, Context& c) const;
   void run_tile(Context& c, int64_t stage, int64_t tile, int64_t strand, bool first_of_strand) const;
+  timeline::Span waiting() const;
   void run_pipeline(Context& c, std::vector<char*>& slots, const Job& job) const;
   void run_strand(Context& c, int64_t strand) const;
   void combine_strands(const CombineJob& job, char* temp) const;
 
   const Plan& plan_;
+  const timeline::Names names_;
   const uint64_t number_ = ++calls_;
   inline static std::atomic<uint64_t> calls_{0};
   void (*end_of_call_)();
@@ -351,6 +370,7 @@ class Run : public std::enable_shared_from_this<Run> {
 Run::Run(const Plan& plan, char* const* ins, char* const* outs, char* prepared, char* rings, char* strands, int64_t workers,
          Pool& pool)
     : plan_(plan),
+      names_(plan.program),
       end_of_call_(plan.table.end_of_call),
       ins_(ins),
       outs_(outs),
@@ -447,6 +467,7 @@ void Run::fail(const std::exception& why) noexcept {
 }
 
 void Run::wait(std::unique_lock<std::mutex>& lock) {
+  const timeline::Span span = waiting();
   uint64_t seen = epoch_.load(std::memory_order_relaxed);
   lock.unlock();
   for (int i = 0; i < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++i) pause();
@@ -454,6 +475,14 @@ void Run::wait(std::unique_lock<std::mutex>& lock) {
   ++idle_;
   wake_.wait(lock, [&] { return finished_ || epoch_.load(std::memory_order_relaxed) != seen; });
   --idle_;
+}
+
+// The wait of a worker that begins now: of a pipeline for the queue that keeps the stage furthest downstream, else for the others
+// to end the round. Under the mutex.
+timeline::Span Run::waiting() const {
+  int64_t stage = -1, queue = -1;
+  if (timeline::on() && pipeline_) pipeline_->blocked(&stage, &queue);
+  return timeline::Span(timeline::Kind::kWait, names_, stage, queue);
 }
 
 // What a thread keeps beyond what it may goes with its part of a call, however that ends.
@@ -542,10 +571,18 @@ void Run::execute(const Job& job) {
   }
   for (int64_t i = job.begin; i < job.end; ++i) {
     switch (job.kind) {
-      case Round::kPrepare: run_prep_task(plan_, plan_.prep_tasks[i], ins_, prepared_, c.temp); break;
+      case Round::kPrepare: {
+        const timeline::Span span(timeline::Kind::kPrepare, names_, -1, i);
+        run_prep_task(plan_, plan_.prep_tasks[i], ins_, prepared_, c.temp);
+        break;
+      }
       case Round::kTiles: run_tile(c, 0, i, 0, false); break;
       case Round::kStrands: run_strand(c, i); break;
-      default: combine_strands(combines_[i], c.temp); break;
+      default: {
+        const timeline::Span span(timeline::Kind::kCombine, names_, -1, i);
+        combine_strands(combines_[i], c.temp);
+        break;
+      }
     }
   }
 }
@@ -577,6 +614,7 @@ void Run::find_batch(int64_t number, Context& c) const {
 }
 
 void Run::run_tile(Context& c, int64_t s, int64_t tile, int64_t strand, bool first_of_strand) const {
+  const timeline::Span span(timeline::Kind::kTile, names_, s, tile);
   const Program& p = plan_.program;
   const StagePlan& stage = plan_.stages[s];
   int64_t number = p.batch_axes > 0 ? tile % p.batch_tiles : tile;
@@ -632,6 +670,7 @@ namespace {
 // One part of a group, and its arrays.
 struct Member {
   const Plan* plan;
+  timeline::Names names;
   std::vector<char*> ins, outs;
 };
 
@@ -645,6 +684,7 @@ bool is_tiles_alone(const Plan& plan) {
 }
 
 void run_tile(const Member& m, int64_t tile) {
+  const timeline::Span span(timeline::Kind::kTile, m.names, 0, tile);
   const Plan& plan = *m.plan;
   const Program& p = plan.program;
   char* scratch = thread_scratch(plan.scratch_bytes);
@@ -846,6 +886,8 @@ size_t Executable::memory_bytes() const {
 
 std::string Executable::run(const void* const* ins, void* const* outs, Pool& pool) const {
   try {
+    const timeline::Names names(call_.name);
+    const timeline::Span span(timeline::Kind::kCall, names);
     CachedBlock inner(inner_bytes_, "arrays between phases");
     std::vector<char*> arrays;
     arrays.reserve(call_.arrays.size());
@@ -861,7 +903,7 @@ std::string Executable::run(const void* const* ins, void* const* outs, Pool& poo
     for (size_t end : group_ends_) {
       members.clear();
       for (size_t i = begin; i < end; ++i) {
-        Member& m = members.emplace_back(Member{plans_[i].get(), {}, {}});
+        Member& m = members.emplace_back(Member{plans_[i].get(), timeline::Names(plans_[i]->program), {}, {}});
         for (int64_t k : call_.parts[i].reads) m.ins.push_back(arrays[static_cast<size_t>(k)]);
         for (int64_t k : call_.parts[i].writes) m.outs.push_back(arrays[static_cast<size_t>(k)]);
       }

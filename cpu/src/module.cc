@@ -12,6 +12,7 @@
 #include "kitsune_cpu/ffi.h"
 #include "measure.h"
 #include "thread_pool.h"
+#include "timeline.h"
 
 namespace nb = nanobind;
 
@@ -99,6 +100,15 @@ void run(const Words& words, const std::vector<Input>& inputs, const std::vector
     error = executable->run(ins.data(), outs.data(), pool);
   }
   if (!error.empty()) throw std::runtime_error(error);
+}
+
+// The names, the events as rows of seven int64 (`timeline::Event`), and how many were dropped.
+nb::tuple stop_timeline() {
+  const timeline::Recording found = timeline::stop();
+  static_assert(sizeof(timeline::Event) == 7 * sizeof(int64_t));
+  nb::list names;  // a name is what a user calls a file: it may hold any bytes
+  for (const std::string& name : found.names) names.append(nb::bytes(name.data(), name.size()));
+  return nb::make_tuple(names, nb::bytes(found.events.data(), found.events.size() * sizeof(timeline::Event)), found.dropped);
 }
 
 nb::dict build_info() {
@@ -234,5 +244,10 @@ NB_MODULE(_cpu, m) {
   m.def("run", &cpu::run, nb::arg("words"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("threads") = 1,
         "Runs a program on NumPy arrays, C-contiguous and of the program's sizes in bytes, writing `outputs`. ValueError if it is "
         "invalid.");
+  m.def("start_timeline", &cpu::timeline::start, nb::arg("most"), "Records events from now on, at most so many of each thread.");
+  m.def("stop_timeline", &cpu::stop_timeline,
+        "(names as bytes, events as rows of seven int64, dropped): what was recorded since start_timeline. A row: begin and end by "
+        "clock_ns, thread, kind (call, prepare, tile, combine, wait), name, stage, tile.");
+  m.def("clock_ns", &cpu::timeline::now_ns, "The clock of the timeline, in ns.");
   cpu::def_measurements(m);
 }

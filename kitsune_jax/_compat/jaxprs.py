@@ -478,6 +478,40 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     return consts, carries
 
 
+# --- custom calls with names of their own -----------------------------------------------------------------------------------------
+
+
+def named_ffi_call(label: str, target: str, results: Sequence[Any], **options: Any) -> Callable[..., list[Any]]:
+    """``jax.ffi.ffi_call(target, results, **options)``, which profilers show as ``label``: HLO names an instruction by its
+    primitive, and all custom calls have one. Where this JAX does not let them be told apart, they keep its name."""
+    plain = jax.ffi.ffi_call(target, results, **options)
+
+    def call(*args: Any, **attributes: Any) -> list[Any]:
+        closed = trace_jaxpr(lambda *xs: list(plain(*xs, **attributes)), [jax.typeof(x) for x in args])
+        eqn, *more = open_parts(closed)[0].eqns
+        named = None if more else _named_primitive(eqn.primitive, label)
+        if named is None:
+            return list(plain(*args, **attributes))
+        return list(named.bind(*args, **eqn.params))
+
+    return call
+
+
+@functools.lru_cache(maxsize=4096)
+def _named_primitive(primitive: Any, label: str) -> Any | None:
+    """``primitive``, a custom call without transformations, under another name; ``None`` where this JAX has other rules."""
+    try:
+        rule = jax_module("jax._src.ffi").ffi_call_lowering
+        found = new_primitive(label)
+        found.multiple_results = True
+        found.def_effectful_abstract_eval(primitive.abstract_eval)
+        found.def_impl(lambda *args, **params: jax.jit(functools.partial(found.bind, **params))(*args))
+        register_lowering(found, rule)
+    except AttributeError:
+        return None
+    return found
+
+
 # --- keys of ``jax.random`` as the arrays of uint32 that hold them ----------------------------------------------------------------
 
 

@@ -121,6 +121,16 @@ class Target(abc.ABC, Generic[M, P, L]):
         return ()
 
 
+def profiler_label(title: str) -> str:
+    """The name of a call in profilers.
+
+    >>> profiler_label("region0 (model.py:12 (mlp))")
+    'kitsune:region0 model.py:12'
+    """
+    name, _, source = title.partition(" (")
+    return " ".join([f"kitsune:{name}", *source.rstrip(")").split(" ")[:1]]).strip()
+
+
 # --- targets by name --------------------------------------------------------------------------------------------------------------
 
 # The module and the object of each target, imported by the first ``get``.

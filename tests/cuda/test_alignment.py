@@ -12,10 +12,10 @@ import pathlib
 import textwrap
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
+from kitsune_jax import _compat
 from kitsune_jax.frontend.route import PlannedRegion
 from kitsune_jax.planning.plan import Phase
 from kitsune_jax.program.ir import Program
@@ -48,7 +48,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
     program = Program.of(of.program(plan))
     code = cuda_lower.generate("emulator", program, [plan], "region")
     calls: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
-    plain = jax.ffi.ffi_call
+    plain = _compat.named_ffi_call
 
     def recording(*target: Any, **options: Any) -> Any:
         def call(*operands: Any, **attributes: Any) -> Any:
@@ -59,7 +59,7 @@ def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndar
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.ffi, "ffi_call", recording)
+        patch.setattr(_compat, "named_ffi_call", recording)
         standalone.run(
             of.captured, [PlannedRegion("region", of.region, (Phase(0, of.region, plan),), program, "emulator", code)], of.args
         )

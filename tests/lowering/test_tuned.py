@@ -283,7 +283,7 @@ def timed_calls(monkeypatch: pytest.MonkeyPatch, jit: Callable[[str], float]) ->
 
     def result(self: Any) -> dict[str, float]:
         (make,) = self.candidates.values()
-        assert "ffi_call" in str(make()) and "ffi_call" not in str(self.program)
+        assert "kitsune:" in str(make()) and "kitsune:" not in str(self.program)
         seen.append(str(self.program))
         return {JIT: jit(seen[-1]), MODELLED: 1e-3}
 

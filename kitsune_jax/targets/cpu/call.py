@@ -172,8 +172,11 @@ def _flops(graph: Graph, op: Op) -> int:
 _OPERATIONS = 1024  # more than _CHEAP
 
 
-def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], seconds: float = 0.0) -> list[Any]:
+def call(
+    program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], seconds: float = 0.0, label: str = TARGET_NAME
+) -> list[Any]:
     """Bind the custom call that runs ``program`` (int64 words, ``bytecode.encode``) on ``args``, for ``seconds`` by the model.
+    ``label``: its name in profilers.
 
     ``out_avals`` give shape and dtype of each result (``jax.ShapeDtypeStruct`` or the abstract values of the equations replaced,
     which also carry what ``shard_map`` tracks). Returns the results, one per aval. Arrays are dense and row-major. Raises
@@ -187,8 +190,8 @@ def call(program: np.ndarray, args: Sequence[Any], out_avals: Sequence[Any], sec
         raise RuntimeError(f"CPU pipelines cannot run here: {why_not()}")
     unread = _compat.aval_like(out_avals[0], (1,), np.uint8)
     more = _unread_operand(args) if seconds >= LONG_SECONDS else []
-    outs = jax.ffi.ffi_call(TARGET_NAME, [*out_avals, unread])(*args, *more, program=program)
-    return list(outs)[: len(out_avals)]
+    outs = _compat.named_ffi_call(label, TARGET_NAME, [*out_avals, unread])(*args, *more, program=program)
+    return outs[: len(out_avals)]
 
 
 def _unread_operand(args: Sequence[Any]) -> list[Any]:
@@ -209,4 +212,5 @@ def order(ids: Any, n: int) -> Any:
     if not available():
         raise RuntimeError(f"CPU pipelines cannot run here: {why_not()}")
     result = _compat.aval_like(jax.typeof(ids), (ids.size,), np.int32)
-    return jax.ffi.ffi_call(ORDER_NAME, result)(ids, n=np.int64(n))
+    (positions,) = _compat.named_ffi_call("kitsune:order", ORDER_NAME, [result])(ids, n=np.int64(n))
+    return positions

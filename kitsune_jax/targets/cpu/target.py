@@ -15,7 +15,7 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, CpuPlan
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
-from kitsune_jax.targets import Evaluate, Target
+from kitsune_jax.targets import Evaluate, Target, profiler_label
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import DTYPE_CODE, MAX_LOOP_DIMS, Products
 from kitsune_jax.targets.cpu.lower import generate
@@ -87,10 +87,11 @@ def _dot_general(op: Op, in_values: Sequence[Value], out_values: Sequence[Value]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CallCode:
-    """The code of a call (``lower.generate``), and its modelled seconds."""
+    """The code of a call (``lower.generate``), its modelled seconds, and its name in profilers."""
 
     words: np.ndarray
     seconds: float
+    label: str
 
 
 class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
@@ -130,10 +131,10 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
 
     def generate(self, program: Program, plans: Sequence[CpuPlan], title: str, ahead: Ahead | None = None) -> Any:
         words = generate(program, title, [Products(*plan.products) for plan in plans], xla.rounding_at_hand())
-        return _CallCode(words, sum(plan.seconds for plan in plans))
+        return _CallCode(words, sum(plan.seconds for plan in plans), profiler_label(title))
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        return call.call(code.words, args, out_avals, code.seconds)
+        return call.call(code.words, args, out_avals, code.seconds, code.label)
 
     def order(self, ids: Any, n: int) -> Any:
         # XLA sorts 64-bit keys; the counting sort packs a key and a position into 64 bits.

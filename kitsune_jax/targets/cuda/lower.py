@@ -24,6 +24,7 @@ from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, GpuPlan
 from kitsune_jax.program.ir import SINKS, Array, Instr, Program, TileProgram, walk
+from kitsune_jax.targets import profiler_label
 from kitsune_jax.targets.cuda import call_layout, compile, layout, nvrtc, pack, print_kernel, runtime, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.layout import Layout, Operands
@@ -274,13 +275,16 @@ def call(
     operands += args[program.operands :]  # the array to prefetch
     # The workspace is never empty, so that the call has a result that nobody reads; see `call` in `targets/cpu/call.py`.
     workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)
-    outs = jax.ffi.ffi_call(runtime.TARGET_NAME, [*results, workspace], input_output_aliases=aliases)(
+    named = _compat.named_ffi_call(
+        profiler_label(code.name), runtime.TARGET_NAME, [*results, workspace], input_output_aliases=aliases
+    )
+    outs = named(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),
         name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may have bytes that are no UTF-8
     )
-    found = list(outs)[: len(out_avals)]
+    found = outs[: len(out_avals)]
     for k in kernel.widened:
         found[k] = jax.lax.convert_element_type(found[k], out_avals[k].dtype)
     return found
