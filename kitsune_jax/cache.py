@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kitsune_jax import config
+from kitsune_jax.errors import CacheWarning
 
 # --- folders and files that only this user can write ------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class Cache:
         warnings.warn(
             f"kitsune_jax cannot keep {self.what}{where} ({error.strerror}): they are {self.made} again in every process. "
             "Set KITSUNE_CACHE_DIR to a folder that you can write and other users cannot.",
-            RuntimeWarning,
+            CacheWarning,
             stacklevel=3,
         )
 

@@ -1,13 +1,14 @@
 """Environment variables and switches, the options of a pipelined function, printable text, and the version.
 
 In: the process environment and the arguments of ``pipeline``. Out: typed values. Variables are read when they are needed, never at
-import, so a test or a program can change them at any time. They are checked at import and whenever ``pipeline`` is applied: an
-unknown name or a meaningless value is an error at once. Invariant: no other module reads the environment.
+import, so a test or a program can change them at any time. They are checked at import and whenever ``pipeline`` is applied: a
+meaningless value is an error at once, an unknown name a warning. Invariant: no other module reads the environment.
 
 ==========================  ==================================================================================================
 ``KITSUNE_DISABLE``         1: ``pipeline(fn)`` is ``fn``: no primitive, no planning. The kill switch.
 ``KITSUNE_FORCE``           1: pipeline every legal region, even if the model expects no gain (for tests and experiments).
 ``KITSUNE_STRICT``          1: raise ``NotPipelined`` where nothing could be pipelined, and do not hide our own errors.
+``KITSUNE_PROGRESS``        on: long work is told on stderr; off: it is not. Default: on where stderr is a terminal.
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
 ``KITSUNE_CACHE_DIR``       Folder for device code and machine profiles. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.
@@ -34,10 +35,13 @@ import logging
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+
+from kitsune_jax.warning_classes import UnknownVariableWarning
 
 logger = logging.getLogger("kitsune_jax")
 logger.addHandler(logging.NullHandler())  # records reach the logs that a program configures, and never its stderr unasked
@@ -47,6 +51,7 @@ VARIABLES = (
     "KITSUNE_DISABLE",
     "KITSUNE_FORCE",
     "KITSUNE_STRICT",
+    "KITSUNE_PROGRESS",
     "KITSUNE_LOG_LEVEL",
     "KITSUNE_CACHE_DIR",
     "KITSUNE_CUDA_ARCH",
@@ -186,6 +191,15 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def progress() -> bool | None:
+    """``KITSUNE_PROGRESS``: is long work told on stderr? ``None`` where it is not set. Raises ``ValueError`` for anything but a
+    switch."""
+    text = os.environ.get("KITSUNE_PROGRESS", "").strip().lower()
+    if text and text not in _TRUE | _FALSE:
+        raise ValueError(f"KITSUNE_PROGRESS={text!r} is not a switch: set it to on or off")
+    return text in _TRUE if text else None
+
+
 def log_level() -> int | None:
     """``KITSUNE_LOG_LEVEL``: the level of the logger ``kitsune_jax``, or ``None`` where it is not set.
 
@@ -199,15 +213,35 @@ def log_level() -> int | None:
 
 
 def check_environment() -> None:
-    """Check every variable ``KITSUNE_...``. Raises ``ValueError`` for a name that does not exist or a value that means nothing."""
+    """Check every variable ``KITSUNE_...``: warn of names that do not exist, once each. Raises ``ValueError`` for a value that means
+    nothing."""
+    for name, hint in unknown_variables().items():
+        if name not in _warned:
+            _warned.add(name)
+            message = f"the environment variable {name} has no effect, because kitsune_jax has none of this name: {hint}"
+            warnings.warn(message, UnknownVariableWarning, stacklevel=3)
+    reads = (disabled, forced, strict, progress, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile, tune)
+    for read in reads:
+        read()
+
+
+_warned: set[str] = set()
+
+
+def unknown_variables() -> dict[str, str]:
+    """The variables ``KITSUNE_...`` that do not exist, each with advice: the nearest name, or all names."""
+    known = [v.removeprefix(_PREFIX) for v in VARIABLES]
+    hints = {}
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in VARIABLES:
-            known = [v.removeprefix(_PREFIX) for v in VARIABLES]
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
-            hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
-            raise ValueError(f"the environment variable {name} is not one of kitsune_jax: {hint}")
-    for read in (disabled, forced, strict, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile, tune):
-        read()
+            hints[name] = f"did you mean {_PREFIX}{near[0]}?" if near else f"the variables are {', '.join(VARIABLES)}"
+    return hints
+
+
+def set_variables(*prefixes: str) -> dict[str, str]:
+    """The environment variables whose names begin with one of ``prefixes``, for a report of a bug."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def apply_log_level() -> None:

@@ -14,6 +14,15 @@ import warnings
 from typing import TYPE_CHECKING
 
 from kitsune_jax.config import logger, printable, printable_lines
+from kitsune_jax.warning_classes import CacheWarning as CacheWarning
+from kitsune_jax.warning_classes import FallbackWarning as FallbackWarning
+from kitsune_jax.warning_classes import KitsuneWarning as KitsuneWarning
+from kitsune_jax.warning_classes import MissingExtensionWarning as MissingExtensionWarning
+from kitsune_jax.warning_classes import NoCudaKernelsWarning as NoCudaKernelsWarning
+from kitsune_jax.warning_classes import ResidualsWarning as ResidualsWarning
+from kitsune_jax.warning_classes import ShardingWarning as ShardingWarning
+from kitsune_jax.warning_classes import UnknownVariableWarning as UnknownVariableWarning
+from kitsune_jax.warning_classes import UnsupportedJaxWarning as UnsupportedJaxWarning
 
 if TYPE_CHECKING:
     from kitsune_jax.report.render import Report
@@ -118,7 +127,7 @@ def record(function: str, failure: Failure) -> None:
             f"kitsune_jax could not pipeline {failure.part} of {function}, so XLA compiles it as usual: {failure.reason}. This "
             "is a bug of kitsune_jax: please report it, with the traceback that kitsune_jax.fallbacks() lists. KITSUNE_STRICT=1 "
             "turns this warning into an error.",
-            RuntimeWarning,
+            FallbackWarning,
             stacklevel=2,
         )
 

@@ -24,7 +24,7 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.config import Options, logger
-from kitsune_jax.errors import Failure, NotPipelined
+from kitsune_jax.errors import Failure, NotPipelined, UnsupportedJaxWarning
 from kitsune_jax.frontend import lowering, tracing
 from kitsune_jax.frontend.route import RouteOptions
 from kitsune_jax.frontend.tracing import pipeline_p
@@ -194,7 +194,8 @@ def _is_tested() -> bool:
 
 @functools.cache
 def _warn() -> None:
-    warnings.warn(f"{why_jax_is_unsupported()}. Pipelined functions run as plain jax.jit.", RuntimeWarning, stacklevel=4)
+    message = f"{why_jax_is_unsupported()}. Pipelined functions run as plain jax.jit. Install a version of JAX that fits."
+    warnings.warn(message, UnsupportedJaxWarning, stacklevel=4)
 
 
 def _try_in_thread() -> str:

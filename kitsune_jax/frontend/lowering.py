@@ -26,7 +26,7 @@ from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import BodyRewrite, capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
 from kitsune_jax.config import Options, logger
-from kitsune_jax.errors import Failure, NotPipelined, record
+from kitsune_jax.errors import Failure, NotPipelined, ShardingWarning, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.report.data import MeasuredTimes, plural, time_text
@@ -679,4 +679,4 @@ def run_nodes(
 @functools.cache
 def warn_sharded() -> None:
     """Warn once per process. Lowerings are cached, so whether a warning were repeated would depend on the cache."""
-    warnings.warn(SHARDED, UserWarning, stacklevel=2)
+    warnings.warn(SHARDED, ShardingWarning, stacklevel=2)

@@ -23,7 +23,7 @@ import numpy as np
 
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options
-from kitsune_jax.errors import MutatedArgument
+from kitsune_jax.errors import MutatedArgument, ResidualsWarning
 from kitsune_jax.frontend import lowering
 from kitsune_jax.gradient import handover
 from kitsune_jax.sharding.calls import register as register_partitioner
@@ -443,7 +443,7 @@ def _choose_residuals(*parts: Any) -> Any:
             f"kitsune_jax could not choose the residuals of a gradient ({type(error).__name__}: {error}), so it saves for the "
             "backward pass what jax.grad would save. This is a bug of kitsune_jax: please report it. KITSUNE_STRICT=1 turns this "
             "warning into an error.",
-            RuntimeWarning,
+            ResidualsWarning,
             stacklevel=2,
         )
         return None

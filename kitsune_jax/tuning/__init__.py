@@ -24,7 +24,7 @@ import jax
 import jaxlib
 
 from kitsune_jax import _compat, cache, config
-from kitsune_jax.targets.cpu.profile.kernels import in_own_thread
+from kitsune_jax.progress import in_own_thread, told
 from kitsune_jax.targets.cpu.profile.profile import ran_and_waited
 from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_timed
 
@@ -228,9 +228,11 @@ class _Measurement:
 
     def result(self) -> dict[str, float]:
         """The seconds of JIT and of at least one other candidate. Raises ``_NotMeasured``."""
-        name, left = _compat.function_name(self.program), self.until - time.monotonic()
-        config.logger.info("timing plans of %s on this machine, for at most %.0f s", name, max(left, 0.0))
-        error = in_own_thread(self._run, "kitsune_jax tuning", self.stop.set)
+        left = self.until - time.monotonic()
+        limit = "without a limit of time" if left == float("inf") else f"for at most {max(left, 0.0):.0f} s"
+        line = f"timing plans of {_compat.function_name(self.program)} beside jax.jit, once, {limit}; KITSUNE_TUNE=off avoids it"
+        with told("tuning", line):
+            error = in_own_thread(self._run, "kitsune_jax tuning", self.stop.set)
         if error is not None:
             raise _NotMeasured(f"timing it failed ({type(error).__name__}: {error})") from error
         if len(self.seconds) < 2:

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax import _compat
+from kitsune_jax.errors import MissingExtensionWarning
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import COPIES, FREE, SCATTER
@@ -48,7 +49,7 @@ def _load() -> tuple[Any, str]:
                 message = (
                     f"kitsune_jax runs without its CPU pipelines: {_state[1]}. Functions run as plain JAX. To repair it: {advice}"
                 )
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                warnings.warn(message, MissingExtensionWarning, stacklevel=3)
         return _state
 
 
@@ -70,7 +71,7 @@ def _find() -> tuple[Any, str]:
 
 def available() -> bool:
     """Whether CPU programs can run here. The first call, from any thread, registers the FFI targets (``TARGET_NAME``,
-    ``ORDER_NAME``) for the CPU, or warns (RuntimeWarning) that they cannot run."""
+    ``ORDER_NAME``) for the CPU, or warns (``MissingExtensionWarning``) that they cannot run."""
     return _load()[0] is not None
 
 

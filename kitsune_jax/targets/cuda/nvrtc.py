@@ -17,11 +17,13 @@ import importlib.util
 import re
 import shutil
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kitsune_jax import config
+from kitsune_jax.progress import in_own_thread, told
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
@@ -31,6 +33,7 @@ _BUILTIN_OPERATION_FAILURE = 7  # nvrtc.h: the library of builtins was not found
 _ADVICE = "to compile kernels for NVIDIA GPUs: pip install kitsune_jax[cuda13]"
 # 177, "variable was declared but never referenced": generated code declares all that a stage may need. Other warnings are kept.
 _QUIET = ("--diag-suppress=177",)
+_FLOW = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)  # asked while it compiles: is it to end?
 _ARCH = re.compile(r"sm_(\d+)[af]?|compute_(\d+)")
 
 
@@ -97,15 +100,30 @@ def options_for(arch: str) -> tuple[str, ...]:
 
 def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | None = None) -> Compiled:
     """Compile ``source`` for ``arch`` ("sm_90a", "sm_80", "compute_80", ...), without any cache. Thread-safe; other Python threads
-    run meanwhile. Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for an unknown
-    architecture."""
+    run meanwhile, and Ctrl-C ends it. Raises ``CompileError`` with the log, ``OSError`` where there is no NVRTC, ``ValueError`` for
+    an unknown architecture."""
     library = _load(folder)
     # By default NVRTC also searches the current folder, which the cache key does not cover.
     search = ["--no-source-include", *(f"--include-path={folder}" for folder in sources.include_dirs("include"))]
     arguments = [option.encode() for option in (*options_for(arch), *search, *options)]
+    stop = threading.Event()
+    with told("nvrtc", "compiling CUDA kernels with NVRTC, each once: 0.2 to 6 s for one"):
+        # This thread could not see a Ctrl-C while it is in the compiler.
+        made = in_own_thread(lambda: _compile(library, source, arch, arguments, stop), "kitsune_jax nvrtc", stop.set)
+    if isinstance(made, BaseException):
+        raise made
+    return made
+
+
+def _compile(library: ctypes.CDLL, source: str, arch: str, arguments: list[bytes], stop: threading.Event) -> Compiled:
+    go_on = _FLOW(lambda *_: int(stop.is_set()))
     with _program(library, source) as program:
+        if hasattr(library, "nvrtcSetFlowCallback"):  # newer than the oldest NVRTC
+            library.nvrtcSetFlowCallback(program, go_on, None)
         status = library.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
         log = _fetch(library, "ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        if stop.is_set():  # nobody reads the result; a CompileError would keep the source
+            raise InterruptedError("the compilation was interrupted")
         if status == _BUILTIN_OPERATION_FAILURE:
             raise OSError(f"NVRTC is incomplete ({log.strip()}); {_ADVICE}")
         if status != 0:
@@ -187,6 +205,8 @@ def _declare(handle: ctypes.CDLL) -> ctypes.CDLL:
     for what in ("ProgramLog", "CUBIN", "PTX"):
         getattr(handle, f"nvrtcGet{what}Size").argtypes = [program, size]
         getattr(handle, f"nvrtcGet{what}").argtypes = [program, ctypes.c_char_p]
+    if hasattr(handle, "nvrtcSetFlowCallback"):
+        handle.nvrtcSetFlowCallback.argtypes = [program, _FLOW, ctypes.c_void_p]
     handle.nvrtcGetErrorString.argtypes = [ctypes.c_int]
     handle.nvrtcGetErrorString.restype = ctypes.c_char_p
     return handle

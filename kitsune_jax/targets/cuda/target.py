@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import config
+from kitsune_jax.errors import NoCudaKernelsWarning
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import parts
@@ -121,7 +122,7 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
     def available(self) -> bool:
         why = self.why_not()
         if why:
-            warn_once(f"kitsune_jax makes no CUDA kernels here: {why}. Functions lower as plain HLO.")
+            warn_once(f"kitsune_jax makes no CUDA kernels here: {why}. Functions lower as plain HLO. python -m kitsune_jax doctor says what to do.")
         return not why
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:
@@ -187,7 +188,7 @@ class _Emulator(_Cuda):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, NoCudaKernelsWarning, stacklevel=4)
 
 
 CUDA = _Cuda("cuda")

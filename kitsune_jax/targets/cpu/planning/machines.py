@@ -33,7 +33,7 @@ _MOST_SHARED = 32 * MIB
 _CPU_CLOCK = 3.5e9
 _SQUARE = 512
 _CPU_SOURCES = (
-    ("profile", "measured by python -m kitsune_jax.profile; shipped ones: see kitsune_jax/targets/cpu/profile/profile.py"),
+    ("profile", "measured by python -m kitsune_jax machine; shipped ones: see kitsune_jax/targets/cpu/profile/profile.py"),
     ("places", "latencies of 4, 14 and 50 cycles (Zen and Ice Lake, vendors' optimisation guides)"),
 )
 

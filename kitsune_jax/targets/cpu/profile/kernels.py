@@ -10,10 +10,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,8 +23,6 @@ from kitsune_jax.program.ir import ArrayType, Instr, SinkType, StageProgram, Til
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import ACTIVATIONS, DTYPE_CODE, OPCODE, OPCODES, PRODUCTS, SPECIAL_OPS, encode
 from kitsune_jax.targets.cpu.lower import lower_program
-
-T = TypeVar("T")
 
 # --- Timing on a machine that also runs other programs ----------------------------------------------------------------------------
 
@@ -39,7 +36,6 @@ _STOLEN = 0.1  # the part of all cores' time that others may have
 # Calls of a slice of time, and its seconds; calls within this factor of the fastest count as equally fast.
 _LEAST_CALLS, _SLICE, _MOST_SLICE, _AS_FAST = 3, 1.2e-3, 10e-3, 1.05
 _TOGETHER = 0.65  # the least part of all workers' time that the threads of a shared call have
-_MOST_LEFT = 20.0  # seconds that an interrupted measurement may go on, as XLA may be compiling
 _BLOCK = 8  # pieces between two runs of the reference
 _LEAST_PASSES, _MOST_PASSES = 2, 24
 
@@ -202,28 +198,6 @@ def fastest(calls: Iterable[tuple[float, float]], workers: int) -> float:
     if max(min(t, together) / s for s, t in found) < _TOGETHER * workers:
         return least
     return min(least, math.sqrt(least * together / workers))
-
-
-def in_own_thread(function: Callable[[], T], name: str, stop: Callable[[], None] = lambda: None) -> T | BaseException:
-    """The result of ``function``, or its error, in a thread called ``name``, because JAX keeps state of each thread, and this one
-    may be tracing a function. ``stop`` is called when this thread waits no more, also after Ctrl-C."""
-    result: list[T | BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)  # without a timeout, Python 3.13.0 saw one Ctrl-C in ten only after the measurement
-    finally:  # Python 3.13 and older abort a process that ends while a thread of theirs is in C++
-        stop()
-        thread.join(_MOST_LEFT)
-    return result[0]
 
 
 # --- Micro-kernels and moved bytes ------------------------------------------------------------------------------------------------

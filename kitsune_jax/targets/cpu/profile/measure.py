@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from kitsune_jax.progress import in_own_thread
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.profile import kernels, xla
 from kitsune_jax.targets.cpu.profile import profile as profiles
@@ -98,7 +99,7 @@ def measure(workers: int, group: str | None = None, known: Profile | None = None
     many numbers differ in all passes or other programs had the cores.
     """
     stop = threading.Event()
-    found = kernels.in_own_thread(functools.partial(_passes, workers, group, known, stop), "kitsune_jax profile", stop.set)
+    found = in_own_thread(functools.partial(_passes, workers, group, known, stop), "kitsune_jax profile", stop.set)
     if isinstance(found, Profile):
         return found
     if isinstance(found, Disturbed):
@@ -143,7 +144,7 @@ def _passes(workers: int, group: str | None, known: Profile | None, stop: thread
     if differ > max(_KEPT[0] * measured, 1) or share < _KEPT[1]:
         raise Disturbed(
             f"other programs were running while this machine was measured (a thread had {share:.0%} of a core, and {differ} "
-            f"of {measured} numbers differed in each of {found.made} passes); python -m kitsune_jax.profile measures again",
+            f"of {measured} numbers differed in each of {found.made} passes); python -m kitsune_jax machine measures again",
             profile,
         )
     return profile
@@ -176,6 +177,7 @@ def empty(workers: int) -> Profile:
         l3=l3,
         numbers=(),
         made=secrets.token_hex(8),
+        measured_at=float(round(time.time())),
     )
 
 

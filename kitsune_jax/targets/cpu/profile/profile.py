@@ -71,8 +71,8 @@ class Profile:
     ``numbers``: seconds by name, in ascending order of names. ``passes``: measurements of each number, at least, or 0 if unknown.
     ``doubtful``: sorted names of numbers that differed in all passes, and the second fastest measurement over the fastest.
     ``reference``: the least seconds that ``kernels.reference`` took, or 0 if unknown. ``made``: a random word that tells two
-    measurements of a machine apart. ``on_demand``: all numbers of this process's machine, each measured when it is first asked
-    for.
+    measurements of a machine apart. ``measured_at``: when the first of them was made, in seconds since 1970, or 0 if unknown.
+    ``on_demand``: all numbers of this process's machine, each measured when it is first asked for.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Profile:
     doubtful: tuple[tuple[str, float], ...] = ()
     reference: float = 0.0
     made: str = ""
+    measured_at: float = 0.0
     on_demand: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
@@ -128,8 +129,10 @@ class Profile:
             sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
             if type(profile.passes) is not int or not all(type(n) is int and n > 0 for n in sizes):
                 raise ValueError("cores and caches are positive integers, passes an integer")
-            if not isinstance(profile.made, str) or not profile.reference >= 0 or profile.on_demand is not None:
-                raise ValueError("the reference is a time, made a word, and numbers on demand are no data")
+            if not isinstance(profile.made, str) or profile.on_demand is not None:
+                raise ValueError("made is a word, and numbers on demand are no data")
+            if not (profile.reference >= 0 and profile.measured_at >= 0):
+                raise ValueError("the reference is a duration, and measured_at a time")
             return profile
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from error

@@ -23,6 +23,7 @@ import jaxlib
 from kitsune_jax import _compat, config
 from kitsune_jax.cache import Cache
 from kitsune_jax.cache import key as cache_key
+from kitsune_jax.progress import told
 from kitsune_jax.targets.cpu import bytecode, call
 from kitsune_jax.targets.cpu.profile import profile as profiles
 from kitsune_jax.targets.cpu.profile.measure import Disturbed, empty, group_of, groups_before, keys, measure
@@ -31,6 +32,7 @@ from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of,
 # --- Numbers on demand ------------------------------------------------------------------------------------------------------------
 
 _SUFFIX = ".profile.json"
+_LINE = "measuring this machine, once and as far as this program needs it: a few seconds; KITSUNE_PROFILE names one that is not measured"
 
 
 class _OnDemand(Mapping[str, float]):
@@ -103,7 +105,8 @@ class _OnDemand(Mapping[str, float]):
         if group in set(map(group_of, dict(kept.numbers))):
             self._add(group, kept)
             return None
-        found = measure(self._profile.workers, group, self._profile)
+        with told("profile", _LINE):
+            found = measure(self._profile.workers, group, self._profile)
         self._add(group, found)
         return _joined(kept, found).to_json().encode()
 
@@ -240,7 +243,8 @@ def stored(workers: int, again: bool = False) -> Profile:
     ``Disturbed`` if all were measured badly, and then keeps nothing."""
     if not again:
         return _on_demand(workers).complete()
-    profile = measure(workers)
+    with told("profile", "measuring all of this machine, once: about 15 s, and up to two minutes beside other programs"):
+        profile = measure(workers)
     _cache().put(identity(workers), _SUFFIX, profile.to_json().encode())
     return profile
 
@@ -251,12 +255,14 @@ def _cache() -> Cache:
 
 
 def _on_demand(workers: int) -> _OnDemand:
-    def make() -> bytes:
-        config.logger.info("measuring this machine, as far as a program needs it; the numbers are kept")
-        return empty(workers).to_json().encode()
-
     cache, name = _cache(), identity(workers)
-    return _OnDemand(Profile.from_json(cache.get(name, _SUFFIX, make).decode()), cache, name)
+    content = cache.get(name, _SUFFIX, lambda: empty(workers).to_json().encode())
+    return _OnDemand(Profile.from_json(content.decode()), cache, name)
+
+
+def on_disk(workers: int) -> Profile | None:
+    """The numbers of this machine that are on disk, or ``None`` where there are none. Measures nothing."""
+    return _parsed(_cache().find(identity(workers), _SUFFIX))
 
 
 def identity(workers: int) -> str:

@@ -28,6 +28,7 @@ from kitsune_jax import _compat, config
 from kitsune_jax.cache import Cache
 from kitsune_jax.cache import key as cache_key
 from kitsune_jax.ops.spec import NARROW, Rounding
+from kitsune_jax.progress import in_own_thread
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.profile import kernels, profile
 from kitsune_jax.targets.cpu.profile.kernels import TILE, Piece, fastest, fastest_long
@@ -344,7 +345,7 @@ def rounding_at_hand() -> Rounding:
 
 def ask_rounding() -> Rounding:
     """Run the program."""
-    found = kernels.in_own_thread(_ask, "kitsune_jax rounding")
+    found = in_own_thread(_ask, "kitsune_jax rounding")
     if isinstance(found, BaseException):
         raise RuntimeError(f"{type(found).__name__}: {found}") from found
     return found

@@ -1,16 +1,15 @@
-"""``python -m kitsune_jax.profile``: measure this machine again, keep the profile, and print it.
+"""``python -m kitsune_jax machine``: measure this machine again, keep the profile, and print it.
 
-python -m kitsune_jax.profile                  # measures; every plan from now on is made with the new numbers
-python -m kitsune_jax.profile --kept           # prints what is kept, and measures only where nothing is
-python -m kitsune_jax.profile --shipped zen4-8 # prints a profile that comes with the package
-python -m kitsune_jax.profile --json           # as JSON, one number on a line
+python -m kitsune_jax machine                  # measures; every plan from now on is made with the new numbers
+python -m kitsune_jax machine --kept           # prints what is kept, and measures only what it lacks
+python -m kitsune_jax machine --shipped zen4-8 # prints a profile that comes with the package
+python -m kitsune_jax machine --json           # as JSON, one number on a line
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from kitsune_jax import config
 from kitsune_jax.targets.cpu.profile import profile as shipped
@@ -21,13 +20,15 @@ from kitsune_jax.targets.cpu.profile.store import Disturbed
 _NAMES = f"<family> or <family>-<cores>, family one of {', '.join(shipped.FAMILIES)}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kitsune_jax.profile", description="Measure this machine for CPU plans.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--kept", action="store_true", help="print the profile in use; measure only where there is none")
+    which.add_argument("--kept", action="store_true", help="print the profile in use; measure only what it lacks")
     which.add_argument("--shipped", metavar="NAME", help=f"print one that comes with the package: {_NAMES}")
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 1 where no profile could be kept, 2 for a name that no profile has."""
     try:
         profile = _profile(args)
     except Disturbed as why:
@@ -96,6 +97,3 @@ def _agreement(profile: Profile) -> list[str]:
     doubtful = f"; another one in each of them: {', '.join(dict(profile.doubtful))}" if profile.doubtful else ", all numbers agree"
     return [f"measured in {profile.passes} passes{doubtful}"]
 
-
-if __name__ == "__main__":
-    sys.exit(main())
