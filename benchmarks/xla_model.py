@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.xla_model", description="The model of XLA:CPU beside what it takes."
     )
     parser.add_argument("--only", choices=tuple(FAMILIES), nargs="+", default=tuple(FAMILIES))
-    parser.add_argument("--profile", type=Path, help="a profile, as python -m kitsune_jax.profile --json prints it")
+    parser.add_argument("--profile", type=Path, help="a profile, as python -m kitsune_jax machine --json prints it")
     args = parser.parse_args(argv)
     machine = cpu_of(Profile.from_json(args.profile.read_text())) if args.profile else cpu_at_hand()
     print(text(compare(args.only, machine)))

@@ -213,16 +213,19 @@ def log_level() -> int | None:
 
 
 def check_environment() -> None:
-    """Check every variable ``KITSUNE_...``: warn of names that do not exist, once each. Raises ``ValueError`` for a value that means
-    nothing."""
+    """Check every variable ``KITSUNE_...``: warn of names that do not exist, once each.
+
+    Raises ``ValueError`` for a value that means nothing.
+    """
     for name, hint in unknown_variables().items():
         if name not in _warned:
             _warned.add(name)
             message = f"the environment variable {name} has no effect, because kitsune_jax has none of this name: {hint}"
             warnings.warn(message, UnknownVariableWarning, stacklevel=3)
-    reads = (disabled, forced, strict, progress, log_level, cuda_arch, nvrtc_dir, cuda_avoid, emulator_seed, num_threads, profile, tune)
-    for read in reads:
+    for read in (disabled, forced, strict, progress, log_level, cuda_arch, nvrtc_dir, cuda_avoid):
         read()
+    for number_or_name in (emulator_seed, num_threads, profile, tune):
+        number_or_name()
 
 
 _warned: set[str] = set()

@@ -1,4 +1,4 @@
-// How fast the kernels of the table in use are on this machine: what a machine profile is made of (kitsune_jax/profile).
+// How fast the kernels of the table in use are on this machine: what a machine profile is made of (targets/cpu/profile).
 //
 // Every function runs one kind of work on `threads` threads at once, each on memory of its own, because a core is slower when its
 // neighbours (or the other hyperthread of it) are busy, and a pipeline keeps all of them so. It returns the seconds of one piece of

@@ -36,9 +36,9 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """``error``: the largest difference of two elements over the largest element of their array (``inf``: one result has a NaN or an
-    infinity where the other has none). ``calls``: of each, beside the first. ``how``: what runs as a pipeline."""
+class Comparison:
+    """``error``: the largest difference of two elements over the largest element of their array (``inf``: one result has a NaN or
+    an infinity where the other has none). ``calls``: of each, beside the first. ``how``: what runs as a pipeline."""
 
     jit: Times
     pipeline: Times
@@ -68,7 +68,7 @@ class Result:
         return [Table(f"{name}: {self.calls} calls of each, in turn", rows, head, right=(1, 2, 3)), Table("compared", found)]
 
 
-def measure(example: Example, seconds: float) -> Result:
+def measure(example: Example, seconds: float) -> Comparison:
     """Time ``example`` for about ``seconds`` after the first calls, at least five calls of each. Raises ``UsageError``."""
     args = with_arrays(example.args)
     with users_errors(example.path, f"{example.name} fails with these arguments"):
@@ -85,7 +85,7 @@ def measure(example: Example, seconds: float) -> Result:
         report = kj.explain(example.function)(*args)
     where = f"{len(inside)} pipelined call{'s' if len(inside) > 1 else ''} inside of it" if inside else "the whole function"
     how = f"{report.ops_pipelined} of {report.ops_total} operators of {where}"
-    return Result(_times(first_jit, jit_times), _times(first_ours, our_times), len(jit_times), error, how)
+    return Comparison(_times(first_jit, jit_times), _times(first_ours, our_times), len(jit_times), error, how)
 
 
 def split(args: tuple[Any, ...]) -> tuple[Callable[[Callable[..., Any]], Callable[..., list[Any]]], list[Any]]:

@@ -20,7 +20,7 @@ import kitsune_jax as kj
 from kitsune_jax.cli import doctor
 from kitsune_jax.cli.bench import split
 from kitsune_jax.cli.functions import Example
-from kitsune_jax.cli.output import Table, plain
+from kitsune_jax.cli.output import plain
 
 _HEAD = """\
 # A report for kitsune_jax
@@ -87,7 +87,8 @@ def without_paths(text: str) -> str:
     """
     text = _IN_TRACEBACKS.sub(lambda m: f"{m[1]}{Path(m[2]).name}{m[3]}", text)
     for folder in sorted(_known_folders(), key=len, reverse=True):  # they may hold spaces
-        text = re.sub(rf"{re.escape(folder)}(/|(?=\W|$))", lambda m, name=Path(folder).name: "/" if m[1] else name, text)
+        text = text.replace(f"{folder}/", "/")
+        text = Path(folder).name.join(re.split(rf"{re.escape(folder)}(?=\W|$)", text))
     return _ABSOLUTE.sub(lambda m: m[1], text)
 
 

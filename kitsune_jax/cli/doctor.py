@@ -104,7 +104,8 @@ def _gpu() -> dict[str, Any]:
     return {
         "driver": info if isinstance(info, str) else f"CUDA {info['version'] // 1000}.{info['version'] % 1000 // 10}",
         "devices": [
-            {"name": d.name, "capability": d.capability / 10, "multiprocessors": d.sizes.multiprocessors} for d in runtime.devices_here()
+            {"name": d.name, "capability": d.capability / 10, "multiprocessors": d.sizes.multiprocessors}
+            for d in runtime.devices_here()
         ],
         "nvrtc": "{}.{}".format(*nvrtc.version()) if why is None else "",
         "nvrtc_why_not": why or "",
@@ -158,7 +159,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     cpu, gpu, cache = found["cpu"], found["gpu"], found["cache"]
     works = [(name, f"no: {why}" if why else "yes") for name, why in found["targets"].items()]
     if not gpu["devices"]:
-        works = [(name, "no GPU here; kernels can be compiled" if (name, text) == ("cuda", "yes") else text) for name, text in works]
+        compiles = ("cuda", "kernels can be compiled, and there is no GPU to run them")
+        works = [compiles if row == ("cuda", "yes") else row for row in works]
     devices = [(d["name"], f"compute capability {d['capability']}, {d['multiprocessors']} multiprocessors") for d in gpu["devices"]]
     size = sum(kind["bytes"] for kind in cache["kinds"].values())
     rows = [
@@ -186,6 +188,8 @@ def _profile_text(profile: dict[str, Any]) -> str:
         return f"{profile['name']}, shipped"
     if profile["source"] == "none":
         return f"not measured yet: the first function measures what it needs; {_MEASURE}"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(profile["measured_at"])) if profile["measured_at"] else "at an unknown time"
+    when = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(profile["measured_at"])) if profile["measured_at"] else "at an unknown time"
+    )
     load = f"{profile['doubtful']} of them doubtful, as other programs ran" if profile["doubtful"] else "none of them under load"
     return f"{profile['name']}, measured {when}: {profile['numbers']} of {profile['possible']} numbers so far, {load}"

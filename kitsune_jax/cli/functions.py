@@ -79,7 +79,7 @@ def _attribute(module: ModuleType, name: str, path: Path) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            names = [n for n, x in vars(found).items() if callable(x) and not n.startswith("_")] if hasattr(found, "__dict__") else []
+            names = [n for n, x in getattr(found, "__dict__", {}).items() if callable(x) and not n.startswith("_")]
             near = difflib.get_close_matches(part, names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"{path.name} has no function {name}{hint}")
@@ -89,8 +89,8 @@ def _attribute(module: ModuleType, name: str, path: Path) -> Any:
 
 def _arguments(module: ModuleType, name: str, path: Path, expression: str | None) -> Any:
     if expression is not None:
-        try:
-            return eval(expression, {"jax": jax, "jnp": jnp, "np": np, **vars(module)})  # the user's own expression, on their machine
+        try:  # the user's own expression, on the user's machine
+            return eval(expression, {"jax": jax, "jnp": jnp, "np": np, **vars(module)})
         except Exception as error:
             raise UsageError(f"--args cannot be evaluated: {type(error).__name__}: {error}") from error
     maker = f"{name.replace('.', '_')}_args"

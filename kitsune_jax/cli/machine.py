@@ -96,4 +96,3 @@ def _agreement(profile: Profile) -> list[str]:
         return []
     doubtful = f"; another one in each of them: {', '.join(dict(profile.doubtful))}" if profile.doubtful else ", all numbers agree"
     return [f"measured in {profile.passes} passes{doubtful}"]
-

@@ -1,7 +1,7 @@
 """``python -m kitsune_jax``: the subcommands, their options and exit statuses.
 
-In: the command line. Out: text or JSON on stdout; messages on stderr. Exit statuses: 0; 1 where ``doctor`` finds something broken or
-``machine`` can keep no profile; 2 for wrong use, such as a file, function or argument that does not do; 130 after Ctrl-C.
+In: the command line. Out: text or JSON on stdout; messages on stderr. Exit statuses: 0; 1 where ``doctor`` finds something broken
+or ``machine`` can keep no profile; 2 for wrong use, such as a file, function or argument that does not do; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Look at an installation of kitsune_jax, and at what functions become.")
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description="Look at an installation of kitsune_jax, and at what functions become."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, what: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """What a command prints: tables for a person, or JSON.
 
-In: ``Table``s of text, and plain data. Out: with Rich, if it is installed, in a terminal; as plain text in a pipe. Invariant: a pipe
-gets the same text with and without Rich, without escape sequences.
+In: ``Table``s of text, and plain data. Out: with Rich, if it is installed, in a terminal; as plain text in a pipe. Invariant: a
+pipe gets the same text with and without Rich, without escape sequences.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def _console() -> Any:
 def _rich(table: Table) -> Any:
     text = importlib.import_module("rich.text").Text
     shown = importlib.import_module("rich.table").Table(
-        title=printable(table.title), title_justify="left", title_style="bold", box=None, pad_edge=True, show_header=bool(table.head)
+        title=printable(table.title),
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=True,
+        show_header=bool(table.head),
     )
     for i in range(len(table.rows[0])):
         name = table.head[i] if table.head else ""

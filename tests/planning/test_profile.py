@@ -22,8 +22,9 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax import _compat, _cpu, config
-from kitsune_jax import profile as command
 from kitsune_jax.cache import unseal
+from kitsune_jax.cli import machine as command
+from kitsune_jax.cli.main import main
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu.planning import machines
 from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_of
@@ -481,7 +482,7 @@ def test_slow_dots_are_left_for_widened_products(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_command_prints_what_people_want_to_see(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--shipped", "zen4-8"]) == 0
+    assert main(["machine", "--shipped", "zen4-8"]) == 0
     told = capsys.readouterr().out
     assert "zen4-8" in told and "GF/s" in told and "GB/s" in told and "tanh" in told
 
@@ -495,14 +496,14 @@ def test_the_command_says_how_well_passes_agreed(doubtful: tuple[tuple[str, floa
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--shipped", "avx2-4", "--json"]) == 0
+    assert main(["machine", "--shipped", "avx2-4", "--json"]) == 0
     assert Profile.from_json(capsys.readouterr().out) == shipped.shipped("avx2-4")
 
 
 def test_the_command_measures_again(measured: list[str | None], capsys: pytest.CaptureFixture[str]) -> None:
     store.at_hand().seconds("touch")
-    assert command.main(["--kept"]) == 0 and measured[0] == "kernels" and len(set(measured)) == len(measured) > 20
-    assert command.main([]) == 0 and measured[-1] is None
+    assert main(["machine", "--kept"]) == 0 and measured[0] == "kernels" and len(set(measured)) == len(measured) > 20
+    assert main(["machine"]) == 0 and measured[-1] is None
     assert capsys.readouterr().out.count("measured-") == 2
 
 
@@ -511,7 +512,7 @@ def test_the_command_says_why_there_is_no_profile(monkeypatch: pytest.MonkeyPatc
         raise store.Disturbed("other programs were running")
 
     monkeypatch.setattr(store, "measure", busy)
-    assert command.main([]) == 1
+    assert main(["machine"]) == 1
     assert "other programs were running" in capsys.readouterr().err
-    assert command.main(["--shipped", "fast"]) == 2
+    assert main(["machine", "--shipped", "fast"]) == 2
     assert "write <family>-<cores>" in capsys.readouterr().err

@@ -122,7 +122,8 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
     def available(self) -> bool:
         why = self.why_not()
         if why:
-            warn_once(f"kitsune_jax makes no CUDA kernels here: {why}. Functions lower as plain HLO. python -m kitsune_jax doctor says what to do.")
+            message = f"kitsune_jax makes no CUDA kernels here: {why}. Functions lower as plain HLO."
+            warn_once(f"{message} python -m kitsune_jax doctor says what to do.")
         return not why
 
     def supports(self, op: Op, in_values: Sequence[Value], out_values: Sequence[Value]) -> str | None:

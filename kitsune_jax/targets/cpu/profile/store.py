@@ -32,7 +32,7 @@ from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of,
 # --- Numbers on demand ------------------------------------------------------------------------------------------------------------
 
 _SUFFIX = ".profile.json"
-_LINE = "measuring this machine, once and as far as this program needs it: a few seconds; KITSUNE_PROFILE names one that is not measured"
+_LINE = "measuring this machine, once, as far as this program needs it: a few seconds; KITSUNE_PROFILE=<family> avoids it"
 
 
 class _OnDemand(Mapping[str, float]):
