@@ -88,8 +88,8 @@ def _shown() -> bool:
 
 # --- Ending it --------------------------------------------------------------------------------------------------------------------
 
-_MOST_WAIT_S = 0.5  # for work that was told to stop, before an interrupt goes on
-_MOST_LEFT_S = 20.0  # for such work where the process ends, as XLA may be compiling
+_MOST_WAIT_S = 0.25  # for work that was told to stop, before an interrupt goes on
+_MOST_LEFT_S = 20.0  # for such work before a program ends that caught the interrupt, as XLA may be compiling
 _left: list[threading.Thread] = []
 
 T = TypeVar("T")
@@ -120,13 +120,14 @@ def in_own_thread(function: Callable[[], T], name: str, stop: Callable[[], None]
 
 
 @atexit.register
-def _wait_for_what_is_left() -> None:
-    """Python 3.13 and older abort a process that ends while a thread of theirs is in C++. So wait for it; after Ctrl-C end the
-    process at once, as Ctrl-C ends a program."""
+def _end_what_is_left() -> None:
+    """Python 3.13 and older abort a process that ends while a thread of theirs is in C++. So wait for it, but not where Ctrl-C ends
+    the process; then end the process as Ctrl-C ends a program."""
     interrupted = issubclass(getattr(sys, "last_type", None) or Exception, KeyboardInterrupt)
+    until = time.monotonic() + (0.0 if interrupted else _MOST_LEFT_S)
     for thread in _left:
-        thread.join(0.0 if interrupted else _MOST_LEFT_S)
-    if interrupted and any(thread.is_alive() for thread in _left):
+        thread.join(max(until - time.monotonic(), 0.0))
+    if any(thread.is_alive() for thread in _left):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()

@@ -76,7 +76,7 @@ def _fallbacks() -> str:
 
 _IN_TRACEBACKS = re.compile(r'(File ")([^"\n]*)(")')
 # A slash or a tilde that begins a word, and folders behind it: not "us/tile", "a / b" or "1/2".
-_ABSOLUTE = re.compile(r"(?<![\w.\-\]\)/~])~?/(?:[^\s/:;,\"'`()<>|=]+/)*([^\s/:;,\"'`()<>|=]*)/?")
+_ABSOLUTE = re.compile(r"(?:(?<=file://)|(?<![\w.\-\]\)/~]))~?/(?:[^\s/:;,\"'`()<>|=]+/)*([^\s/:;,\"'`()<>|=]+)/?")
 
 
 def without_paths(text: str) -> str:
