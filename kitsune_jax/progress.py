@@ -91,6 +91,7 @@ def _shown() -> bool:
 _MOST_WAIT_S = 0.25  # for work that was told to stop, before an interrupt goes on
 _MOST_LEFT_S = 20.0  # for such work before a program ends that caught the interrupt, as XLA may be compiling
 _left: list[threading.Thread] = []
+_patience = _MOST_LEFT_S
 
 T = TypeVar("T")
 
@@ -119,12 +120,18 @@ def in_own_thread(function: Callable[[], T], name: str, stop: Callable[[], None]
     return result[0]
 
 
+def end_at_once() -> None:
+    """Let the process end without waiting for work that was interrupted: for programs that catch Ctrl-C and then only end."""
+    global _patience
+    _patience = 0.0
+
+
 @atexit.register
 def _end_what_is_left() -> None:
     """Python 3.13 and older abort a process that ends while a thread of theirs is in C++. So wait for it, but not where Ctrl-C ends
     the process; then end the process as Ctrl-C ends a program."""
     interrupted = issubclass(getattr(sys, "last_type", None) or Exception, KeyboardInterrupt)
-    until = time.monotonic() + (0.0 if interrupted else _MOST_LEFT_S)
+    until = time.monotonic() + (0.0 if interrupted else _patience)
     for thread in _left:
         thread.join(max(until - time.monotonic(), 0.0))
     if any(thread.is_alive() for thread in _left):

@@ -7,6 +7,7 @@ their results. Invariant: the two take turns, so that other programs disturb bot
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +53,8 @@ class Comparison:
         return self.jit.median / self.pipeline.median
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "speed": self.speed}
+        """For JSON, where ``None`` stands for an error of ``inf``."""
+        return {**dataclasses.asdict(self), "speed": self.speed, "error": self.error if math.isfinite(self.error) else None}
 
     def tables(self, name: str) -> list[Table]:
         rows = [

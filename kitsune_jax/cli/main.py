@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import kitsune_jax as kj
+from kitsune_jax import progress
 from kitsune_jax.cli import bench, bugreport, doctor, folder, functions, machine, output
 from kitsune_jax.cli.functions import UsageError
 from kitsune_jax.errors import KitsuneWarning
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_PROGRAM} {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        progress.end_at_once()
         print(f"{_PROGRAM} {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # such as in "| head"

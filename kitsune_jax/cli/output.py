@@ -39,12 +39,14 @@ def show_tables(tables: Sequence[Table]) -> None:
 
 
 def show_text(text: str) -> None:
-    """Print ``text``, with its numbers in colour in a terminal."""
+    """Print ``text``, with its first line bold in a terminal."""
     console = _console()
+    first, _, rest = printable_lines(text).partition("\n")
     if console is None:
         print(printable_lines(text))
     else:
-        console.print(printable_lines(text), markup=False, highlight=True, soft_wrap=True)
+        console.print(first, style="bold", markup=False, highlight=False, soft_wrap=True)
+        print(rest)
 
 
 def show_json(data: Any) -> None:

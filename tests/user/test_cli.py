@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
-from kitsune_jax import config
+from kitsune_jax import config, progress
 from kitsune_jax.cli import bench, bugreport, doctor, folder, functions, output
 from kitsune_jax.cli.main import main
 from kitsune_jax.frontend import lowering
@@ -25,7 +25,7 @@ from kitsune_jax.targets.cpu.profile import store
 from kitsune_jax.targets.cuda import runtime
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = '''
+MODEL = """
 import dataclasses
 import jax, jax.numpy as jnp
 import kitsune_jax as kj
@@ -66,7 +66,7 @@ def broken(w, x):
     return x @ jnp.ones((3, 3))
 
 ARGS = jnp.ones((16, 16)) / 16, jax.ShapeDtypeStruct((4096, 16), "float32")
-'''
+"""
 
 
 @pytest.fixture
@@ -164,7 +164,9 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         raise KeyboardInterrupt
 
     monkeypatch.setattr(folder, "sizes", interrupted)
-    assert main(["cache"]) == 130 and capsys.readouterr().err == "python -m kitsune_jax cache: interrupted\n"
+    monkeypatch.setattr(progress, "_patience", progress._patience)
+    assert main(["cache"]) == 130 and progress._patience == 0.0
+    assert capsys.readouterr().err == "python -m kitsune_jax cache: interrupted\n"
 
 
 # -- explain
@@ -302,7 +304,9 @@ def test_doctor_says_what_of_the_machine_is_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("KITSUNE_PROFILE")
     assert "not measured yet" in shown(capsys, "doctor") and not (config.cache_dir() or Path()).exists()
     kept = store.profiles.shipped("zen5-2")
-    monkeypatch.setattr(store, "measure", lambda workers: store.dataclasses.replace(kept, doubtful=(("touch", 1.5),), measured_at=1e9))
+    monkeypatch.setattr(
+        store, "measure", lambda workers: store.dataclasses.replace(kept, doubtful=(("touch", 1.5),), measured_at=1e9)
+    )
     store.stored(config.num_threads(), again=True)
     assert re.search(r"zen5-2, measured 2001-09-0\d .*: \d+ of \d+ numbers so far, 1 of them doubtful", shown(capsys, "doctor"))
 

@@ -92,9 +92,12 @@ def test_who_is_told(monkeypatch: pytest.MonkeyPatch, setting: str, terminal: bo
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(Terminal, "isatty", lambda self: terminal)
     monkeypatch.setenv("KITSUNE_PROGRESS", setting)
-    monkeypatch.setattr(config.logger, "level", level)
-    config.logger.manager._clear_cache()
-    work(0.3)
+    before = config.logger.level
+    config.logger.setLevel(level)
+    try:
+        work(0.3)
+    finally:
+        config.logger.setLevel(before)
     assert bool(stderr.text) == told
 
 
@@ -126,12 +129,11 @@ def test_ctrl_c_ends_a_compilation_and_keeps_nothing(ctrl_c: None, monkeypatch: 
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-@pytest.mark.parametrize("handler", ["raise", "print('caught', flush=True)"])
+@pytest.mark.parametrize("handler", ["raise", "print('caught', flush=True); progress.end_at_once()"])
 def test_a_process_that_ctrl_c_ends_does_not_wait_for_what_cannot_stop(handler: str) -> None:
     program = f"""
 import _thread, ctypes, signal, threading
 from kitsune_jax import progress
-progress._MOST_LEFT_S = 0.1
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.2, _thread.interrupt_main).start()
 try:
