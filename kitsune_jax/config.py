@@ -242,7 +242,7 @@ def unknown_variables() -> dict[str, str]:
     return hints
 
 
-def set_variables(*prefixes: str) -> dict[str, str]:
+def variables_beginning_with(*prefixes: str) -> dict[str, str]:
     """The environment variables whose names begin with one of ``prefixes``, for a report of a bug."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from kitsune_jax import _compat
 from kitsune_jax.cli.functions import Example, users_errors, with_arrays
 from kitsune_jax.cli.output import Table
 from kitsune_jax.frontend import explain as preview
-from kitsune_jax.report.data import time_text
+from kitsune_jax.report.data import plural, time_text
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 1000
 
@@ -75,8 +75,7 @@ def measure(example: Example, seconds: float) -> Comparison:
     args = with_arrays(example.args)
     with users_errors(example.path, f"{example.name} fails with these arguments"):
         of_arrays, arrays = split(args)
-        inside = preview.pipelined_calls(jax.make_jaxpr(of_arrays(example.function))(*arrays))
-        pipelined = example.function if inside else kj.pipeline(example.function)
+        pipelined, calls = with_pipelines(example.function, of_arrays, arrays)
         jax.clear_caches()  # what was traced with pipelines would stay so
         with kj.config.override(disable=True):
             jit, first_jit = _compiled(of_arrays(example.function), arrays)
@@ -85,12 +84,21 @@ def measure(example: Example, seconds: float) -> Comparison:
         error = _error(ours(), jit())
         jit_times, our_times = _in_turn(jit, ours, seconds)
         report = kj.explain(example.function)(*args)
-    where = f"{len(inside)} pipelined call{'s' if len(inside) > 1 else ''} inside of it" if inside else "the whole function"
+    where = f"{plural(calls, 'pipelined call')} inside of it" if calls else "the whole function"
     how = f"{report.ops_pipelined} of {report.ops_total} operators of {where}"
     return Comparison(_times(first_jit, jit_times), _times(first_ours, our_times), len(jit_times), error, how)
 
 
-def split(args: tuple[Any, ...]) -> tuple[Callable[[Callable[..., Any]], Callable[..., list[Any]]], list[Any]]:
+OfArrays: TypeAlias = Callable[[Callable[..., Any]], Callable[..., list[Any]]]
+
+
+def with_pipelines(function: Callable[..., Any], of_arrays: OfArrays, arrays: Sequence[Any]) -> tuple[Callable[..., Any], int]:
+    """``function`` as it is, if it is pipelined or calls pipelined functions, else pipelined as a whole; and the number of calls."""
+    calls = preview.pipelined_calls(jax.make_jaxpr(of_arrays(function))(*arrays))
+    return function if calls else kj.pipeline(function), len(calls)
+
+
+def split(args: tuple[Any, ...]) -> tuple[OfArrays, list[Any]]:
     """Makes of a function of ``args`` one of their arrays, which returns the arrays of the result; and these arrays. Other leaves,
     such as strings and functions, are constants of it."""
     leaves, tree = jax.tree.flatten(args)

@@ -6,6 +6,7 @@ that fell back, with their tracebacks. Invariant: no number of an array is writt
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import jax
 
 import kitsune_jax as kj
 from kitsune_jax.cli import doctor
-from kitsune_jax.cli.bench import split
+from kitsune_jax.cli.bench import split, with_pipelines
 from kitsune_jax.cli.functions import Example
 from kitsune_jax.cli.output import plain
 
@@ -33,12 +34,11 @@ the values of the variables below: read it before you send it. Please add what y
 def text(example: Example) -> str:
     """The report of ``example``. It lowers the function, and neither compiles nor runs it."""
     of_arrays, arrays = split(example.args)
-    function = example.function if isinstance(example.function, kj.Pipeline) else kj.pipeline(example.function)
 
     def lowered() -> str:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            jax.jit(of_arrays(function)).lower(*arrays)
+            jax.jit(of_arrays(with_pipelines(example.function, of_arrays, arrays)[0])).lower(*arrays)
         return "\n".join(f"{w.category.__name__}: {w.message}" for w in told) or "none"
 
     sections = {
@@ -62,7 +62,8 @@ def _section(title: str, content: str) -> str:
 def _tried(make: Callable[[], str]) -> str:
     """The text of ``make``, or the traceback of its error: a report is wanted above all where something fails."""
     try:
-        return make()
+        with contextlib.redirect_stdout(sys.stderr):
+            return make()
     except Exception as error:
         return "".join(traceback.format_exception(error))
 

@@ -25,6 +25,7 @@ from kitsune_jax.targets.cpu.profile import measure, store
 from kitsune_jax.targets.cpu.profile import profile as profiles
 from kitsune_jax.targets.cuda import nvrtc, runtime
 
+_REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir kitsune_jax"
 _MEASURE = "python -m kitsune_jax machine measures it now"
 
 
@@ -62,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    return config.set_variables("KITSUNE_", "XLA_FLAGS", "JAX_")
+    return config.variables_beginning_with("KITSUNE_", "XLA_FLAGS", "JAX_")
 
 
 def _jax() -> dict[str, Any]:
@@ -124,10 +125,10 @@ def _problems(found: dict[str, Any]) -> list[dict[str, Any]]:
     if why := found["jax"]["why_not"]:
         add(f"JAX does not fit or does not start: {why}", f"install a JAX from {preview.SUPPORTED}, or correct JAX_PLATFORMS", True)
     if why := found["targets"]["cpu"]:
-        add(f"no pipelines on the CPU: {why}", "pip install --force-reinstall --no-deps --no-cache-dir kitsune_jax", True)
+        add(f"no pipelines on the CPU: {why}", _REPAIR, True)
     here = found["gpu"]["devices"]
     if here and (why := found["targets"]["cuda"]):
-        add(f"no pipelines on the GPU: {why}", "pip install 'kitsune_jax[cuda13]', in the environment that runs your program", True)
+        add(f"no pipelines on the GPU: {why}", _REPAIR if runtime.why_not() else "pip install 'kitsune_jax[cuda13]'", True)
     if here and found["jax"]["backend"] == "cpu":
         add("there is a GPU, but JAX runs on the CPU", "pip install 'jax[cuda13]', and see that JAX_PLATFORMS is not cpu", False)
     if why := found["cache"]["why_not"]:

@@ -1,8 +1,8 @@
 """The function that a user names as FILE:FUNCTION, and arguments to call it with.
 
-In: the text, and perhaps an expression for the arguments. Out: an ``Example``. The file is executed as a module, with
-its folder first on ``sys.path``, as a script's is. Invariant: whatever is wrong with the file, the name or the arguments is a
-``UsageError`` with the place in the user's file; Ctrl-C and ``SystemExit`` aside, nothing of it reaches a user as a traceback.
+In: the text, and perhaps an expression for the arguments. Out: an ``Example``. The file is executed as a module, with its folder
+first on ``sys.path``, as a script's is. Invariants: whatever is wrong with the file, the name or the arguments is a ``UsageError``
+with the place in the user's file, and no traceback; what the user's code prints goes to stderr, so that stdout is the command's.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ def _arguments(module: ModuleType, name: str, path: Path, expression: str | None
 
 @contextlib.contextmanager
 def users_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of the user's code into a ``UsageError`` that begins with ``what`` and names the line in the user's file."""
+    """Run the user's code. Its errors become a ``UsageError`` that begins with ``what`` and names the line in the user's file."""
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except UsageError:
         raise
     except NotPipelined as error:  # says for itself what to do

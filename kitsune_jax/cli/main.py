@@ -19,6 +19,7 @@ from kitsune_jax import progress
 from kitsune_jax.cli import bench, bugreport, doctor, folder, functions, machine, output
 from kitsune_jax.cli.functions import UsageError
 from kitsune_jax.errors import KitsuneWarning
+from kitsune_jax.report.data import plural
 
 _PROGRAM = "python -m kitsune_jax"
 
@@ -133,12 +134,15 @@ def _cache(args: argparse.Namespace) -> int:
     else:
         output.show_tables(folder.tables(found))
         if "removed" in found:
-            print(f"\n{found['removed']} files were removed")
+            print(f"\nremoved: {plural(found['removed'], 'file')}")
     return 0
 
 
 def _agrees(question: str) -> bool:
-    return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    if not sys.stdin.isatty():
+        return False
+    print(f"{question} [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _report(args: argparse.Namespace) -> int:

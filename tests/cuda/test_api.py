@@ -190,7 +190,8 @@ def test_without_a_compiler_one_warning_and_plain_hlo(monkeypatch: pytest.Monkey
         got = jax.jit(f)(X)
         jax.jit(lambda x: f(x) + 1)(X)
     assert [str(w.message) for w in told if "kitsune" in str(w.message)] == [
-        f"kitsune_jax makes no CUDA kernels here: {hostcc.why_not()}. Functions lower as plain HLO."
+        f"kitsune_jax makes no CUDA kernels here: {hostcc.why_not()}. Functions lower as plain HLO. "
+        "python -m kitsune_jax doctor says what to do."
     ]
     assert "C++17 compiler" in str(hostcc.why_not())
     np.testing.assert_allclose(np.asarray(got), np.sin(np.asarray(X)) * 3, atol=1e-6)

@@ -119,6 +119,13 @@ def test_where_arguments_come_from(model: Path, name: str, expression: str | Non
     assert [a.shape for a in found.args] == shapes and callable(found.function) and found.name == f"model.py:{name}"
 
 
+def test_what_a_file_prints_is_no_part_of_the_output(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model.write_text("print('loud')\ndef f(x): print('traced'); return x + 1\ndef f_args(): print('args'); return 1.0")
+    assert main(["explain", f"{model}:f", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ops_total"] == 1 and {*err.split()} == {"loud", "args", "traced"}
+
+
 def test_a_file_may_be_called_as_a_module_that_is_imported(model: Path) -> None:
     path = model.with_name("json.py")
     path.write_text("def f(x): return x\nARGS = 1.0")
@@ -248,7 +255,7 @@ def test_cache_counts_and_clears_its_own_files(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "elsewhere").touch()
     assert re.search(r"compiled kernels +1  1.00 kB", shown(capsys, "cache"))
     assert main(["cache", "clear"]) == 2 and "give --yes" in capsys.readouterr().err and (cache / "cuda" / "kernel.cubin").exists()
-    assert "1 files were removed" in shown(capsys, "cache", "clear", "--yes")
+    assert "removed: 1 file\n" in shown(capsys, "cache", "clear", "--yes")
     assert not (cache / "cuda" / "kernel.cubin").exists() and (cache / "holiday.jpg").exists() and (tmp_path / "elsewhere").exists()
     assert json.loads(shown(capsys, "cache", "--json"))["kinds"]["cuda"] == {"what": "compiled kernels", "files": 0, "bytes": 0}
 
