@@ -93,7 +93,7 @@ OfArrays: TypeAlias = Callable[[Callable[..., Any]], Callable[..., list[Any]]]
 
 
 def with_pipelines(function: Callable[..., Any], of_arrays: OfArrays, arrays: Sequence[Any]) -> tuple[Callable[..., Any], int]:
-    """``function`` as it is, if it is pipelined or calls pipelined functions, else pipelined as a whole; and the number of calls."""
+    """``function`` as it is if it has pipelined calls, else pipelined as a whole; and the number of those calls."""
     calls = preview.pipelined_calls(jax.make_jaxpr(of_arrays(function))(*arrays))
     return function if calls else kj.pipeline(function), len(calls)
 
