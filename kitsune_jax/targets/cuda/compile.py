@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 
 from kitsune_jax import cache, config
+from kitsune_jax.progress import told
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 
@@ -40,7 +41,12 @@ def emulator_library() -> Path:
     Raises ``OSError`` where there is no C++ compiler or no folder to write to, ``RuntimeError`` if it does not compile.
     """
     key = _key("emulator", "", "emulator", hostcc.find().version, hostcc.EMULATOR_OPTIONS)
-    return cache.default().get_file(key, ".so", hostcc.build_emulator)
+
+    def build() -> bytes:
+        with told("emulator", "compiling the emulator of CUDA kernels, once: 15 s or more"):
+            return hostcc.build_emulator()
+
+    return cache.default().get_file(key, ".so", build)
 
 
 def _show(key: str, suffix: str, source: str, what_for: str) -> None:
