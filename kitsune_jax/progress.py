@@ -45,6 +45,33 @@ class _Work:
 _works: dict[str, _Work] = {}
 
 
+class _Total:
+    """Seconds in which any work ran, by whatever threads."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self.running = 0
+        self.began = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self.running:
+            self.began = now
+        self.running += 1
+
+    def end(self, now: float) -> None:
+        self.running -= 1
+        if not self.running:
+            self.spent += now - self.began
+
+
+_total = _Total()
+
+
+def seconds() -> float:
+    """Seconds that this process has spent so far on work that is told."""
+    return _total.spent
+
+
 @contextlib.contextmanager
 def told(kind: str, line: str) -> Iterator[None]:
     """Tell ``line`` once the ``with`` block has run for a second, together with the blocks of this ``kind`` just before it.
@@ -65,6 +92,7 @@ def told(kind: str, line: str) -> Iterator[None]:
         timer.daemon = True
         timer.start()
     work.running += 1
+    _total.begin(began)
     try:
         yield
     finally:
@@ -73,6 +101,7 @@ def told(kind: str, line: str) -> Iterator[None]:
         work.ended = time.monotonic()
         work.spent += work.ended - began
         work.running -= 1
+        _total.end(work.ended)
 
 
 def _shown() -> bool:

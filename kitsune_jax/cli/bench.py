@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import kitsune_jax as kj
-from kitsune_jax import _compat
+from kitsune_jax import _compat, progress
 from kitsune_jax.cli.functions import Example, users_errors, with_arrays
 from kitsune_jax.cli.output import Table
 from kitsune_jax.frontend import explain as preview
@@ -39,12 +39,14 @@ class Times:
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """``error``: the largest difference of two elements over the largest element of their array (``inf``: one result has a NaN or
-    an infinity where the other has none). ``calls``: of each, beside the first. ``how``: what runs as a pipeline."""
+    an infinity where the other has none). ``calls``: of each, beside the first. ``once``: seconds of the first pipelined call that
+    measured this machine and timed plans, or compiled kernels. ``how``: what runs as a pipeline."""
 
     jit: Times
     pipeline: Times
     calls: int
     error: float
+    once: float
     how: str
 
     @property
@@ -66,6 +68,9 @@ class Comparison:
             ("largest error", f"{self.error:.1e} of the largest element of its array"),
             ("pipelined", self.how),
         ]
+        if self.once:
+            text = "of the first call went into measuring and compiling that is kept on disk, unless other programs disturbed it"
+            found.append(("once", f"{time_text(self.once)} {text}"))
         head = ("", "first call", "median", "half of the calls")
         return [Table(f"{name}: {self.calls} calls of each, in turn", rows, head, right=(1, 2, 3)), Table("compared", found)]
 
@@ -80,13 +85,15 @@ def measure(example: Example, seconds: float) -> Comparison:
         with kj.config.override(disable=True):
             jit, first_jit = _compiled(of_arrays(example.function), arrays)
         jax.clear_caches()
+        before = progress.seconds()
         ours, first_ours = _compiled(of_arrays(pipelined), arrays)
+        once = progress.seconds() - before
         error = _error(ours(), jit())
         jit_times, our_times = _in_turn(jit, ours, seconds)
         report = kj.explain(example.function)(*args)
     where = f"{plural(calls, 'pipelined call')} inside of it" if calls else "the whole function"
     how = f"{report.ops_pipelined} of {report.ops_total} operators of {where}"
-    return Comparison(_times(first_jit, jit_times), _times(first_ours, our_times), len(jit_times), error, how)
+    return Comparison(_times(first_jit, jit_times), _times(first_ours, our_times), len(jit_times), error, once, how)
 
 
 OfArrays: TypeAlias = Callable[[Callable[..., Any]], Callable[..., list[Any]]]

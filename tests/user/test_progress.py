@@ -57,6 +57,14 @@ def test_short_pieces_of_one_kind_are_long_together(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.count("soup") == 1
 
 
+def test_seconds_of_all_work_are_counted_once() -> None:
+    before, began = progress.seconds(), time.monotonic()
+    with progress.told("outer", "stirring"):
+        work(0.1)
+    work(0.1)
+    assert 0.2 <= progress.seconds() - before <= time.monotonic() - began
+
+
 def test_later_work_of_the_same_kind_is_told_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_APART_S", 0.0)
     work(0.3, 0.3)
