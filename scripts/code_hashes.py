@@ -89,7 +89,7 @@ def _words(case: Any) -> dict[str, bytes]:
     jaxpr = jax.make_jaxpr(problem.function)(*problem.args)
     for device in CPUS:
         options = RouteOptions(force=True, device=device, code=False)
-        _, routed, _ = lowering.capture_until_stable(jaxpr, lambda body: body, "cpu", options)
+        _, routed, _ = lowering.capture_until_stable(jaxpr, lambda body, _: body, "cpu", options)
         for k, region in enumerate(routed.regions):
             products = [Products(*phase.plan.products) for phase in region.phases if isinstance(phase.plan, CpuPlan)]
             found[f"{device}/{k}"] = generate(region.program, _TITLE, products).tobytes()
