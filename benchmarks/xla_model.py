@@ -30,7 +30,7 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine, cpu_at_hand, cpu_of
 from kitsune_jax.targets.cpu.planning.xla import of_ops, program_context
 from kitsune_jax.targets.cpu.profile.kernels import fastest
-from kitsune_jax.targets.cpu.profile.profile import Profile
+from kitsune_jax.targets.cpu.profile.profile import MachineProfile
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 _TURNS = 7
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=tuple(FAMILIES), nargs="+", default=tuple(FAMILIES))
     parser.add_argument("--profile", type=Path, help="a profile, as python -m kitsune_jax machine --json prints it")
     args = parser.parse_args(argv)
-    machine = cpu_of(Profile.from_json(args.profile.read_text())) if args.profile else cpu_at_hand()
+    machine = cpu_of(MachineProfile.from_json(args.profile.read_text())) if args.profile else cpu_at_hand()
     print(text(compare(args.only, machine)))
     return 0
 

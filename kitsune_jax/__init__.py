@@ -1,7 +1,8 @@
 """``pipeline(fn)`` runs a JAX function as pipelines that keep intermediate tiles on chip; ``explain(fn)`` reports what it would do.
 
-``fallbacks()`` lists functions that a bug of this package kept from being pipelined. Everything else in the package is internal.
-Importing it registers the custom calls, so that programs exported or cached by another process run here.
+``profile(fn)`` runs it and reports what bounds it. ``fallbacks()`` lists functions that a bug of this package kept from being
+pipelined. Everything else in the package is internal. Importing it registers the custom calls, so that programs exported or cached
+by another process run here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from kitsune_jax import config
 from kitsune_jax.config import __version__ as __version__
 from kitsune_jax.errors import Fallback, MutatedArgument, NotPipelined, fallbacks
 from kitsune_jax.frontend.api import Pipeline, explain, pipeline
+from kitsune_jax.profiling.report import Profile
+from kitsune_jax.profiling.run import profile
 from kitsune_jax.profiling.timeline import Timeline, timeline
 from kitsune_jax.report.render import Report
 from kitsune_jax.targets.cpu import call as _cpu_runtime
@@ -19,12 +22,14 @@ __all__ = [
     "MutatedArgument",
     "NotPipelined",
     "Pipeline",
+    "Profile",
     "Report",
     "Timeline",
     "config",
     "explain",
     "fallbacks",
     "pipeline",
+    "profile",
     "timeline",
 ]
 

@@ -14,7 +14,7 @@ import sys
 from kitsune_jax import config
 from kitsune_jax.targets.cpu.profile import profile as shipped
 from kitsune_jax.targets.cpu.profile import store
-from kitsune_jax.targets.cpu.profile.profile import Profile
+from kitsune_jax.targets.cpu.profile.profile import MachineProfile
 from kitsune_jax.targets.cpu.profile.store import Disturbed
 
 _NAMES = f"<family> or <family>-<cores>, family one of {', '.join(shipped.FAMILIES)}"
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(args: argparse.Namespace) -> Profile:
+def _profile(args: argparse.Namespace) -> MachineProfile:
     if args.shipped:
         name = args.shipped
         return shipped.shipped(name if "-" in name else f"{name}-{config.num_threads()}")
     return store.stored(config.num_threads(), again=not args.kept)
 
 
-def text(profile: Profile) -> str:
+def text(profile: MachineProfile) -> str:
     """The profile for a person to read: rates of matrix products, functions and memory, ours beside XLA's."""
     lines = [
         f"{profile.name}: {profile.cpu}",
@@ -91,7 +91,7 @@ def text(profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _agreement(profile: Profile) -> list[str]:
+def _agreement(profile: MachineProfile) -> list[str]:
     if not profile.passes:
         return []
     doubtful = f"; another one in each of them: {', '.join(dict(profile.doubtful))}" if profile.doubtful else ", all numbers agree"

@@ -130,6 +130,7 @@ def _region(graph: Graph, planned: Planned, machine: Machine) -> RegionReport:
         bytes_moved=sum(p.bytes_moved for p in _plans(planned)),
         baseline_bytes=sum(p.baseline_bytes for p in _plans(planned)),
         peak_flops=_peak(graph, region, machine),
+        sources=tuple(dict.fromkeys(line for i in sorted(region.ops) if (line := graph.ops[i].source))),
     )
 
 

@@ -108,7 +108,8 @@ class RegionReport:
     ``ahead``: a prefetch for the operator behind the call, whose gain is in no other number here. ``times``: how often the call
     runs, the steps of the loops around it, as far as their number is known. ``flops`` are the useful operations of one run,
     ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as a pipeline and with ``jax.jit``; ``peak_flops`` is the
-    most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not known).
+    most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not known). ``sources``:
+    the user's lines of its operators.
     """
 
     name: str
@@ -140,6 +141,7 @@ class RegionReport:
     bytes_moved: int = 0
     baseline_bytes: int = 0
     peak_flops: float = 0.0
+    sources: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

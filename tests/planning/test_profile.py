@@ -30,7 +30,7 @@ from kitsune_jax.targets.cpu.planning import machines
 from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_of
 from kitsune_jax.targets.cpu.profile import kernels, measure, store, xla
 from kitsune_jax.targets.cpu.profile import profile as shipped
-from kitsune_jax.targets.cpu.profile.profile import Profile, numbers_of
+from kitsune_jax.targets.cpu.profile.profile import MachineProfile, numbers_of
 
 REFERENCE = shipped.shipped("zen5-2")
 
@@ -43,7 +43,7 @@ def _own_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(store, "_known", {})
 
 
-def named(name: str, **changes: Any) -> Profile:
+def named(name: str, **changes: Any) -> MachineProfile:
     return dataclasses.replace(REFERENCE, name=name, **changes)
 
 
@@ -62,7 +62,7 @@ def small() -> tuple[list[Any], Any]:
 
 def test_a_profile_is_json_and_back() -> None:
     found = named("measured-here-2", passes=3, doubtful=(("touch", 1.5),))
-    assert Profile.from_json(found.to_json()) == found
+    assert MachineProfile.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_a_profile_is_json_and_back() -> None:
 def test_what_is_no_profile_is_refused(change: dict[str, Any]) -> None:
     data = json.loads(REFERENCE.to_json()) | change
     with pytest.raises(ValueError):
-        Profile.from_json(json.dumps(data))
+        MachineProfile.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("family", shipped.FAMILIES)
 @pytest.mark.parametrize("cores", [1, 2, 16, 192])
 def test_every_shipped_profile_plans(family: str, cores: int) -> None:
     profile = shipped.shipped(f"{family}-{cores}")
-    assert profile.workers == cores and Profile.from_json(profile.to_json()) == profile
+    assert profile.workers == cores and MachineProfile.from_json(profile.to_json()) == profile
     machine = cpu_of(profile)
     assert machine.workers == cores and machine.dram_bandwidth > 0
     graph = graph_of(network, *small())
@@ -175,7 +175,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """The groups that were measured, by a stand-in that returns the reference; ``None`` for all in one."""
     calls: list[str | None] = []
 
-    def stand_in(workers: int, group: str | None = None, known: Profile | None = None) -> Profile:
+    def stand_in(workers: int, group: str | None = None, known: MachineProfile | None = None) -> MachineProfile:
         calls.append(group)
         return dataclasses.replace(of_reference(group), name="measured-here-2", workers=workers, made="anew")
 
@@ -183,7 +183,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return calls
 
 
-def of_reference(group: str | None) -> Profile:
+def of_reference(group: str | None) -> MachineProfile:
     """The numbers of one group, or all."""
     return named("reference", numbers=tuple((k, v) for k, v in REFERENCE.numbers if group in (None, measure.group_of(k))), passes=2)
 
@@ -340,7 +340,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
 def test_what_was_measured_beside_other_programs_is_used_and_not_kept(
     measured: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def busy(workers: int, group: str, known: Profile) -> Profile:
+    def busy(workers: int, group: str, known: MachineProfile) -> MachineProfile:
         raise store.Disturbed("other programs were running", of_reference(group))
 
     with monkeypatch.context() as patch:
@@ -350,7 +350,7 @@ def test_what_was_measured_beside_other_programs_is_used_and_not_kept(
         assert store.at_hand().seconds("touch") == REFERENCE.seconds("touch")
     (kept,) = tmp_path.rglob("*.profile.json")
     content = unseal(kept.read_bytes())
-    assert content is not None and Profile.from_json(content.decode()).numbers == ()
+    assert content is not None and MachineProfile.from_json(content.decode()).numbers == ()
     another_process(monkeypatch)  # when they are gone
     assert store.at_hand().seconds("touch") and not store.notes() and measured == ["kernels"]
 
@@ -377,7 +377,7 @@ def test_doubtful_numbers_and_lost_cores_decide_whether_numbers_are_kept(
     monkeypatch.setattr(measure, "Passes", Found)
     monkeypatch.setattr(xla, "pieces", lambda workers, *_: [kernels.Piece(p.key, lambda: 1e-3) for p in xla.programs(workers)])
     try:
-        profile: Profile | None = measure.measure(2)
+        profile: MachineProfile | None = measure.measure(2)
         assert kept
     except store.Disturbed as why:
         profile = why.profile
@@ -497,7 +497,7 @@ def test_the_command_says_how_well_passes_agreed(doubtful: tuple[tuple[str, floa
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["machine", "--shipped", "avx2-4", "--json"]) == 0
-    assert Profile.from_json(capsys.readouterr().out) == shipped.shipped("avx2-4")
+    assert MachineProfile.from_json(capsys.readouterr().out) == shipped.shipped("avx2-4")
 
 
 def test_the_command_measures_again(measured: list[str | None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -508,7 +508,7 @@ def test_the_command_measures_again(measured: list[str | None], capsys: pytest.C
 
 
 def test_the_command_says_why_there_is_no_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def busy(workers: int) -> Profile:
+    def busy(workers: int) -> MachineProfile:
         raise store.Disturbed("other programs were running")
 
     monkeypatch.setattr(store, "measure", busy)

@@ -20,7 +20,7 @@ from kitsune_jax.targets.cpu.call import FlopCounts
 from kitsune_jax.targets.cpu.profile import profile as shipped
 from kitsune_jax.targets.cpu.profile import store, xla
 from kitsune_jax.targets.cpu.profile.kernels import ACCESSED, DEPTHS, SHORT, SMALL_PRODUCTS, TILE, WIDTHS
-from kitsune_jax.targets.cpu.profile.profile import Profile, table
+from kitsune_jax.targets.cpu.profile.profile import MachineProfile, table
 
 # --- Machine models ---------------------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class CpuMachine(Machine):
 
     fault_bandwidth: float
     huge_fault_bandwidth: float
-    profile: Profile
+    profile: MachineProfile
     rounding: Rounding = xla.KNOWN_ROUNDING
 
 
@@ -65,7 +65,7 @@ REGION_ALONE = CpuProgramContext()  # the region is the whole program
 
 
 @functools.lru_cache(maxsize=64)
-def cpu_of(profile: Profile, rounds: Rounding = xla.KNOWN_ROUNDING) -> CpuMachine:
+def cpu_of(profile: MachineProfile, rounds: Rounding = xla.KNOWN_ROUNDING) -> CpuMachine:
     """The machine model of a CPU with the numbers of ``profile``. ``rounds``: where XLA rounds 16-bit results."""
     workers, seconds = profile.workers, profile.seconds
 
@@ -166,7 +166,7 @@ class CpuTimes:
     on logarithmic scales, and constant beyond them.
     """
 
-    def __init__(self, profile: Profile):
+    def __init__(self, profile: MachineProfile):
         self.profile = profile
         self._numbers = table(profile)
         self.product = functools.lru_cache(maxsize=4096)(self._product)

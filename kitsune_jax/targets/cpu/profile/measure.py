@@ -1,8 +1,8 @@
 """Measures this machine, all of it or one group of numbers.
 
-Comes in: the name of a group, and the numbers that are known already. Goes out: a ``Profile`` with the numbers of that group.
-Numbers form groups by what needs them (``group_of``): a float32 network needs neither kernels for bfloat16 nor sums by index. All
-groups took 14 s on a virtual Zen 4, those of a float32 network 1.6.
+Comes in: the name of a group, and the numbers that are known already. Goes out: a ``MachineProfile`` with the numbers of that
+group. Numbers form groups by what needs them (``group_of``): a float32 network needs neither kernels for bfloat16 nor sums by
+index. All groups took 14 s on a virtual Zen 4, those of a float32 network 1.6.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.profile import kernels, xla
 from kitsune_jax.targets.cpu.profile import profile as profiles
 from kitsune_jax.targets.cpu.profile.kernels import MOST_DOUBTFUL, Passes, Piece
-from kitsune_jax.targets.cpu.profile.profile import Profile, numbers_of
+from kitsune_jax.targets.cpu.profile.profile import MachineProfile, numbers_of
 
 # --- Groups -----------------------------------------------------------------------------------------------------------------------
 
@@ -87,12 +87,12 @@ _SECONDS, _MOST_SECONDS, _GROUP_SECONDS = 3.0, 15.0, 0.1
 class Disturbed(RuntimeError):
     """The machine could not be measured well. The message says why, as a clause. ``profile``: what was found, if anything was."""
 
-    def __init__(self, why: str, profile: Profile | None = None):
+    def __init__(self, why: str, profile: MachineProfile | None = None):
         super().__init__(why)
         self.profile = profile
 
 
-def measure(workers: int, group: str | None = None, known: Profile | None = None) -> Profile:
+def measure(workers: int, group: str | None = None, known: MachineProfile | None = None) -> MachineProfile:
     """Measure the numbers of ``group``, or all, with ``workers`` threads busy, pass by pass until two agree.
 
     ``known``: a profile with those of ``groups_before(group)``, whose ``made`` and ``reference`` go on. Raises ``Disturbed`` if too
@@ -100,7 +100,7 @@ def measure(workers: int, group: str | None = None, known: Profile | None = None
     """
     stop = threading.Event()
     found = in_own_thread(functools.partial(_passes, workers, group, known, stop), "kitsune_jax profile", stop.set)
-    if isinstance(found, Profile):
+    if isinstance(found, MachineProfile):
         return found
     if isinstance(found, Disturbed):
         raise found
@@ -114,7 +114,7 @@ def _extension() -> Any:
     return extension
 
 
-def _passes(workers: int, group: str | None, known: Profile | None, stop: threading.Event) -> Profile:
+def _passes(workers: int, group: str | None, known: MachineProfile | None, stop: threading.Event) -> MachineProfile:
     """The measurement. ``stop``: set when no thread waits for it any more."""
 
     def go_on() -> None:
@@ -150,7 +150,7 @@ def _passes(workers: int, group: str | None, known: Profile | None, stop: thread
     return profile
 
 
-def _profile(workers: int, found: Passes, ours: list[Piece], theirs: list[Piece], known: Profile | None) -> Profile:
+def _profile(workers: int, found: Passes, ours: list[Piece], theirs: list[Piece], known: MachineProfile | None) -> MachineProfile:
     seconds, before = found.seconds(), {} if known is None else dict(known.numbers)
     idle = seconds["xla/call"] if "xla/call" in seconds else before.get("xla/call", 0.0)
     numbers = kernels.numbers(ours, seconds) | xla.numbers(theirs, seconds, idle)
@@ -164,10 +164,10 @@ def _profile(workers: int, found: Passes, ours: list[Piece], theirs: list[Piece]
     )
 
 
-def empty(workers: int) -> Profile:
+def empty(workers: int) -> MachineProfile:
     """A new profile of this machine without numbers."""
     l1, l2, l3 = profiles.cache_sizes()
-    return Profile(
+    return MachineProfile(
         name=f"measured-{profiles.slug()}-{workers}",
         cpu=profiles.model_name(),
         isa=call.isa(),

@@ -1,4 +1,4 @@
-"""A machine's ``Profile``: measured times of the smallest pieces of work that CPU plans consist of; the profiles that come with the
+"""``MachineProfile``: measured times of the smallest pieces of work that CPU plans consist of; the profiles that come with the
 package; and the operating system's facts about the CPU.
 
 Profiles are plain data, written as JSON and read back without loss, and equal profiles give equal plans. Only ``kernels`` and
@@ -63,7 +63,7 @@ FORMAT = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Profile:
+class MachineProfile:
     """A machine, and how long pieces of work take on it.
 
     ``name``: in ``explain`` and ``KITSUNE_PROFILE``. ``cpu``: the processor, for people. ``isa``: the kernel table. ``workers``:
@@ -108,9 +108,9 @@ class Profile:
     def to_json(self) -> str:
         """As text, one number on a line, so that two profiles can be compared by eye.
 
-        >>> from kitsune_jax.targets.cpu.profile.profile import Profile
-        >>> p = Profile("mine", "a CPU", "avx2", 2, 1 << 15, 1 << 20, 1 << 24, (("touch", 1e-10),))
-        >>> Profile.from_json(p.to_json()) == p
+        >>> from kitsune_jax.targets.cpu.profile.profile import MachineProfile
+        >>> p = MachineProfile("mine", "a CPU", "avx2", 2, 1 << 15, 1 << 20, 1 << 24, (("touch", 1e-10),))
+        >>> MachineProfile.from_json(p.to_json()) == p
         True
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "on_demand"}
@@ -118,14 +118,14 @@ class Profile:
         return json.dumps({"format": FORMAT, **fields, **pairs}, indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> Profile:
+    def from_json(text: str) -> MachineProfile:
         """The profile that ``to_json`` wrote. Raises ``ValueError`` for any other text."""
         try:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
             numbers = numbers_of(data.pop("numbers"))
-            profile = Profile(numbers=numbers, doubtful=numbers_of(data.pop("doubtful")), **data)
+            profile = MachineProfile(numbers=numbers, doubtful=numbers_of(data.pop("doubtful")), **data)
             sizes = (profile.workers, profile.l1, profile.l2, profile.l3)
             if type(profile.passes) is not int or not all(type(n) is int and n > 0 for n in sizes):
                 raise ValueError("cores and caches are positive integers, passes an integer")
@@ -139,12 +139,12 @@ class Profile:
 
 
 def numbers_of(numbers: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """``numbers`` as ``Profile.numbers``, to six digits, beyond which they are noise."""
+    """``numbers`` as ``MachineProfile.numbers``, to six digits, beyond which they are noise."""
     return tuple(sorted((str(k), float(f"{float(v):.6g}")) for k, v in numbers.items()))
 
 
 @functools.lru_cache(maxsize=64)
-def table(profile: Profile) -> Mapping[str, float]:
+def table(profile: MachineProfile) -> Mapping[str, float]:
     """The numbers by name; of this process's machine, some are measured as they are looked up."""
     return dict(profile.numbers) if profile.on_demand is None else profile.on_demand
 
@@ -193,7 +193,7 @@ FAMILIES = {
 
 
 @functools.lru_cache(maxsize=64)
-def shipped(name: str) -> Profile:
+def shipped(name: str) -> MachineProfile:
     """The profile ``"<family>-<cores>"``. Raises ``ValueError`` for a name that is not of this form.
 
     >>> shipped("avx2-8").workers
@@ -209,12 +209,12 @@ def shipped(name: str) -> Profile:
 
 
 @functools.cache
-def reference() -> Profile:
+def reference() -> MachineProfile:
     text = importlib.resources.files(__package__).joinpath("reference.json").read_text()
-    return Profile.from_json(text)
+    return MachineProfile.from_json(text)
 
 
-def _derived(name: str, family: Family, workers: int) -> Profile:
+def _derived(name: str, family: Family, workers: int) -> MachineProfile:
     known = reference()
     numbers: dict[str, float] = {}
     for key, seconds in known.numbers:
@@ -225,7 +225,7 @@ def _derived(name: str, family: Family, workers: int) -> Profile:
         if "/dots" in key and family.tiles:
             numbers[key.replace("/dots", "/tiles")] = seconds * (1.0 if key.startswith("pack") else 465e9 / family.tiles)
     l1 = 32 * KIB if family.f32 < _PEAK else known.l1
-    return Profile(name, name, family.isa, workers, l1, MIB, 16 * MIB * workers, numbers_of(numbers))
+    return MachineProfile(name, name, family.isa, workers, l1, MIB, 16 * MIB * workers, numbers_of(numbers))
 
 
 def _factor(key: str, family: Family, workers: int) -> float:

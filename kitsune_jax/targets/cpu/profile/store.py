@@ -27,7 +27,7 @@ from kitsune_jax.progress import told
 from kitsune_jax.targets.cpu import bytecode, call
 from kitsune_jax.targets.cpu.profile import profile as profiles
 from kitsune_jax.targets.cpu.profile.measure import Disturbed, empty, group_of, groups_before, keys, measure
-from kitsune_jax.targets.cpu.profile.profile import FORMAT, Profile, numbers_of, table
+from kitsune_jax.targets.cpu.profile.profile import FORMAT, MachineProfile, numbers_of, table
 
 # --- Numbers on demand ------------------------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ class _OnDemand(Mapping[str, float]):
     ``notes``: remarks on numbers that are not kept.
     """
 
-    def __init__(self, kept: Profile, cache: Cache, name: str):
+    def __init__(self, kept: MachineProfile, cache: Cache, name: str):
         self.notes: tuple[str, ...] = ()
         self._kept = self._profile = kept
         self._cache, self._name = cache, name
@@ -75,11 +75,11 @@ class _OnDemand(Mapping[str, float]):
     def __repr__(self) -> str:
         return f"_OnDemand({self._profile.made})"
 
-    def profile(self) -> Profile:
+    def profile(self) -> MachineProfile:
         """The machine with these numbers."""
         return dataclasses.replace(self._profile, numbers=(), passes=0, doubtful=(), reference=0.0, on_demand=self)
 
-    def complete(self) -> Profile:
+    def complete(self) -> MachineProfile:
         """All numbers, as plain data."""
         for key in self._keys():
             self._need(group_of(key))
@@ -110,7 +110,7 @@ class _OnDemand(Mapping[str, float]):
         self._add(group, found)
         return _joined(kept, found).to_json().encode()
 
-    def _add(self, group: str, found: Profile) -> None:
+    def _add(self, group: str, found: MachineProfile) -> None:
         numbers = {key: seconds for key, seconds in table(found).items() if group_of(key) == group}
         self._profile = _joined(self._profile, dataclasses.replace(found, numbers=numbers_of(numbers)))
         self._numbers |= numbers
@@ -126,7 +126,7 @@ class _OnDemand(Mapping[str, float]):
             self.notes = (text,)
 
 
-def _joined(one: Profile, other: Profile) -> Profile:
+def _joined(one: MachineProfile, other: MachineProfile) -> MachineProfile:
     """``one`` with the numbers of ``other`` that it lacks."""
     return dataclasses.replace(
         one,
@@ -137,9 +137,9 @@ def _joined(one: Profile, other: Profile) -> Profile:
     )
 
 
-def _parsed(content: bytes | None) -> Profile | None:
+def _parsed(content: bytes | None) -> MachineProfile | None:
     try:
-        return None if content is None else Profile.from_json(content.decode())
+        return None if content is None else MachineProfile.from_json(content.decode())
     except ValueError:  # of another format, though its key says the same
         return None
 
@@ -149,7 +149,7 @@ def _parsed(content: bytes | None) -> Profile | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FoundProfile:
-    profile: Profile
+    profile: MachineProfile
     notes: tuple[str, ...]
 
 
@@ -167,7 +167,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def at_hand() -> Profile:
+def at_hand() -> MachineProfile:
     """The profile of the CPU that this process runs on, with the threads that a plan may use.
 
     Raises ``ValueError`` where ``KITSUNE_PROFILE`` names no profile or ``KITSUNE_NUM_THREADS`` is no positive integer.
@@ -209,7 +209,7 @@ def _agree_on_profile(workers: int) -> _FoundProfile:
             store.key_value_set(where, json.dumps([found.profile.to_json(), found.notes]))
             return found
         text, told = json.loads(store.blocking_key_value_get(where, _WAIT_MS))
-        profile = Profile.from_json(text)
+        profile = MachineProfile.from_json(text)
         return _FoundProfile(profile, (*told, "planned with the profile of process 0, so that all processes have the same plan"))
     except Exception as error:  # the coordinator's own errors, or a process 0 that never plans
         return _shipped_because(f"the processes could not agree on one ({error})", workers)
@@ -238,7 +238,7 @@ def shipped_name(workers: int) -> str:
     return f"{profiles.family(call.isa())}-{workers}"
 
 
-def stored(workers: int, again: bool = False) -> Profile:
+def stored(workers: int, again: bool = False) -> MachineProfile:
     """All numbers of this machine: those on disk and the others, measured now; or all measured now if ``again``. Raises
     ``Disturbed`` if all were measured badly, and then keeps nothing."""
     if not again:
@@ -257,10 +257,10 @@ def _cache() -> Cache:
 def _on_demand(workers: int) -> _OnDemand:
     cache, name = _cache(), identity(workers)
     content = cache.get(name, _SUFFIX, lambda: empty(workers).to_json().encode())
-    return _OnDemand(Profile.from_json(content.decode()), cache, name)
+    return _OnDemand(MachineProfile.from_json(content.decode()), cache, name)
 
 
-def on_disk(workers: int) -> Profile | None:
+def on_disk(workers: int) -> MachineProfile | None:
     """The numbers of this machine that are on disk, or ``None`` where there are none. Measures nothing."""
     return _parsed(_cache().find(identity(workers), _SUFFIX))
 
