@@ -19,7 +19,7 @@ from kitsune_jax.config import printable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """The work of one kernel.
 
     ``ops``: JAX's names of the operators in it, in order; ``sources``: the user's lines, "model.py:12 (mlp)". ``dots``: operations
@@ -43,12 +43,12 @@ class Module:
     ``holders``: instructions that run others as kernels, and the names of these."""
 
     name: str
-    works: Mapping[str, Work]
+    works: Mapping[str, KernelWork]
     holders: Mapping[str, frozenset[str]]
 
-    def work(self, op: str) -> Work:
+    def work(self, op: str) -> KernelWork:
         """The work of the kernel ``op``: not counted, if the module has none of that name."""
-        return self.works.get(op, Work((op,), counted=False))
+        return self.works.get(op, KernelWork((op,), counted=False))
 
 
 def read(text: str) -> Module:
@@ -227,7 +227,7 @@ class _Reader:
                     found |= self.inside(inner)
         return frozenset(found)
 
-    def work(self, c: _Computation, i: _Instruction) -> Work:
+    def work(self, c: _Computation, i: _Instruction) -> KernelWork:
         """The work of instruction ``i`` of ``c``."""
         if i.opcode not in ("fusion", *_HOLD):
             label, sources = self._names([i])
@@ -240,7 +240,7 @@ class _Reader:
         ops, sources = self._names([k for _, k in inner])
         if not ops:
             ops, sources = self._names([i])
-        return Work(
+        return KernelWork(
             ops or ("copy" if i.opcode == "fusion" else i.opcode,),
             sources,
             times * sum(w.dots for w in works),
@@ -267,10 +267,10 @@ class _Reader:
         lines = dict.fromkeys(self.sources.get(frame, "") for _, frame in found)
         return tuple(found.values()), tuple(line for line in lines if line)
 
-    def _own(self, c: _Computation, i: _Instruction) -> Work:
+    def _own(self, c: _Computation, i: _Instruction) -> KernelWork:
         """The operations of a plain instruction, without names and bytes."""
         elements = sum(math.prod(dims) for _, dims in i.shapes)
-        none = Work(())
+        none = KernelWork(())
         if i.opcode in _NO_KERNEL or i.opcode in _MOVES:
             return none
         if i.opcode == "dot" or (i.opcode == "custom-call" and "gemm" in i.attributes):
@@ -331,22 +331,22 @@ def _moved(c: _Computation, i: _Instruction) -> int:
     return out + sum(_bytes(c.shapes(name)) for name in dict.fromkeys(i.operands))
 
 
-def _product(c: _Computation, i: _Instruction) -> Work:
+def _product(c: _Computation, i: _Instruction) -> KernelWork:
     contracted = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)
     shapes = c.shapes(i.operands[0]) if i.operands else ()
     if contracted is None or not shapes:
-        return Work((), counted=False)
+        return KernelWork((), counted=False)
     dtype, dims = shapes[0]
     k = math.prod(dims[d] for d in _dims(contracted[1]))
     # A library's call may have a second result, its workspace.
-    return Work((), dots=2 * math.prod(i.shapes[0][1]) * k, dtype=_DTYPES.get(dtype, dtype))
+    return KernelWork((), dots=2 * math.prod(i.shapes[0][1]) * k, dtype=_DTYPES.get(dtype, dtype))
 
 
-def _convolution(c: _Computation, i: _Instruction) -> Work:
+def _convolution(c: _Computation, i: _Instruction) -> KernelWork:
     labels = re.search(r"dim_labels=\w+_(\w+)->", i.attributes)
     shapes = c.shapes(i.operands[1]) if len(i.operands) > 1 else ()
     if labels is None or not shapes:
-        return Work((), counted=False)
+        return KernelWork((), counted=False)
     dtype, kernel = shapes[0]
     per_output = math.prod(kernel) // max(1, kernel[labels[1].index("o")])
-    return Work((), dots=2 * math.prod(i.shapes[0][1]) * per_output, dtype=_DTYPES.get(dtype, dtype))
+    return KernelWork((), dots=2 * math.prod(i.shapes[0][1]) * per_output, dtype=_DTYPES.get(dtype, dtype))

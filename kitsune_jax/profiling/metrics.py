@@ -1,6 +1,6 @@
 """The numbers of SKIP (arXiv 2504.11750) for one call of a function, the bound of the call, and the chains of kernels that recur.
 
-In: a ``TracedCall``, the ``Work`` of each of its kernels, the ``PeakRates`` of the machine. Out: ``Metrics``, ``Shares``, chains as
+In: a ``TracedCall``, the ``KernelWork`` of each of its kernels, the ``PeakRates`` of the machine. Out: ``Metrics``, ``Shares``, chains as
 positions in the run. Pure functions; times come from the trace alone.
 
 **The bound.** The latency of a call is divided into three parts. *Overhead* is the time in which no kernel runs, and of each kernel
@@ -17,7 +17,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
-from kitsune_jax.profiling.hlo import Work
+from kitsune_jax.profiling.hlo import KernelWork
 from kitsune_jax.profiling.trace import KernelRun, TracedCall
 
 Bound = Literal["overhead", "memory", "compute", "other"]
@@ -113,7 +113,7 @@ def _busy(run: TracedCall) -> float:
     return total
 
 
-def shares_of(run: TracedCall, works: Sequence[Work], rates: PeakRates) -> Shares:
+def shares_of(run: TracedCall, works: Sequence[KernelWork], rates: PeakRates) -> Shares:
     """The parts of the latency of ``run``; ``works`` has one entry for each kernel."""
     m = metrics_of(run)
     parts = kernel_shares(run.kernels, works, rates)
@@ -121,7 +121,7 @@ def shares_of(run: TracedCall, works: Sequence[Work], rates: PeakRates) -> Share
     return Shares(parts.overhead * scale + m.idle, parts.memory * scale, parts.compute * scale, parts.other * scale)
 
 
-def kernel_shares(kernels: Sequence[KernelRun], works: Sequence[Work], rates: PeakRates) -> Shares:
+def kernel_shares(kernels: Sequence[KernelRun], works: Sequence[KernelWork], rates: PeakRates) -> Shares:
     """The parts of the time of ``kernels``, each for itself."""
     parts = dict.fromkeys(BOUNDS, 0.0)
     for kernel, work in zip(kernels, works, strict=True):
@@ -132,7 +132,7 @@ def kernel_shares(kernels: Sequence[KernelRun], works: Sequence[Work], rates: Pe
     return Shares(**parts)
 
 
-def limit_of(work: Work, rates: PeakRates) -> Bound:
+def limit_of(work: KernelWork, rates: PeakRates) -> Bound:
     """What limits a kernel with this work: "memory", "compute", or "other" where its operations are not counted."""
     if not work.counted:
         return "other"

@@ -263,7 +263,7 @@ class Traced:
 
     call: Callable[[], Any]
     run: TracedCall
-    works: list[hlo.Work]
+    works: list[hlo.KernelWork]
     count: int
     spread: float
     devices: int
@@ -318,7 +318,9 @@ def _events(call: Callable[[], Any], repeats: int) -> list[Event]:
 # --- what a pipeline would give ---------------------------------------------------------------------------------------------------
 
 
-def chain_of(recurring: Recurring, run: TracedCall, works: Sequence[hlo.Work], rates: PeakRates, report: Report) -> KernelChain:
+def chain_of(
+    recurring: Recurring, run: TracedCall, works: Sequence[hlo.KernelWork], rates: PeakRates, report: Report
+) -> KernelChain:
     """A recurring chain of kernels, and what the plan in ``report`` does with its operators."""
     at = recurring.kernels()
     kernels, own = [run.kernels[k] for k in at], [works[k] for k in at]

@@ -17,7 +17,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax.profiling import hlo
 from kitsune_jax.profiling.batches import INDICES, NONE_SHARED, Batch, batch_of
-from kitsune_jax.profiling.hlo import Work
+from kitsune_jax.profiling.hlo import KernelWork
 from kitsune_jax.profiling.metrics import (
     Metrics,
     PeakRates,
@@ -143,12 +143,12 @@ RATES = PeakRates(
     near_bytes=1 << 20,
     kernel_seconds=1e-6,
 )
-PRODUCT = Work(("dot_general",), dots=10**9, bytes=10**5)
-MOVED = Work(("add",), simple=10**6, bytes=12 * 10**6)
-SORTED = Work(("sort",), bytes=10**3, counted=False)
+PRODUCT = KernelWork(("dot_general",), dots=10**9, bytes=10**5)
+MOVED = KernelWork(("add",), simple=10**6, bytes=12 * 10**6)
+SORTED = KernelWork(("sort",), bytes=10**3, counted=False)
 
 
-def in_turn(spent: float, works: Sequence[Work], gap: float) -> Shares:
+def in_turn(spent: float, works: Sequence[KernelWork], gap: float) -> Shares:
     """The parts of a call of kernels of ``spent`` nanoseconds, each behind a gap."""
     starts = [gap + k * (spent + gap) for k in range(len(works))]
     run = TracedCall(0, starts[-1] + spent, tuple(KernelRun("k", s, s + spent) for s in starts))
@@ -165,7 +165,7 @@ def in_turn(spent: float, works: Sequence[Work], gap: float) -> Shares:
         (50_000, SORTED, 200, "other"),
     ],
 )
-def test_the_bound_is_the_largest_part(spent: float, work: Work, gap: float, bound: str):
+def test_the_bound_is_the_largest_part(spent: float, work: KernelWork, gap: float, bound: str):
     assert in_turn(spent, [work] * 200, gap).bound == bound
 
 
@@ -184,14 +184,14 @@ def test_the_parts_of_overlapping_kernels_are_the_latency():
 @pytest.mark.parametrize(
     ("work", "limit"),
     [
-        (Work((), simple=10**5, bytes=10**6 // 2), "memory"),  # 5 us from the cache, 1 us of additions
-        (Work((), transcendental=10**5, bytes=10**6 // 2), "compute"),  # 10 us of functions
-        (Work((), dots=4 * 10**6, bytes=10**6 // 2), "memory"),
-        (Work((), dots=30 * 10**8, dtype="bfloat16", bytes=2 * 10**7), "memory"),  # 1.5 ms and 2 ms from memory
-        (Work((), dots=30 * 10**8, bytes=2 * 10**7), "compute"),  # 3 ms in another dtype
+        (KernelWork((), simple=10**5, bytes=10**6 // 2), "memory"),  # 5 us from the cache, 1 us of additions
+        (KernelWork((), transcendental=10**5, bytes=10**6 // 2), "compute"),  # 10 us of functions
+        (KernelWork((), dots=4 * 10**6, bytes=10**6 // 2), "memory"),
+        (KernelWork((), dots=30 * 10**8, dtype="bfloat16", bytes=2 * 10**7), "memory"),  # 1.5 ms and 2 ms from memory
+        (KernelWork((), dots=30 * 10**8, bytes=2 * 10**7), "compute"),  # 3 ms in another dtype
     ],
 )
-def test_the_limit_of_a_kernel(work: Work, limit: str):
+def test_the_limit_of_a_kernel(work: KernelWork, limit: str):
     assert limit_of(work, RATES) == limit
 
 
@@ -275,7 +275,7 @@ READ = hlo.read(MODULE)
 
 def test_a_fusion_is_its_operators_and_the_bytes_at_its_border():
     assert READ.name == "jit_f"
-    assert READ.work("layer_fusion") == Work(
+    assert READ.work("layer_fusion") == KernelWork(
         ("dot_general", "add", "tanh"),
         ("model.py:12 (mlp)", "model.py:7 (step)"),
         dots=2 * 32 * 16 * 64,
