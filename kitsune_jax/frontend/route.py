@@ -26,7 +26,7 @@ from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.regions.joining import Chosen, region_of_call
 from kitsune_jax.regions.select import select
-from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes
+from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes, op_flops
 from kitsune_jax.report.render import Report
 from kitsune_jax.targets import Evaluate, Target
 
@@ -251,21 +251,22 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
 def _seconds_of_ops(graph: Graph, target: Target[Any, Any, Any], machine: Machine, program: ProgramContext) -> dict[int, float]:
     """Modelled seconds of each op of ``graph`` in XLA's code, for the report.
 
-    The ops that the model knows share the time of all of them, in which XLA fuses them, in proportion to their times alone. Another
-    op takes the time to move its operands and results or, if its operations are known, to compute them; loops and branches that the
-    model does not know take none, because their bodies have reports of their own.
+    The ops of a kernel share its time in proportion to their operations. An op that the model does not know takes the time to move
+    its operands and results or, if its operations are known, to compute them; loops and branches take none, because their bodies
+    have reports of their own.
     """
     known = [i for i, op in enumerate(graph.ops) if op.kind != "opaque" and op.label not in HOLD_BODIES]
-    alone = {i: target.unpipelined_seconds(graph, [i], machine, program) for i in known}
-    together = target.unpipelined_seconds(graph, known, machine, program) if known else 0.0
-    share = min(1.0, together / max(sum(alone.values()), 1e-30))
-    found = {i: share * seconds for i, seconds in alone.items()}
+    found = dict.fromkeys(known, 0.0)
+    for ops, seconds in target.xla_kernels(graph, known, machine, program) if known else ():
+        work = {i: 1 + op_flops(graph, i) for i in ops}
+        each = seconds / sum(work.values())
+        for i, flops in work.items():
+            found[i] += each * flops
     for i, op in enumerate(graph.ops):
-        flops = dict(op.params).get("flops")
-        if op.kind != "opaque" or op.label in HOLD_BODIES or flops == 0:
+        if op.kind != "opaque" or op.label in HOLD_BODIES or dict(op.params).get("flops") == 0:
             continue
         dtype = graph.values[op.inputs[0]].dtype if op.inputs else "float32"
-        compute = flops / (machine.workers * machine.rate(machine.tensor_rates, dtype)) if isinstance(flops, int) else 0.0
+        compute = op_flops(graph, i) / (machine.workers * machine.rate(machine.tensor_rates, dtype))
         found[i] = max(compute, op_bytes(graph, i) / machine.dram_bandwidth)
     return found
 

@@ -80,7 +80,7 @@ def build_report(
         unknown=_unknown(graph, rejected),
         notes=tuple(dict.fromkeys((*notes, *_varying(graph, planned)))),
         # Reports of loop bodies are added later and count their own flops.
-        flops=graph_flops(graph) - sum(_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),
+        flops=graph_flops(graph) - sum(op_flops(graph, i) for i, _ in rejected if graph.ops[i].body is not None),
     )
 
 
@@ -126,7 +126,7 @@ def _region(graph: Graph, planned: Planned, machine: Machine) -> RegionReport:
         kept_bytes=kept,
         kept_at_once=most,
         ahead=None if planned.ahead is None else _ahead(graph, planned.ahead),
-        flops=sum(_flops(graph, i) for i in region.ops),
+        flops=sum(op_flops(graph, i) for i in region.ops),
         bytes_moved=sum(p.bytes_moved for p in _plans(planned)),
         baseline_bytes=sum(p.baseline_bytes for p in _plans(planned)),
         peak_flops=_peak(graph, region, machine),
@@ -139,7 +139,7 @@ def _peak(graph: Graph, region: Region, machine: Machine) -> float:
     products = [i for i in region.ops if graph.ops[i].kind == "dot_general"]
     if not products:
         return 0.0
-    largest = max(products, key=lambda i: _flops(graph, i))
+    largest = max(products, key=lambda i: op_flops(graph, i))
     return machine.workers * machine.rate(machine.tensor_rates, graph.values[graph.ops[largest].inputs[0]].dtype)
 
 
@@ -302,10 +302,11 @@ def op_bytes(graph: Graph, i: int) -> int:
 def graph_flops(graph: Graph) -> int:
     """Useful operations: two per multiply-add of a matrix product, pointwise operators and reductions as the table counts them, a
     loop its body times its steps."""
-    return sum(_flops(graph, i) for i in range(len(graph.ops)))
+    return sum(op_flops(graph, i) for i in range(len(graph.ops)))
 
 
-def _flops(graph: Graph, i: int) -> int:
+def op_flops(graph: Graph, i: int) -> int:
+    """Useful operations of op ``i``, as ``graph_flops`` counts them; 0 of one that is not known."""
     op = graph.ops[i]
     if op.kind == "opaque":
         flops = dict(op.params).get("flops", 0)

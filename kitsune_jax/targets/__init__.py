@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import jax
@@ -63,6 +63,11 @@ class Target(abc.ABC, Generic[M, P, L]):
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M, program: P) -> float:
         """Modelled seconds of ``ops`` where XLA runs them. Only for targets with ``splits_reductions`` or ``streams_elements``."""
         return 0.0
+
+    def xla_kernels(self, graph: Graph, ops: Sequence[int], machine: M, program: P) -> Sequence[tuple[Collection[int], float]]:
+        """The kernels in which XLA runs ``ops``, none of which is a loop: the ops of each, and its modelled seconds. An op may be
+        in several."""
+        return []
 
     @abc.abstractmethod
     def plan(self, graph: Graph, region: Region, machine: M, program: P) -> L:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,11 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext) -> float:
         return xla_times.of_ops(graph, ops, machine, program)
+
+    def xla_kernels(
+        self, graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext
+    ) -> Sequence[tuple[Collection[int], float]]:
+        return xla_times.kernels_of_ops(graph, ops, machine, program)
 
     def plan(self, graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext) -> CpuPlan:
         return planner.plan(graph, region, machine, program)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -137,6 +137,11 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext) -> float:
         return xla.of_ops(graph, ops, machine)
+
+    def xla_kernels(
+        self, graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext
+    ) -> Sequence[tuple[Collection[int], float]]:
+        return xla.kernels_of_ops(graph, ops, machine)
 
     def plan(self, graph: Graph, region: Region, machine: GpuMachine, program: ProgramContext) -> GpuPlan:
         """The fastest candidate of the planner that the code generator accepts."""

@@ -88,6 +88,15 @@ def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuPr
     return baseline(CpuCost(graph, left_region(graph, ops), machine, program=program))[0]
 
 
+def kernels_of_ops(
+    graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext = REGION_ALONE
+) -> list[tuple[Collection[int], float]]:
+    """The kernels of ``ops`` of ``graph``, none of them a loop, with the seconds of each on the whole machine, without faults."""
+    cost = CpuCost(graph, left_region(graph, ops), machine, program=program)
+    kernels = kernels_of(cost, folded_into(cost, _FOLDED), _in_front_of_reductions(cost))
+    return [(k.ops, _kernel_seconds(cost, k, k.moved(cost), program.looped)) for k in kernels]
+
+
 def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
     """The facts about the program ``graph`` that plans of its regions depend on. XLA has one block for all arrays between the
     kernels of a program; where it is fresh at every call, so is any part of it. ``body``: of a loop, whose kernels start sooner."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
@@ -31,19 +31,30 @@ def baseline(cost: GpuCost) -> tuple[float, int]:
     for kernel in kernels_of(cost):
         if not kernel.ops.isdisjoint(cost.step_sums):
             continue  # JAX's loop carries these sums; its steps add to them
-        moved = kernel.moved(cost)
-        total += moved
-        folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
-        sums = any(i in cost.sinks and cost.family(i) == "reduce" for i in kernel.ops)
-        traffic = max(moved / machine.bandwidth(moved) / (_SUMS_SHARE if sums else 1.0), folded / machine.shared_bandwidth)
-        compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
-        seconds += machine.kernel_seconds + max(compute, traffic, _LEAST_SECONDS)  # a GPU overlaps the two
+        took, moved = _kernel_seconds(cost, kernel)
+        seconds, total = seconds + took, total + moved
     for i in cost.region.ops:
         kernels, moved, folded = _scaling(cost, i)
         total += moved
         traffic = max(moved / machine.bandwidth(moved), folded / machine.shared_bandwidth)
         seconds += kernels * machine.kernel_seconds + traffic
     return seconds, total
+
+
+def _kernel_seconds(cost: GpuCost, kernel: XlaKernel) -> tuple[float, int]:
+    """(seconds, off-chip bytes) of a kernel."""
+    machine, moved = cost.machine, kernel.moved(cost)
+    folded = sum(_folded_bytes(cost, i) for i in kernel.ops)
+    sums = any(i in cost.sinks and cost.family(i) == "reduce" for i in kernel.ops)
+    traffic = max(moved / machine.bandwidth(moved) / (_SUMS_SHARE if sums else 1.0), folded / machine.shared_bandwidth)
+    compute = sum(_library_seconds(cost, i) for i in kernel.ops) / machine.workers
+    return machine.kernel_seconds + max(compute, traffic, _LEAST_SECONDS), moved  # a GPU overlaps the two
+
+
+def kernels_of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> list[tuple[Collection[int], float]]:
+    """The kernels of ``ops`` of ``graph``, none of them a loop, with the seconds of each."""
+    cost = GpuCost(graph, left_region(graph, ops), machine)
+    return [(kernel.ops, _kernel_seconds(cost, kernel)[0]) for kernel in kernels_of(cost)]
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
