@@ -263,10 +263,12 @@ def apply_log_level() -> None:
 def override(*, disable: bool | None = None, force: bool | None = None, strict: bool | None = None) -> Iterator[None]:
     """Set switches for the ``with`` block, in this thread (or task) only; ``None`` leaves a switch as it is.
 
-    Example::
-
-        with kitsune_jax.config.override(force=True):
-            y = mlp(params, x)  # every legal region is pipelined, small shapes too
+    Example:
+      >>> import jax.numpy as jnp, kitsune_jax as kj
+      >>> square = kj.pipeline(lambda x: x * x)
+      >>> with kj.config.override(disable=True):
+      ...     square.options() is None
+      True
     """
     given = dict(zip(_SWITCHES, (disable, force, strict), strict=True))
     token = _overrides.set({**(_overrides.get() or {}), **{k: v for k, v in given.items() if v is not None}})

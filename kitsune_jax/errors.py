@@ -35,12 +35,15 @@ class NotPipelined(Exception):
     """Raised under ``strict=True`` (or ``KITSUNE_STRICT=1``) when a function is lowered and nothing of it could be pipelined.
 
     ``report`` is the ``Report`` that ``kitsune_jax.explain`` would give, or ``None`` where no plan was tried (a platform that
-    kitsune_jax does not support, a program that is partitioned automatically). Example::
+    kitsune_jax does not support, a program that is partitioned automatically).
 
-        try:
-            jax.jit(kj.pipeline(f, strict=True)).lower(x)
-        except kj.NotPipelined as e:
-            print(e.report)
+    Example:
+      >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+      >>> try:
+      ...     jax.jit(kj.pipeline(jnp.sort, strict=True)).lower(jnp.ones(8))
+      ... except kj.NotPipelined as error:
+      ...     print(error.report.ops_pipelined)
+      0
     """
 
     def __init__(self, message: str, report: Report | None = None) -> None:
@@ -52,10 +55,25 @@ class MutatedArgument(NotPipelined):
     """Raised while tracing a function that changes an object among its arguments (a module of flax nnx, an optimizer, a counter of
     random numbers) and does not return the change. The caller's object would keep its old values, as it does under ``jax.jit``.
 
-    Writing into lists, dicts and dataclasses is no error: as under ``jax.jit`` the caller does not see it. Example::
+    Writing into lists, dicts and dataclasses is no error: as under ``jax.jit`` the caller does not see it. A step of flax nnx that
+    calls ``optimizer.update(model, grads)`` raises; pipeline the loss inside of it instead.
 
-        nnx.jit(kj.pipeline(step))  # ``step`` calls ``optimizer.update(model, grads)``: raises
-        nnx.jit(step)               # with ``nnx.value_and_grad(kj.pipeline(loss))`` in ``step``: right
+    Example:
+      >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+      >>> @jax.tree_util.register_pytree_node_class
+      ... class Counter:
+      ...     def __init__(self, n): self.n = n
+      ...     def tree_flatten(self): return (self.n,), None
+      ...     @classmethod
+      ...     def tree_unflatten(cls, _, children): return cls(*children)
+      >>> def count(counter, x):
+      ...     counter.n = counter.n + 1
+      ...     return 2 * x
+      >>> try:
+      ...     kj.pipeline(count)(Counter(jnp.zeros(())), jnp.ones(8))
+      ... except kj.MutatedArgument:
+      ...     print("return the counter, too")
+      return the counter, too
     """
 
 
@@ -88,7 +106,13 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fallback:
-    """A ``Failure`` of the user's function ``function``, and how often that function was lowered with it in this process."""
+    """A ``Failure`` of the user's function ``function``, and how often that function was lowered with it in this process.
+
+    Example:
+      >>> import kitsune_jax as kj
+      >>> [f"{f.function}: {f.reason}" for f in kj.fallbacks()]
+      []
+    """
 
     function: str
     part: str

@@ -59,8 +59,8 @@ def pipeline(
         compiled by the host's C++ compiler and emulated thread by thread. For tests and debugging; slow.
       export: ``"plain"``: ``jax.export`` writes the function as HLO without this package. ``"calls"``: it keeps the pipelines as
         custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
-      deterministic: equal arguments give equal bits in every run. ``False``: a GPU may add rows by index (``segment_sum``, the
-        gradient of a lookup) atomically, so the last bits of such sums may differ from run to run.
+      deterministic: equal arguments give equal bits in every run. ``False``: a GPU may use atomic scatter-adds (of ``segment_sum``
+        and the gradient of a gather), so the last bits of such sums may differ from run to run.
       fetch_ahead: GPU only, for decoding one token at a time: a kernel may prefetch weights of the next matrix product into the L2
         cache. Do not set it if the weights are slices made by a surrounding ``lax.scan``: the arguments must lie in memory.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters only to calls outside of ``jit``.
@@ -101,7 +101,14 @@ def pipeline(
 
 
 class Pipeline:
-    """A pipelined function: what ``pipeline(fn)`` returns. Call it like ``fn``; ``fn`` itself is ``__wrapped__``."""
+    """A pipelined function: what ``pipeline(fn)`` returns. Call it like ``fn``; ``fn`` itself is ``__wrapped__``.
+
+    Example:
+      >>> import jax.numpy as jnp, kitsune_jax as kj
+      >>> double = kj.pipeline(lambda x: x + x)
+      >>> float(double(jnp.ones(()))), double.lower(jnp.ones(8)).out_info.shape
+      (2.0, (8,))
+    """
 
     __wrapped__: Callable[..., Any]
 

@@ -57,6 +57,13 @@ class Timeline:
 
     ``events``: of all workers, by time. ``dropped``: events beyond the most that are kept of a thread. ``path``: the trace, to open
     in ui.perfetto.dev or chrome://tracing. ``with_xla``: XLA's events are in it too. ``print(found)`` says where the time went.
+
+    Example:
+      >>> import tempfile, kitsune_jax as kj
+      >>> with tempfile.TemporaryDirectory() as folder, kj.timeline(f"{folder}/trace.json") as found:
+      ...     pass  # call pipelined functions here
+      >>> print(found)
+      no pipeline call ran on the CPU inside of the timeline
     """
 
     path: Path
