@@ -24,7 +24,7 @@ SOURCES     := $(shell find $(wildcard cpu cuda) -name '*.h' -o -name '*.cc' -o 
 NATIVE      := $(shell find cpu/src cpu/include cuda/src -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format bench table kernel-table kernel-counts gpu-check gpu-prepare wheels clean
+.PHONY: help demo test test-slow test-python fuzz-schedules trust lint format docs bench table kernel-table kernel-counts gpu-check gpu-prepare wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -65,6 +65,9 @@ format: $(VENV)/.lint ## format Python and C++ in place
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(SOURCES)
 
+docs: $(VENV)/.docs ## the site, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: $(VENV)/.examples ## measure every case of the README's tables (half an hour) and write them
 	$(PY) -m benchmarks run --all
 	$(PY) -m benchmarks run --all --mode train
@@ -93,7 +96,7 @@ wheels: $(PY) ## the source distribution, and wheels of it for CPython 3.11 to 3
 	$(PY) -m cibuildwheel --output-dir dist dist/kitsune_jax-*.tar.gz
 
 clean: ## remove what these targets made
-	rm -rf .venv .venv-* .gpu-check* build dist out *.egg-info .make
+	rm -rf .venv .venv-* .gpu-check* build dist out site *.egg-info .make
 	find kitsune_jax -name '*.so' -delete
 
 # Set-up. The environment is editable, so only a change of the C++ sources or of the packaging runs pip again.
@@ -114,6 +117,11 @@ $(VENV)/.nvrtc-13.0: | $(VENV)/.examples
 $(VENV)/.lint: pyproject.toml $(VENV)/.examples
 	@scripts/pip_install.sh $(VENV) $$($(PY) -c 'import tomllib; \
 	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"])')
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.examples
+	@scripts/pip_install.sh $(VENV) $$($(PY) -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 # JAX's CUDA plugin, and what the check builds the extension in place with.

@@ -11,6 +11,7 @@ python -m benchmarks model --device cpu                     # that of this CPU b
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks.devices                                # sharded functions beside sharded jax.jit
 python -m benchmarks table                                  # writes the tables of docs; --print shows them instead
+python -m benchmarks page                                   # writes the site's page of benchmarks; --print shows it instead
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import grid, grid_report, store, table
+from benchmarks import grid, grid_report, page, store, table
 
 README = Path(__file__).parents[1] / "README.md"
 TABLES = README.parent / "docs" / "measured.md"
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "table":
         return _table(args)
+    if args.command == "page":
+        return _page(args)
     if args.command == "grid":
         return grid.run(args)
     if args.command == "model":
@@ -95,6 +98,15 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
+def _page(args: argparse.Namespace) -> int:
+    if args.print:
+        print("\n\n".join(page.documents(args.results)[page.PAGE].values()))
+        return 0
+    for path, changed in page.update(args.results).items():
+        print(f"{path.name} {'updated' if changed else 'is up to date'}")
+    return 0
+
+
 def documents(folder: Path = store.RESULTS) -> tuple[dict[str, str], dict[str, str]]:
     """What stands between the markers of the README, and between those of docs/measured.md, by the marker's name."""
     results = store.newest(folder)
@@ -141,6 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--results", type=Path, default=store.RESULTS)
     show.add_argument("--readme", type=Path, default=README)
     show.add_argument("--tables", type=Path, default=TABLES)
+
+    site = commands.add_parser("page", help="write docs/benchmarks.md from all that is stored, and mark what became slower")
+    site.add_argument("--print", action="store_true", help="print it, change nothing")
+    site.add_argument("--results", type=Path, default=store.RESULTS)
     return parser
 
 

@@ -64,7 +64,7 @@ def case_key(record: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(record[k] for k in _KEY)
 
 
-def _order(record: dict[str, Any]) -> tuple[Any, ...]:
+def order(record: dict[str, Any]) -> tuple[Any, ...]:
     return (
         record["platform"],
         (*APP_NAMES, *ATTENTION_NAMES).index(record["app"]),
@@ -82,7 +82,7 @@ def save(record: dict[str, Any], folder: Path = RESULTS) -> Path:
     record = {**record, **describe_commit(), "versions": describe_software()}
     records = load(path)["cases"] if path.exists() else []
     records = [r for r in records if case_key(r) != case_key(record)] + [record]
-    content = {"format": FORMAT, "machine": machine, "date": today(), "cases": sorted(records, key=_order)}
+    content = {"format": FORMAT, "machine": machine, "date": today(), "cases": sorted(records, key=order)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -98,7 +98,7 @@ def load(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _files(folder: Path) -> list[Path]:
+def files(folder: Path) -> list[Path]:
     # ``benchmarks.grid``, ``offchip``, ``lower`` and ``devices`` keep their records in the same folder.
     found = (*folder.glob("*.json"), *folder.glob("*/*.json"))
     return [path for path in found if not path.name.startswith(("grid-", "offchip-", "lower-", "devices-"))]
@@ -108,7 +108,7 @@ def measured_plans(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
     """The planner's candidates that were measured, newest last: ``arrangement``, ``lanes``, ``stages``, and the seconds
     ``modelled`` and measured, by application."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for content in sorted(map(load, _files(folder)), key=lambda c: c["date"]):
+    for content in sorted(map(load, files(folder)), key=lambda c: c["date"]):
         found |= content.get("plans", {})
     return found
 
@@ -116,9 +116,9 @@ def measured_plans(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
 def newest(folder: Path = RESULTS) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """(machine, records) for every machine that has files; of records of one case the newest, ordered by case."""
     machines: dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]] = {}
-    for content in sorted(map(load, _files(folder)), key=lambda c: c["date"]):
+    for content in sorted(map(load, files(folder)), key=lambda c: c["date"]):
         slug = machine_slug(content["machine"])
         records = machines[slug][1] if slug in machines else {}
         records.update({case_key(r): {**r, "date": content["date"]} for r in content["cases"]})
         machines[slug] = (content["machine"], records)
-    return [(machine, sorted(records.values(), key=_order)) for _, (machine, records) in sorted(machines.items())]
+    return [(machine, sorted(records.values(), key=order)) for _, (machine, records) in sorted(machines.items())]

@@ -79,7 +79,7 @@ def plans(measured: dict[str, list[Record]]) -> str:
             rows.setdefault(of, {})[name] = f"{1e3 * plan['modelled']:.3f} ms | {1e3 * plan['seconds']:.3f} ms"
     heads = [f"{name}: {what}" for name in measured for what in ("modelled", "measured")]
     cells = [[*of, *(times.get(name, "- | -") for name in measured)] for of, times in sorted(rows.items())]
-    return "\n".join(_lines(("arrangement", "lanes", "stages", *heads), cells))
+    return "\n".join(markdown_lines(("arrangement", "lanes", "stages", *heads), cells))
 
 
 def summary(results: Results) -> str:
@@ -97,12 +97,12 @@ def summary(results: Results) -> str:
                 cells[k, r["mode"]] = r["rows"], f"{speedup['median']:.2f}x"
     if not found:
         return markdown(results)
-    heads = [f"{_name(results[k][0])}: {'inference' if mode == 'infer' else 'training step'}" for k, mode in columns]
+    heads = [f"{machine_name(results[k][0])}: {'inference' if mode == 'infer' else 'training step'}" for k, mode in columns]
     rows = [[what, *(cells.get(c, (0, "-"))[1] for c in columns)] for what, cells in found.items()]
-    return "\n".join(_lines(("application", *heads), rows))
+    return "\n".join(markdown_lines(("application", *heads), rows))
 
 
-def _name(machine: dict[str, Any]) -> str:
+def machine_name(machine: dict[str, Any]) -> str:
     if "gpu" in machine:
         return str(machine["gpu"]["name"])
     cpu = " ".join(re.sub(r"\([^)]*\)|@.*|\bProcessor\b", " ", machine["cpu"]).split())
@@ -113,21 +113,21 @@ def _name(machine: dict[str, Any]) -> str:
 def _inference(machine: dict[str, Any], records: list[Record]) -> str:
     if "gpu" in machine:
         return f"{_gpu_caption(machine, records)}\n\n{_gpu_lines('application', _GPU, records)}"
-    lines = _lines(_HEAD, [_row(r) for r in records])
+    lines = markdown_lines(_HEAD, [_row(r) for r in records])
     return f"{_caption(machine, records)}\n\n" + "\n".join(lines) + f"\n\n{_first_calls(records)}"
 
 
 def _training(machine: dict[str, Any], records: list[Record]) -> str:
     if "gpu" in machine:
         return f"{_gpu_train_caption(machine, records)}\n\n{_gpu_lines('training step', _GPU_TRAIN, records)}"
-    lines = _lines(_TRAIN_HEAD, [_train_row(r) for r in records])
+    lines = markdown_lines(_TRAIN_HEAD, [_train_row(r) for r in records])
     return f"{_train_caption(machine, records)}\n\n" + "\n".join(lines)
 
 
 _TABLES = {"infer": _inference, "train": _training}
 
 
-def _lines(head: Sequence[str], rows: list[list[str]]) -> list[str]:
+def markdown_lines(head: Sequence[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
 
 
@@ -242,7 +242,7 @@ def _gpu_lines(first: str, columns: Columns, records: list[Record]) -> str:
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
     heads = [first, *(head for k, head in enumerate(columns) if k in kept)]
     names = [f"{what(r)}{' *' if r.get('note') == _BUSY else ''}" for r in records]
-    return "\n".join(_lines(heads, [[name, *(row[k] or "-" for k in kept)] for name, row in zip(names, rows, strict=True)]))
+    return "\n".join(markdown_lines(heads, [[name, *(row[k] or "-" for k in kept)] for name, row in zip(names, rows, strict=True)]))
 
 
 def _gpu_caption(machine: dict[str, Any], records: list[Record]) -> str:

@@ -1,7 +1,7 @@
-"""Write the generated parts of README.md, docs/measured.md and docs/gpu-verified.md: the quick start, its report for a named
-machine model, the benchmarks' tables, and the kernel families that ran on a GPU.
+"""Write the generated parts of README.md, docs/measured.md, docs/benchmarks.md, docs/start/for-you.md and docs/gpu-verified.md: the
+quick start, its report for a named machine model, the benchmarks' tables, and the kernel families that ran on a GPU.
 
-Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: all three, between markers. Run by ``make
+Comes in: ``examples/quickstart.py``, the planner, ``benchmarks/results``. Goes out: all of them, between markers. Run by ``make
 table``.
 """
 
@@ -21,7 +21,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     import kitsune_jax as kj
     from benchmarks import __main__ as command
-    from benchmarks import table
+    from benchmarks import page, table
     from scripts import gpu_record
 
     quickstart = ROOT / "examples" / "quickstart.py"
@@ -32,8 +32,9 @@ def main() -> int:
     measured, tables = command.documents()
     shown = {"quickstart": f"```python\n{code}\n```", "explain": f"```text\n{report}\n```", **measured}
     verified = {gpu_record.FAMILIES: gpu_record.families()}
-    for path, parts in ((command.README, shown), (command.TABLES, tables), (gpu_record.VERIFIED, verified)):
-        changed = [name for name, text in parts.items() if table.update(path, text, name)]
+    documents = {command.README: shown, command.TABLES: tables, gpu_record.VERIFIED: verified}
+    changes = {path: [n for n, text in parts.items() if table.update(path, text, n)] for path, parts in documents.items()}
+    for path, changed in [*changes.items(), *page.update().items()]:
         print(f"{path.name}: {', '.join(changed)} updated" if changed else f"{path.name} is up to date")
     return 0
 
