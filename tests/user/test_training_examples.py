@@ -332,7 +332,7 @@ def test_every_fragment_of_the_documentation_is_tested() -> None:
 def test_fragment_computes_what_it_does_without_pipelines(name: str) -> None:
     got, log = _executed(name, "force")
     want, silence = _executed(name, "disable")
-    assert re.search(r": [1-9]\d* of \d+ operators pipelined", log), "nothing was pipelined"
+    assert re.search(r"[:;] [1-9]\d* of \d+ operators pipelined", log), "nothing was pipelined"
     assert "operators pipelined" not in silence
     for result in RESULTS[name]:
         close(_plain(got[result]), _plain(want[result]), 2e-2 if name == "mixed_precision" else 2e-4)
