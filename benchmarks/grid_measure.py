@@ -49,7 +49,7 @@ def measure(case: GridCase, seconds: float) -> dict[str, Any]:
     Raises ``WrongResult``.
     """
     problem = make_problem(case)
-    functions = {c: kj.pipeline(problem.function, force=c == "forced") for c in PIPELINED}
+    functions: dict[str, Callable[..., Any]] = {c: kj.pipeline(problem.function, force=c == "forced") for c in PIPELINED}
     lowered = {c: jax.jit(f).lower(*problem.args) for c, f in {"jit": problem.function, **functions}.items()}
     texts = {c: text.as_text() for c, text in lowered.items()}
     same_as = _same_as(texts)

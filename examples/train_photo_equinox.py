@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     save(checkpoint, settings, losses, state)
     training.draw_curve(args.out / "loss.png", losses, "photograph, equinox")
 
-    error = eqx.filter_jit(kj.pipeline(loss_fn, force=args.force or None))(state[0], coordinates, colours)
+    pipelined_loss = eqx.filter_jit(kj.pipeline(loss_fn, force=args.force or None))
+    error = pipelined_loss(state[0], jnp.asarray(coordinates), jnp.asarray(colours))
     print(training.ending(losses, args, f"PSNR {-10 * jnp.log10(error):.1f} dB over all pixels"))
     print(training.outcome(kj.explain(pipelined)(state[0], *batches[0], args.dtype)))
     if args.compare:

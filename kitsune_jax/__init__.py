@@ -33,6 +33,12 @@ __all__ = [
     "timeline",
 ]
 
+
+def __dir__() -> list[str]:
+    """The public names, for completion: without the modules of this package that happen to be imported."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 config.check_environment()
 config.apply_log_level()
 _cpu_runtime.available()  # registers them

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Program:
     transform_choice: int = 0
     pipelined: str = "body"
     force: bool = True
-    residuals: str = "save"
+    residuals: Literal["save", "recompute"] = "save"
     seed: int = 0
 
     def to_json(self) -> str:

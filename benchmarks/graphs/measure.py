@@ -54,7 +54,7 @@ def measure_training(case: GraphCase, effort: Effort) -> dict[str, Any]:
     """``columns``, ``speedup``, ``memory`` (without what a process of its own measures) and ``explain`` as in
     ``benchmarks.measure.measure_training``; the columns are "jit", "network" and "whole"."""
     state = initial_state(case.params, np.random.default_rng(1))
-    steps = {
+    steps: dict[str, Callable[..., Any]] = {
         "jit": train_step(case, case.function),
         "network": train_step(case, kj.pipeline(case.function)),
         "whole": kj.pipeline(train_step(case, case.function)),

@@ -10,7 +10,7 @@ import pathlib
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -34,6 +34,8 @@ def jax_module(name: str) -> Any:
     except Exception:  # a module that was replaced may fail in any way, and importing this package must not
         return types.ModuleType(name)
 
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 VERSION = parse_version(jax.__version__)
 
@@ -83,10 +85,10 @@ def hide_from_tracebacks(path: str) -> None:
         traceback_util.register_exclusion(path)
 
 
-def api_boundary(fn: Any) -> Any:
+def api_boundary(fn: F) -> F:
     """``fn``, whose errors have the traceback that JAX filters for its users, like those of ``jax.jit`` functions."""
     try:
-        return traceback_util.api_boundary(fn)
+        return cast(F, traceback_util.api_boundary(fn))
     except (AttributeError, TypeError):  # a JAX that cannot shows every frame
         return fn
 

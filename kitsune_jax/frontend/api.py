@@ -1,8 +1,9 @@
 """``pipeline``, ``Pipeline`` and ``explain``: the functions that users call.
 
 In: a Python function of arrays and pytrees. Out: the same function, each call of which is one ``kitsune_pipeline`` equation, or a
-``Report``. Invariant: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``Body``) is one
-object per function and options, however often ``pipeline`` is applied to it.
+``Report``. Invariants: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``Body``) is one
+object per function and options, however often ``pipeline`` is applied to it; for a type checker the result has the parameters and
+the result type of the function.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, Literal, Never, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 
@@ -26,21 +27,51 @@ from kitsune_jax.report.render import Report
 
 _compat.hide_from_tracebacks(__file__)
 
+P = ParamSpec("P")  # the parameters of a user's function
+Q = ParamSpec("Q")  # those of a method, without ``self``
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
+
+class PipelineOptions(TypedDict, total=False):
+    """The options of ``pipeline``, for type checkers."""
+
+    residuals: Literal["save", "recompute"] | Callable[..., Any]
+    strict: bool
+    force: bool | None
+    target: Literal["emulator"] | None
+    export: Literal["plain", "calls"]
+    deterministic: bool
+    fetch_ahead: bool
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+
+
+class Decorator(Protocol):
+    """``pipeline(**options)``: makes a ``Pipeline`` of a function."""
+
+    def __call__(self, fn: Callable[P, R], /) -> Pipeline[P, R]: ...
+
+
+@overload
+def pipeline(fn: Callable[P, R], **options: Unpack[PipelineOptions]) -> Pipeline[P, R]: ...
+@overload
+def pipeline(fn: None = None, **options: Unpack[PipelineOptions]) -> Decorator: ...
 def pipeline(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[P, R] | None = None,
     *,
-    residuals: Residuals = "save",
+    residuals: Literal["save", "recompute"] | Callable[..., Any] = "save",
     strict: bool = False,
     force: bool | None = None,
-    target: str | None = None,
-    export: str = "plain",
+    target: Literal["emulator"] | None = None,
+    export: Literal["plain", "calls"] = "plain",
     deterministic: bool = True,
     fetch_ahead: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-) -> Any:
+) -> Pipeline[P, R] | Decorator:
     """Compile ``fn`` so that tiles of its arrays stay on chip from one operator to the next, instead of whole arrays in memory.
 
     ``jax.jit`` finishes one layer for the whole batch, writes it to memory, and reads it back for the next layer. A pipeline cuts
@@ -83,7 +114,8 @@ def pipeline(
     given = dict(locals())  # all arguments by name, so that an option is named here once
     config.check_environment()
     if fn is None:
-        return functools.partial(pipeline, **{name: value for name, value in given.items() if name != "fn"})
+        options_alone = {name: value for name, value in given.items() if name != "fn"}
+        return cast(Decorator, functools.partial(pipeline, **options_alone))
     if not callable(fn):
         raise TypeError(f"kitsune_jax.pipeline takes a function of arrays, not {type(fn).__name__}: write pipeline(fn)(*args)")
     if not (residuals in ("save", "recompute") or callable(residuals)):
@@ -100,8 +132,13 @@ def pipeline(
     return Pipeline(fn, residuals, config.check_options(options), statics)
 
 
-class Pipeline:
-    """A pipelined function: what ``pipeline(fn)`` returns. Call it like ``fn``; ``fn`` itself is ``__wrapped__``.
+class Pipeline(Generic[P, R_co]):
+    """A pipelined function: ``pipeline(fn)`` returns it. Call it like ``fn``; ``fn`` itself is ``__wrapped__``.
+
+    It has the name, the docstring and the signature of ``fn``, and the methods of a ``jax.jit`` function: ``lower``, ``trace``,
+    ``eval_shape`` and ``clear_cache``. Where leaves of the arguments are static though they are not named as static (strings,
+    callables), the compiled function of ``lower`` and ``trace`` takes two lists instead of the arguments: the donated arrays and
+    the others.
 
     Example:
       >>> import jax.numpy as jnp, kitsune_jax as kj
@@ -114,7 +151,7 @@ class Pipeline:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[P, R_co],
         residuals: Residuals,
         options: Mapping[str, Any],
         statics: tracing.Statics,
@@ -125,22 +162,67 @@ class Pipeline:
         self._residuals = residuals
         self._given = options  # for ``config.resolve``, without the name of the policy
         self._statics = statics
-        self._jits: dict[tuple[Residuals, Options | None], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._jits: dict[tuple[Residuals, Options | None], tuple[Any, Any]] = {}
 
     @_compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        whole, split = self._jitted(self.options())
-        if self._statics.all_arrays(args, kwargs):
-            return whole(*args, **kwargs)
-        static, donated, kept = self._statics.split(args, kwargs)
-        return split(static, donated, kept)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        fn, given, named = self._jitted_for(args, kwargs)
+        result: R_co = fn(*given, **named)
+        return result
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit(fn).lower(*args)``: lower for these arguments (arrays or ``jax.ShapeDtypeStruct``) without running."""
-        whole, split = self._jitted(self.options())
-        if self._statics.all_arrays(args, kwargs):
-            return whole.lower(*args, **kwargs)  # type: ignore[attr-defined]
-        return split.lower(*self._statics.split(args, kwargs))  # type: ignore[attr-defined]
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """``jax.jit(fn).lower(*args)``: lower for these arguments (arrays or ``jax.ShapeDtypeStruct``) without running.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+          >>> kj.pipeline(jnp.tanh).lower(jax.ShapeDtypeStruct((4, 8), jnp.float32)).compile()(jnp.ones((4, 8))).shape
+          (4, 8)
+        """
+        fn, given, named = self._jitted_for(args, kwargs)
+        return cast(jax.stages.Lowered, fn.lower(*given, **named))
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """``jax.jit(fn).trace(*args)``: trace for these arguments (arrays or ``jax.ShapeDtypeStruct``), without lowering.
+
+        The result has ``jaxpr``, in which ``fn`` is one equation ``kitsune_pipeline``, ``out_info`` and ``lower()``.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+          >>> traced = kj.pipeline(jnp.tanh).trace(jax.ShapeDtypeStruct((4, 8), jnp.float32))
+          >>> [eqn.primitive.name for eqn in traced.jaxpr.eqns], traced.out_info.shape
+          (['kitsune_pipeline'], (4, 8))
+        """
+        fn, given, named = self._jitted_for(args, kwargs)
+        return cast(jax.stages.Traced, fn.trace(*given, **named))
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(fn).eval_shape(*args)``: the result with a ``jax.ShapeDtypeStruct`` for each array. Runs nothing.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, kitsune_jax as kj
+          >>> kj.pipeline(jnp.sum).eval_shape(jax.ShapeDtypeStruct((4, 8), jnp.float32)).shape
+          ()
+        """
+        fn, given, named = self._jitted_for(args, kwargs)
+        return fn.eval_shape(*given, **named)
+
+    def clear_cache(self) -> None:
+        """``jax.jit(fn).clear_cache()``: forget traces and compiled code, so that the next call traces ``fn`` again.
+
+        Use it after a change of a global value that ``fn`` reads, or to free the compiled code.
+
+        Example:
+          >>> import jax.numpy as jnp, kitsune_jax as kj
+          >>> scale = 2.0
+          >>> scaled = kj.pipeline(lambda x: scale * x)
+          >>> before, scale = scaled(1.0), 3.0
+          >>> scaled.clear_cache()
+          >>> float(before), float(scaled(1.0))
+          (2.0, 3.0)
+        """
+        for jits in self._jits.values():
+            for fn in jits:
+                fn.clear_cache()
 
     def options(self) -> Options | None:
         """The options of a call made now; ``None`` if the package is switched off (``KITSUNE_DISABLE``) or cannot work with this
@@ -163,7 +245,15 @@ class Pipeline:
         policy: Residuals | None = override.value
         return self._residuals if policy is None else policy
 
-    def _jitted(self, options: Options | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _jitted_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The ``jax.jit`` function for a call made now, and its arguments by position and by name."""
+        whole, split = self._jitted(self.options())
+        if self._statics.all_arrays(args, kwargs):
+            return whole, args, kwargs
+        return split, self._statics.split(args, kwargs), {}
+
+    def _jitted(self, options: Options | None) -> tuple[Any, Any]:
+        """Two ``jax.jit`` functions: of the arguments as they are, and of those that ``Statics.split`` makes."""
         key = (self.residuals(), options)
         if key not in self._jits:
             body = body_of(self.__wrapped__, *key)
@@ -172,21 +262,43 @@ class Pipeline:
             self._jits[key] = (whole, split)
         return self._jits[key]
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self: Pipeline[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A pipelined method binds like a function; ``self`` is then a pytree, or a static leaf (so it must be hashable)."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
-        return f"<pipeline of {getattr(self, '__qualname__', self.__name__)}>"
+        return f"<pipeline of {_name(self)}>"
+
+
+class Explanation(Generic[P]):
+    """``explain(fn)``: called with arguments of ``fn``, it returns the ``Report``. It has the name and the docstring of ``fn``."""
+
+    def __init__(self, fn: Callable[P, Any], report_of: Callable[[tuple[Any, ...], dict[str, Any]], Report]) -> None:
+        functools.update_wrapper(self, fn)
+        self._report_of = report_of
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...  # for completion
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> Report: ...  # shapes in place of arrays
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return self._report_of(args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<explain of {_name(self)}: {_how_to_explain(self)}>"
 
 
 def explain(
-    fn: Callable[..., Any],
-    *,
-    platform: str | None = None,
+    fn: Callable[P, Any],
+    *arguments: Never,
+    platform: Literal["cpu", "cuda", "gpu"] | None = None,
     device: str | None = None,
-    **options: Any,
-) -> Callable[..., Report]:
+    **options: Unpack[PipelineOptions],
+) -> Explanation[P]:
     """Report what ``pipeline(fn, **options)`` would do with given arguments, without running anything.
 
     Call it as ``kj.explain(fn)(*args)``. A function that calls pipelined functions (a training step, the gradient of a pipelined
@@ -194,16 +306,17 @@ def explain(
 
     Args:
       fn: a function, pipelined or not; a pipelined one brings its own options.
-      platform: "cpu" or "cuda"; default: JAX's default backend.
-      device: a machine model for a machine that need not be present, such as "h200" (with ``platform="cuda"``); default: the
-        machine at hand.
+      arguments: none; those of ``fn`` go into the second pair of parentheses.
+      platform: "cpu" or "cuda" (also "gpu"); default: that of ``device``, or else JAX's default backend.
+      device: a machine model for a machine that need not be present, such as "h200" or "zen5-8"; default: the machine at hand.
       options: options of ``pipeline``.
 
     Returns:
       A function of ``fn``'s arguments (arrays or ``jax.ShapeDtypeStruct``) that returns a ``Report``.
 
     Raises:
-      ValueError: an unknown platform, device or option value. TypeError: ``fn`` is not callable.
+      ValueError: an unknown platform, device or option value. TypeError: ``fn`` is not callable, or its arguments were given with
+      it.
 
     Example:
       >>> import jax, jax.numpy as jnp, kitsune_jax as kj
@@ -211,17 +324,15 @@ def explain(
       >>> report.ops_total >= 2
       True
     """
+    if arguments:
+        raise TypeError(f"explain takes a function alone, and {len(arguments)} more were given: {_how_to_explain(fn)}")
     if isinstance(fn, Pipeline) and not options:
         pipelined = fn
     else:
         pipelined = pipeline(fn.__wrapped__ if isinstance(fn, Pipeline) else fn, **options)
-    chosen = platform or jax.default_backend()
-    chosen = {"gpu": "cuda"}.get(chosen, chosen)
-    if chosen not in targets.PLATFORMS:
-        raise ValueError(f"platform={chosen!r} has no machine model: use {' or '.join(map(repr, targets.PLATFORMS))}")
+    chosen = _planned_platform(platform, device, options.get("target"))
 
-    @functools.wraps(fn)
-    def explained(*args: Any, **kwargs: Any) -> Report:
+    def explained(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         # With None JAX finds the traces that a run on the default platform has made, or will reuse.
         with expected_platform(None if chosen == _compat.default_platform() else chosen):
             return report_of(args, kwargs)
@@ -260,7 +371,36 @@ def explain(
         notes = [*([lowering.DIVIDED] if divided else []), *_notes({call.options for call in calls}, chosen, device)]
         return dataclasses.replace(report, residuals=kept, notes=(*report.notes, *notes))
 
-    return explained
+    return Explanation(fn, explained)
+
+
+def _name(fn: Any) -> str:
+    """The name of a callable in messages."""
+    return str(getattr(fn, "__qualname__", getattr(fn, "__name__", type(fn).__name__)))
+
+
+def _how_to_explain(fn: Any) -> str:
+    name = getattr(fn, "__name__", "")
+    return f"call it with arguments: explain({name if name.isidentifier() else 'fn'})(*args)"
+
+
+def _planned_platform(platform: str | None, device: str | None, target: str | None) -> str:
+    """The platform that ``explain`` plans for: the given one, that of the given device, or JAX's. Raises ``ValueError`` for an
+    unknown one. ``target``: it has the machines instead of JAX's platform."""
+    chosen = platform or jax.default_backend()
+    chosen = {"gpu": "cuda"}.get(chosen, chosen)
+    if platform is None and device is not None and target is None:
+        reasons = []
+        for name in sorted(targets.PLATFORMS, key=lambda name: name != chosen):
+            try:
+                targets.get(name).machine(device)
+                return name
+            except ValueError as error:
+                reasons.append(f"{name}: {error}")
+        raise ValueError(f"device={device!r} is not known ({'; '.join(reasons)})")
+    if chosen not in targets.PLATFORMS:
+        raise ValueError(f"platform={chosen!r} has no machine model: use {' or '.join(map(repr, targets.PLATFORMS))}")
+    return chosen
 
 
 def _notes(options: Iterable[Options], platform: str, device: str | None) -> list[str]:
@@ -271,7 +411,9 @@ def _notes(options: Iterable[Options], platform: str, device: str | None) -> lis
     return [*notes, *(f"planned for another machine; on this one nothing would be pipelined: {why}" for why in sorted(missing))]
 
 
-def _traced(pipelined: Pipeline, policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+def _traced(
+    pipelined: Pipeline[..., Any], policy: Residuals, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[str, ...]]:
     """The jaxpr of a call with ``args``, and the names of the argument arrays that the function changes and does not return."""
     fn = body_of(pipelined.__wrapped__, policy, None).watched()
     static, donated, kept = pipelined._statics.split(args, kwargs)

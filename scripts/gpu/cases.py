@@ -124,7 +124,7 @@ def _application(words: list[str], train: bool) -> Built:
     if app in APPS and train:
         of = make_train_case(app, dtype, rows)
         step, network = train_step(of.case.app.function), train_step(kj.pipeline(of.case.app.function))
-        columns = {"pipeline": kj.pipeline(step), "network": network, "jit": step}
+        columns: dict[str, Callable[..., Any]] = {"pipeline": kj.pipeline(step), "network": network, "jit": step}
         return Built(columns, [(of.state, of.case.x, of.y)], 3.0 * of.case.app.flops * rows)
     if app in APPS:
         case = make_case(app, dtype, rows)

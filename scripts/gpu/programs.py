@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -70,8 +70,7 @@ class Program:
     def function(self) -> Any:
         """Jitted; compiles the kernel when it is first called. Gives what the family's function gives."""
         if self.plan is None:
-            emulator = "emulator" if self.target == "emulator" else None
-            return jax.jit(self._pipeline(emulator))
+            return jax.jit(self._pipeline("emulator" if self.target == "emulator" else None))
         of = _subject_of(self.family, self.rows, self.dtype)
         planned = of.planned(self.plan, self.target)
         return jax.jit(lambda *args: standalone.run(of.captured, [planned], args))
@@ -83,7 +82,7 @@ class Program:
         else:
             _subject_of(self.family, self.rows, self.dtype).planned(self.plan, self.target)
 
-    def _pipeline(self, target: str | None) -> Any:
+    def _pipeline(self, target: Literal["emulator"] | None) -> Any:
         f = self.family
         return kj.pipeline(f.function, force=True, strict=True, target=target, deterministic=f.deterministic)
 
