@@ -10,6 +10,8 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu_features.h"  // says whether this CPU may have NEON
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -23,7 +25,6 @@
 #endif
 
 #include "activation_tables.h"
-#include "cpu_features.h"
 
 namespace kitsune::cpu {
 
