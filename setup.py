@@ -4,7 +4,7 @@ Comes in: ``cpu/``, ``cuda/``, the headers of the installed nanobind and jaxlib.
 sources that kernels are compiled from when they are needed. Invariants: the kernels of each instruction set are compiled with that
 set's flags and nothing else is, never ``-march=native``, so that a wheel runs on every CPU of its architecture; jaxlib is found
 without importing JAX; no CUDA toolkit is needed; from CPython 3.12 on one build runs on every later version (abi3); equal sources
-give equal source distributions.
+give equal source distributions; the description of a package has no link that is broken outside of the repository.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib.util
 import io
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -233,7 +234,28 @@ def extension(target: str, *own_headers: str) -> Extension:
     )
 
 
+# Code, which stays as it is, or a picture or a link (its text and its address).
+MARKDOWN = re.compile(r"```.*?```|<picture>.*?</picture>\s*|<img\b[^>]*>\s*|!?\[([^\]]*)\]\(([^)\s]*)\)|`[^`]*`", re.DOTALL)
+
+
+def description(readme: str) -> str:
+    """The README for a page outside of the repository: without pictures and links whose addresses are relative to it; the text of
+    the links stays."""
+
+    def outside(found: re.Match[str]) -> str:
+        whole, text, address = found[0], found[1], found[2]
+        if whole.startswith("`") or re.match(r"https?://", address or ""):
+            return whole
+        return "" if whole.startswith(("!", "<")) else text
+
+    return (
+        MARKDOWN.sub(outside, readme).rstrip() + "\n\nThe source distribution has the documentation and the examples named here.\n"
+    )
+
+
 setup(
+    long_description=description((ROOT / "README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
     ext_modules=[extension("cpu", "cpu/include", "cpu/src"), extension("cuda", "cuda/src")],
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp312"}} if STABLE_ABI else {},

@@ -209,7 +209,7 @@ class Pipeline(Generic[P, R_co]):
     def clear_cache(self) -> None:
         """``jax.jit(fn).clear_cache()``: forget traces and compiled code, so that the next call traces ``fn`` again.
 
-        Use it after a change of a global value that ``fn`` reads, or to free the compiled code.
+        Use it after a change of a global value that ``fn`` reads.
 
         Example:
           >>> import jax.numpy as jnp, kitsune_jax as kj
@@ -330,7 +330,7 @@ def explain(
         pipelined = fn
     else:
         pipelined = pipeline(fn.__wrapped__ if isinstance(fn, Pipeline) else fn, **options)
-    chosen = _planned_platform(platform, device, options.get("target"))
+    chosen = _planned_platform(platform, device, pipelined._given["target"])
 
     def explained(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         # With None JAX finds the traces that a run on the default platform has made, or will reuse.

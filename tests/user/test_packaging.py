@@ -1,4 +1,7 @@
-"""What is packed: a source distribution is the same bytes each time, with what its tests need; licences of what is compiled in."""
+"""What is packed: a source distribution is the same bytes each time, with what its tests need; licences of what is compiled in.
+
+And what is told about it: the description, the versions that are supported, the version of a release.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import importlib.metadata
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,9 +21,15 @@ from typing import Any
 
 import pytest
 import setuptools
+import yaml
+
+import kitsune_jax as kj
+from kitsune_jax.frontend.explain import TESTED_JAX
+from scripts.check_release import disagreements, tags, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SUPPORTED = re.findall(r"3\.\d+", re.findall(r'SUPPORTED="(.*)"', (ROOT / "scripts" / "find_python.sh").read_text())[0])
 
 
 def sdist(folder: Path, **environment: str) -> Path:
@@ -84,6 +94,7 @@ def test_a_source_distribution_has_what_its_tests_need_and_nothing_that_is_built
         if path.is_file() and path.suffix in sources and "__pycache__" not in path.parts
     }
     want |= {"setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", ".ci/run"}
+    want |= {"CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", ".github/workflows/ci.yml"}
     assert want <= found, sorted(want - found)[:20]
     assert not [name for name in found if re.search(r"\.(so|o|pyc)$|__pycache__|^build/", name)]
 
@@ -120,11 +131,93 @@ def test_the_licences_are_those_of_the_version_that_is_compiled_in() -> None:
 
 
 def test_wheels_are_made_for_every_python_that_is_supported() -> None:
-    supported = re.findall(
-        r"3\.\d+", (ROOT / "scripts" / "find_python.sh").read_text().partition('SUPPORTED="')[2].partition('"')[0]
-    )
     built = PYPROJECT["tool"]["cibuildwheel"]["build"]
-    assert sorted(built) == sorted(f"cp{version.replace('.', '')}-*" for version in supported)
+    assert sorted(built) == sorted(f"cp{version.replace('.', '')}-*" for version in SUPPORTED)
+
+
+def test_classifiers_name_every_python_that_is_supported() -> None:
+    told = [c.removeprefix("Programming Language :: Python :: ") for c in PYPROJECT["project"]["classifiers"]]
+    assert sorted(c for c in told if c.startswith("3.")) == sorted(SUPPORTED)
+
+
+def test_ci_runs_every_python_and_the_first_and_the_last_jax_that_are_supported() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    matrix = workflow["jobs"]["tests"]["strategy"]["matrix"]
+    assert sorted(matrix["python"]) == sorted(SUPPORTED)
+    jaxs = [tuple(map(int, version.split("."))) for version in matrix["jax"]]
+    assert (min(jaxs), max(jaxs)) == (min(TESTED_JAX), max(TESTED_JAX))
+
+
+@pytest.mark.parametrize(
+    ("readme", "told"),
+    [
+        ("See [the list](docs/list.md#a), [it](#b).", "See the list, it."),
+        ("A\n\n![idea](docs/idea.svg)\n\nB", "A\n\n\n\nB"),
+        ('<picture><source srcset="a.svg">\n<img src="b.svg"></picture>\nB <img src="c.png">C', "B C"),
+        ("[paper](https://arxiv.org/abs/2502.18403)", "[paper](https://arxiv.org/abs/2502.18403)"),
+        ("[`a.py`](examples/a.py) is `f[0](x)`", "`a.py` is `f[0](x)`"),
+        ("```python\nf[0](x)\n![a](b)\n```", "```python\nf[0](x)\n![a](b)\n```"),
+    ],
+)
+def test_a_description_has_no_link_into_the_repository(setup_py: dict[str, Any], readme: str, told: str) -> None:
+    assert setup_py["description"](readme).startswith(told + "\n\nThe source distribution has")
+
+
+def test_the_description_is_the_readme(packed: Path) -> None:
+    with tarfile.open(packed) as tar:
+        (metadata,) = (e for e in tar if e.name.count("/") == 1 and e.name.endswith("/PKG-INFO"))
+        text = tar.extractfile(metadata).read().decode()  # type: ignore[union-attr]
+    headers, _, description = text.partition("\n\n")
+    assert "\nDescription-Content-Type: text/markdown\n" in headers
+    headings = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("#")]
+    assert headings and set(headings) <= set(description.splitlines())
+    assert not re.search(r"\]\((?!https?://)|<img", re.sub(r"```.*?```|`[^`]*`", "", description, flags=re.DOTALL))
+
+
+def test_every_place_names_the_same_version() -> None:
+    assert not disagreements(ROOT, tags(ROOT))
+    assert set(versions(ROOT).values()) == {kj.__version__}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("pyproject.toml", '\nversion = "', '\nversion = "9'),
+        ("kitsune_jax/config.py", '\n__version__ = "', '\n__version__ = "9'),
+        ("CITATION.cff", '\nversion: "', '\nversion: "9'),
+        ("CITATION.cff", "\nversion: ", "\nno: "),
+        ("CHANGELOG.md", f"\n## {kj.__version__}", f"\n## 9{kj.__version__}"),
+    ],
+)
+def test_a_place_with_another_version_is_named(tmp_path: Path, file: str, old: str, new: str) -> None:
+    for name in ("pyproject.toml", "kitsune_jax/config.py", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    assert not disagreements(tmp_path, [])
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    wrong = disagreements(tmp_path, [])
+    if file == "pyproject.toml":
+        assert len(wrong) == 3 and all(f"pyproject.toml 9{kj.__version__}" in line for line in wrong)
+    else:
+        (line,) = wrong
+        assert line.startswith(("kitsune_jax.__version__" if file.endswith(".py") else file) + " says ")
+
+
+def test_a_tag_names_the_version_and_leaves_nothing_unreleased(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "kitsune_jax/config.py", "CITATION.cff"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text(f"# Changelog\n\n## Unreleased\n\n## {kj.__version__}\n- All.\n")
+    assert not disagreements(tmp_path, ["benchmarks", f"v{kj.__version__}"])
+    (wrong,) = disagreements(tmp_path, ["v9.9.9"])
+    assert wrong == f"the tag v9.9.9 says 9.9.9, pyproject.toml {kj.__version__}"
+    changelog.write_text(changelog.read_text().replace("## Unreleased\n", "## Unreleased\n- More.\n"))
+    assert not disagreements(tmp_path, [])
+    (wrong,) = disagreements(tmp_path, [f"v{kj.__version__}"])
+    assert "under Unreleased" in wrong
 
 
 @pytest.fixture

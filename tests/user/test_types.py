@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,14 @@ def double(x: Any, by: Any = 2, *, name: str = "") -> Any:
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 
 
+@pytest.fixture(params=[False, True], ids=["on", "off"])
+def switched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the package, and with ``KITSUNE_DISABLE``."""
+    with kj.config.override(disable=request.param):
+        yield
+
+
+@pytest.mark.usefixtures("switched")
 @pytest.mark.parametrize("options", [{}, {"static_argnames": "by"}], ids=["arrays", "static"])
 def test_shapes_traces_and_programs_are_those_of_jit(options: dict[str, Any]) -> None:
     ours, jits = kj.pipeline(double, **options), jax.jit(double, **options)
