@@ -34,7 +34,9 @@ def versions(root: Path) -> dict[str, str]:
 
 
 def tags(root: Path) -> list[str]:
-    """The tags of the commit that is checked out: none outside of a repository."""
+    """The tags of the commit that is checked out: none in an unpacked source distribution."""
+    if not (root / ".git").exists():
+        return []
     command = ["git", "-C", str(root), "tag", "--points-at", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

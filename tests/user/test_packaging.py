@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import setuptools
-import yaml
 
 import kitsune_jax as kj
 from kitsune_jax.frontend.explain import TESTED_JAX
@@ -141,10 +140,10 @@ def test_classifiers_name_every_python_that_is_supported() -> None:
 
 
 def test_ci_runs_every_python_and_the_first_and_the_last_jax_that_are_supported() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    matrix = workflow["jobs"]["tests"]["strategy"]["matrix"]
-    assert sorted(matrix["python"]) == sorted(SUPPORTED)
-    jaxs = [tuple(map(int, version.split("."))) for version in matrix["jax"]]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    pythons, jaxs = (re.findall(r'"(.*?)"', re.findall(rf"^ +{name}: (\[.*)$", workflow, re.M)[0]) for name in ("python", "jax"))
+    assert sorted(pythons) == sorted(SUPPORTED)
+    jaxs = [tuple(map(int, version.split("."))) for version in jaxs]
     assert (min(jaxs), max(jaxs)) == (min(TESTED_JAX), max(TESTED_JAX))
 
 

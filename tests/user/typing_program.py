@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 import kitsune_jax as kj
 
+Activation = kj.Pipeline[[jax.Array], jax.Array]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,8 @@ def main() -> None:
     assert_type(rolled(x, 2), tuple[jax.Array, int])
     assert_type(Model(3).apply(x), jax.Array)
     assert_type(apply_twice(Model(3).apply, x), jax.Array)
+    activation: Activation = kj.pipeline(jnp.tanh)
+    assert_type(apply_twice(activation, x), jax.Array)
     assert_type(kj.pipeline(apply_twice, residuals=policy, force=True)(jnp.sin, x), jax.Array)
     assert_type(kj.explain(layer)(params, x), kj.Report)
     assert_type(kj.explain(apply_twice, device="h200", residuals="save")(jnp.sin, x), kj.Report)
