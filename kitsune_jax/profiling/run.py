@@ -14,12 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, Unpack
 
 import jax
 
 from kitsune_jax import _compat, config, targets
-from kitsune_jax.frontend.api import Pipeline, explain, pipeline
+from kitsune_jax.frontend.api import Pipeline, PipelineOptions, explain, pipeline
 from kitsune_jax.frontend.tracing import Arguments
 from kitsune_jax.profiling import hlo
 from kitsune_jax.profiling.batches import Batch, argument_names, batch_of
@@ -40,14 +40,17 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 _MOST_BYTES = 2 << 30  # of a call that a larger batch may take, by XLA's own count
 
 
+P = ParamSpec("P")  # the parameters of a user's function
+
+
 def profile(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     *,
     batches: Sequence[int] | None = None,
     repeats: int = 5,
     budget_s: float = 10.0,
-    **options: Any,
-) -> Profiler:
+    **options: Unpack[PipelineOptions],
+) -> Profiler[P]:
     """Run ``fn`` under ``jax.profiler``; report what bounds it, which chains of operators recur, and what a pipeline would give.
 
     Call it as ``kj.profile(fn)(*args)``. ``fn`` runs as ``jax.jit(fn)``, without pipelines, ``repeats`` times under the profiler.
@@ -104,11 +107,11 @@ def profile(
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Profiler:
+class Profiler(Generic[P]):
     """What ``profile(fn)`` returns: call it with ``fn``'s arguments."""
 
     plain: Callable[..., Any]
-    pipelined: Pipeline
+    pipelined: Pipeline[P, Any]
     batches: tuple[int, ...] | None
     repeats: int
     budget_s: float
@@ -117,7 +120,7 @@ class Profiler:
         name = getattr(self.pipelined, "__name__", "fn")
         return f"<profile of {name}: call it with arguments, kj.profile({name})(*args)>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Profile:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
         _check(args, kwargs)
         arguments: Arguments = (args, kwargs)
         platform = _compat.default_platform()

@@ -24,6 +24,8 @@ def wrong_options() -> None:
     kj.explain(scaled, residuals="sav")  # refused
     kj.explain(scaled, platform="tpu")  # refused
     kj.explain(scaled, platfrom="cuda")  # refused
+    kj.profile(scaled, residuals="sav")  # refused
+    kj.profile(scaled, repeat=3)  # refused
 
 
 def wrong_arguments(x: jax.Array) -> None:
@@ -34,6 +36,8 @@ def wrong_arguments(x: jax.Array) -> None:
     kj.pipeline(scaled, force=True)(x, "2")  # refused
     kj.pipeline(force=True)(scaled)(x, "2")  # refused
     kj.explain(scaled, x)  # refused
+    kj.profile(scaled, x)  # refused
+    kj.profile(scaled)(x, "2")  # refused
 
 
 def wrong_results(x: jax.Array) -> str:

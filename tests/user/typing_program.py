@@ -55,6 +55,11 @@ def policy(prim: Any, *args: Any, **params: Any) -> bool:
     return False
 
 
+def profiled(params: Params, x: jax.Array) -> None:
+    """For the type checkers only: a profile takes seconds."""
+    assert_type(kj.profile(layer, batches=(), residuals="recompute")(params, x, scale=2.0), kj.Profile)
+
+
 def main() -> None:
     x = jax.random.normal(jax.random.key(0), (4, 8))
     params = Params(x.T @ x, x[0])
