@@ -263,11 +263,14 @@ def _roofline(drawing: _Drawing, region: RegionReport, bandwidth: float, top: fl
     start = max(10.0 ** x_range[0], 10.0 ** y_range[0] / bandwidth)
     roof = [place(start, start * bandwidth), place(ridge, region.peak_flops), place(10.0 ** x_range[1], region.peak_flops)]
     drawing.path(roof, "t")
-    for name, x, y, fill in points:
+    below = -math.inf  # where the label above ends: two points may lie close together
+    for name, x, y, fill in sorted(points, key=lambda point: -point[2]):
         at = place(x, min(max(y, 10.0 ** y_range[0]), 10.0 ** y_range[1]))
         drawing.dot(*at, fill)
         label = f"{name}, {100 * y / min(region.peak_flops, x * bandwidth):.0f} % of the roof"
         near_edge = at[0] + 9 + len(label) * _CHAR > WIDTH
-        drawing.text(at[0] + (-9 if near_edge else 9), at[1] + (16 if near_edge else 4), label, "", "end" if near_edge else "start")
+        line = max(at[1] + (16 if near_edge else 4), below)
+        drawing.text(at[0] + (-9 if near_edge else 9), line, label, "", "end" if near_edge else "start")
+        below = line + _LINE
     drawing.text(left, bottom + 30, f"peak {flop_text(region.peak_flops)}/s, memory {byte_text(bandwidth)}/s", "f")
     return bottom + 34

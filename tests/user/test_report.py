@@ -318,6 +318,18 @@ def test_a_picture_has_every_fact_of_the_plan(report: Report) -> None:
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.parametrize("slower", [1.0, 1.05, 3.0])
+def test_labels_of_the_roofline_do_not_overlap(report: Report, slower: float) -> None:
+    (region,) = report.regions
+    near = dataclasses.replace(
+        region, baseline_bytes=region.bytes_moved, baseline_seconds=region.seconds * slower, peak_flops=1e12, flops=10**8
+    )
+    root = xml.etree.ElementTree.fromstring(regions_svg([near], 1e12))
+    labels = [e for e in root.iter("{http://www.w3.org/2000/svg}text") if "% of the roof" in (e.text or "")]
+    first, second = (float(e.get("y", "nan")) for e in labels)
+    assert abs(first - second) >= 12
+
+
 def test_boxes_of_a_picture_lie_inside_it_and_apart(report: Report) -> None:
     (region,) = report.regions
     stages = tuple(dataclasses.replace(region.stages[0], name=f"s{k}", ops=("dot_general", "add") * 40) for k in range(7))
