@@ -461,4 +461,5 @@ def _text_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: t
 
 
 def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
-    return textwrap.wrap(printable(text), WIDTH, initial_indent=first, subsequent_indent=first + "  " if rest is None else rest)
+    rest = first + "  " if rest is None else rest
+    return textwrap.wrap(printable(text), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
