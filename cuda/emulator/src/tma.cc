@@ -19,12 +19,12 @@ struct Map {
   u64 swizzle128;
 };
 static_assert(sizeof(Map) <= sizeof(TensorMap));
-constexpr u64 kMagic = 0x6b69'7473'756e'6532;
+constexpr u64 kMapMagic = 0x6b69'7473'756e'6532;
 
 Map decode(const TensorMap& map, const void* shared, const char* what) {
   Map m;
   memcpy(&m, &map, sizeof m);
-  if (m.magic != kMagic) fail("%s: %p is not a tensor map", what, static_cast<const void*>(&map));
+  if (m.magic != kMapMagic) fail("%s: %p is not a tensor map", what, static_cast<const void*>(&map));
   u32 alignment = m.swizzle128 ? 1024 : 128;  // of a 128-byte-swizzled box: the pattern's 8 rows
   if (reinterpret_cast<size_t>(shared) % alignment)
     fail("%s: %p in shared memory is not aligned to %u bytes", what, shared, alignment);
@@ -80,7 +80,7 @@ void store_row(const Map& m, const std::vector<char>& box, u32 offset, i32 x, i3
 
 TensorMap make_tensor_map(void* base, TileType type, u64 width, u64 height, u64 pitch, u32 box_width, u32 box_height,
                           bool swizzle128) {
-  Map m{kMagic,
+  Map m{kMapMagic,
         reinterpret_cast<u64>(base),
         width,
         height,
