@@ -211,8 +211,15 @@ def _function(record: dict[str, Any]) -> Made:
             return function, (params, x)
         state = jax.eval_shape(lambda p: initial_state(p, np.random.default_rng(0)), params)
         return train_step(function), (state, x, jax.eval_shape(function, params, x))
-    case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], record["dtype"], rows)
-    return case.function, (case.params, *case.inputs)
+    functions: list[Callable[..., Any]] = []
+
+    def made() -> tuple[Any, ...]:
+        case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], record["dtype"], rows)
+        functions.append(case.function)
+        return case.params, *case.inputs
+
+    arguments = jax.eval_shape(made)
+    return functions[0], arguments
 
 
 def _of_rows(name: str, dtype: Any, rows: int) -> Made:
