@@ -133,6 +133,7 @@ class RegionCost(abc.ABC):
         self.row_size = functools.cache(self._row_size)
         self.row_bytes = functools.cache(self._row_bytes)
         self.absorbed = functools.cache(self._absorbed)
+        self.is_maker = functools.cache(self._is_maker)
 
     @abc.abstractmethod
     def tile_seconds(self, i: int, rows: int) -> float:
@@ -183,7 +184,7 @@ class RegionCost(abc.ABC):
     def streamed(self, v: int) -> bool:
         return v in self.labels
 
-    def is_maker(self, i: int) -> bool:
+    def _is_maker(self, i: int) -> bool:
         return not any(v in self.labels for v in self.graph.ops[i].inputs)
 
     def _row_size(self, v: int) -> int:

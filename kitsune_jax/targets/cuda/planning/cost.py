@@ -78,6 +78,9 @@ class GpuCost(RegionCost):
         super().__init__(graph, region, machine, order)
         self.slices: frozenset[int] | None = None
         self.has_digits_read = functools.lru_cache(maxsize=None)(self._has_digits_read)
+        # The same few stages are asked for in every grouping of the ops and under every split.
+        self.loads_of = functools.cache(functools.partial(_loads, self))
+        self.packed_bytes_of = functools.cache(functools.partial(_packed_bytes, self))
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
         sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
@@ -284,7 +287,10 @@ def gradients_of(cost: GpuCost, ops: Iterable[int]) -> list[DotWork]:
 def packed_bytes(cost: GpuCost, ops: Iterable[int], split: int = 1, batches: bool = False) -> int:
     """A CTA's share of the packed weights that the matmuls of ``ops``, and of the bodies of loops among them, read. ``batches``:
     count the weights of every batch, not of one."""
-    ops = tuple(ops)
+    return cost.packed_bytes_of(tuple(ops), split, batches)
+
+
+def _packed_bytes(cost: GpuCost, ops: tuple[int, ...], split: int, batches: bool) -> int:
     found = sum(packed_bytes(body, body.region.ops, split) for _, body in loops_of(cost, ops))
     for i in ops:
         for dot in dots_of(cost, (i,)):
@@ -775,7 +781,7 @@ def tile_work(
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
-    crossing = TILE_ROWS * (sum(_loads(cost, ops).values()) + _stored_bytes(cost, ops) / split)
+    crossing = TILE_ROWS * (sum(cost.loads_of(tuple(ops)).values()) + _stored_bytes(cost, ops) / split)
     slots += (crossing + storage.image_traffic) / 16 * _MOVE_SLOTS
     moved = float(weights + storage.image_traffic)
     for i in row_products_of(cost, ops):
@@ -797,7 +803,7 @@ def _stored_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
     return sum(cost.row_bytes(v) for v in made if v in cost.outputs or not set(ops).issuperset(cost.readers.get(v, ())))
 
 
-def _loads(cost: GpuCost, ops: Sequence[int]) -> dict[tuple[int, int], int]:
+def _loads(cost: GpuCost, ops: tuple[int, ...]) -> dict[tuple[int, int], int]:
     """(value, step) -> bytes of a row that a lane loads; -1 - i for the rows that op i gathers. Steps end with a product or a sum
     of a row: what is read before one and after it is loaded twice. Operands of products for each row are copied, not loaded."""
     copied, before, cut, found = fed_by(cost), dict[int, int](), dict[int, int](), dict[tuple[int, int], int]()
@@ -821,7 +827,7 @@ def _loads(cost: GpuCost, ops: Sequence[int]) -> dict[tuple[int, int], int]:
 def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
     """Seconds that a lane waits for the rows of a tile that it loads and gathers, ``_LOAD_BYTES`` of each row at a time. Rows that
     lie together were brought to the L2 while it worked on the tile before. ``place``: of rings."""
-    machine, loads = cost.machine, _loads(cost, ops)
+    machine, loads = cost.machine, cost.loads_of(tuple(ops))
     near, far = machine.place("l2").latency, machine.transfers.load_seconds
     seconds = far if cost.order is not None and loads else 0.0
     for (v, _), size in loads.items():
@@ -835,7 +841,9 @@ def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
 
 def repeated_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
     """Bytes of arrays that the lanes of a stage load a second time, too much later to find them in the L2."""
-    loads = sorted((v, size) for (v, _), size in _loads(cost, ops).items() if v in cost.region.inputs and cost.slices is None)
+    loads = sorted(
+        (v, size) for (v, _), size in cost.loads_of(tuple(ops)).items() if v in cost.region.inputs and cost.slices is None
+    )
     return cost.region.space.rows * sum(size for (v, size), (w, _) in itertools.pairwise(loads) if v == w)
 
 
