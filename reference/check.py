@@ -35,8 +35,13 @@ def check_deadlock_free(program: TileProgram, *, lookahead: int = 1) -> str | No
     tiles = min(program.tiles, sum(q.depth for q in program.queues) + (lookahead + 1) * len(program.stages) + 2)
     schedule = Schedule(program, tiles, lookahead)
     try:
-        while ready := schedule.ready():
-            schedule.fire(ready[-1])
+        fired = True
+        while fired:
+            fired = False
+            for s in range(len(program.stages)):
+                while schedule.can_fire(s):
+                    schedule.fire(s)
+                    fired = True
         schedule.check_done()
     except Deadlock as stuck:
         return str(stuck)
@@ -56,7 +61,15 @@ class Schedule:
         self.pops, self.pushes = _queues_of(program)
 
     def ready(self) -> list[int]:
-        return [s for s, done in enumerate(self.done) if done < self.tiles and not self.waits_for(s)]
+        return [s for s in range(len(self.done)) if self.can_fire(s)]
+
+    def can_fire(self, s: int) -> bool:
+        """Has stage ``s`` a tile left, and waits for nothing?"""
+        tile, queues = self.done[s], self.program.queues
+        full = min(tile + 1 + self.lookahead, self.tiles)
+        if tile >= self.tiles or any(self.done[queues[q].producer] < full for q in self.pops[s]):
+            return False
+        return all(tile - self.done[c] < queues[q].depth for q in self.pushes[s] for c in queues[q].consumers)
 
     def waits_for(self, s: int) -> list[str]:
         """The queue entries that stage ``s`` waits for, in words; empty if it can fire."""
