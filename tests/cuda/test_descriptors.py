@@ -15,6 +15,7 @@ import re
 import subprocess
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -147,15 +148,21 @@ def columns_of_k(pieces: tuple[int, ...], dtype: str) -> list[np.ndarray]:
     return found
 
 
+def packed(weight: Any, recipe: pack.WeightRecipe, chunk: int) -> Any:
+    """The image of ``weight``. As one function for XLA, which takes as long for each op on its own."""
+    return jax.jit(lambda w: pack.weights([(recipe, chunk)], lambda _: w))(weight)
+
+
 def wrong_weights(pieces: tuple[int, ...], n: int, dtype: str, plant: str = "") -> list[str]:
     """What is wrong in the product of a tile of ``pieces`` columns with n of weights: elements that a descriptor does not find."""
     shape = WeightShape(pieces, n, dtype)
     itemsize, depth = (2, 16) if is_half(dtype) else (4, 8)
     k = sum(pieces)
     recipe = pack.WeightRecipe(0, (0, 1), 1, shape)
+    weight = codes(k, n, dtype)
     wrong, first = [], 0
     for chunk, columns in enumerate(shape.chunks):
-        image = np.asarray(pack.weights([(recipe, chunk)], lambda _: codes(k, n, dtype))).view(np.uint8)
+        image = np.asarray(packed(weight, recipe, chunk)).view(np.uint8)
         type_, element = TYPES[dtype]
         widths = {f"K{i}": padded(p) for i, p in enumerate(pieces)}
         kernel = compiled("weights", plant, TYPE=type_, ELEMENT=element, N=columns, BYTES=image.size, **widths)
