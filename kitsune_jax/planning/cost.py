@@ -177,9 +177,12 @@ class RegionCost(abc.ABC):
     def sliced(self) -> frozenset[int]:
         """Values in memory of which a loop of the region reads or writes a slice in every step. (In a step of an outer loop, the
         values of all steps of an inner loop are in the tile.)"""
+        return self._sliced if self.carried is None else self._sliced.intersection(self.region.inputs)
+
+    @functools.cached_property
+    def _sliced(self) -> frozenset[int]:
         loops = [parts(self.graph.ops[i]) for i in self.region.ops if self.graph.ops[i].body is not None]
-        sliced = frozenset(v for p in loops for v in (*p.xs, *p.ys))
-        return sliced if self.carried is None else sliced.intersection(self.region.inputs)
+        return frozenset(v for p in loops for v in (*p.xs, *p.ys))
 
     def streamed(self, v: int) -> bool:
         return v in self.labels

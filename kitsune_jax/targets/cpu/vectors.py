@@ -132,15 +132,17 @@ class VectorBuilder:
     def _move_bits(self) -> None:
         """Load and store the bits of 16-bit floats as integers, where the program only selects among and copies floats in scratch:
         converting them to float32 and back takes longer than all else."""
-        views = {"load": self._loads, "store": self._stores}
         moved = [n for n in self._nodes if n.type == "float32"]
+        if not all(n.op in ("load", "store", "const", "select") for n in moved):
+            return
+        views = {"load": self._loads, "store": self._stores}
         places = [views[n.op][n.operand] for n in moved if n.op in views]
         makes = {n.dst for n in moved if n.op != "store"}
         others = [n for n in self._nodes if n.type != "float32"]
         dtypes = {view.dtype for view in places}
         if len(dtypes) != 1 or not dtypes <= NARROW or any(view.ref.space != SCRATCH for view in places):
             return
-        if not all(n.op in ("load", "store", "const", "select") for n in moved) or any(makes.intersection(n.args) for n in others):
+        if any(makes.intersection(n.args) for n in others):
             return
         (dtype,) = dtypes
         for n in moved:
