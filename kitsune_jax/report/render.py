@@ -14,10 +14,10 @@ from typing import Any
 from kitsune_jax.report.data import MeasuredTimes, ReportData
 from kitsune_jax.report.page import render_html, render_page
 from kitsune_jax.report.picture import regions_svg
-from kitsune_jax.report.text import render_text
+from kitsune_jax.report.text import render_text, summary_texts
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Report(ReportData):
     """The result of ``kj.explain(fn)(*args)``: what ``pipeline`` would do with ``fn`` on ``platform``, found without running it.
 
@@ -72,6 +72,9 @@ class Report(ReportData):
         if path.suffix not in makers:
             raise ValueError(f"a report cannot be saved as {path.name!r}: end its name in {', '.join(makers)}")
         path.write_text(makers[path.suffix](), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"<Report: {summary_texts(self)[0]}>"
 
     def __str__(self) -> str:
         return self.text()

@@ -221,6 +221,7 @@ def test_dictionary_survives_json_and_report_survives_pickle(report: Report) -> 
     assert (d["coverage"], d["expected_speedup"]) == (0.6, None)  # the time of the sorts was not asked for
     assert d["regions"][0]["queues"][0]["place"] == "l2"
     assert pickle.loads(pickle.dumps(report)) == report
+    assert repr(report).startswith("<Report: ") and "3 of 5 operators" in repr(report) and "\n" not in repr(report)
 
 
 @pytest.mark.parametrize(
