@@ -159,7 +159,11 @@ def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
 def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
     if hasattr(aval, "update"):
-        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
+        more = {}
+        if len(shape) != len(aval.shape) and (sharding := getattr(aval, "sharding", None)) is not None:
+            # An explicit mesh has one entry for each dimension.
+            more["sharding"] = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False, **more)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -98,6 +98,15 @@ def test_an_explicit_mesh() -> None:
             close(out, in_float64(f, *program.args))
 
 
+def test_an_explicit_mesh_of_one_device() -> None:
+    """The call's results of other ranks than the function's cannot have its shardings."""
+    program = PROGRAMS["data parallel"]
+    with jax.set_mesh(mesh(AxisType.Explicit, (1, 1))):
+        ours = jax.jit(pipelined(program)).lower(*program.args).compile()
+        assert count(ours.as_text()) > 0
+        close(ours(*program.args), in_float64(program.function, *program.args))
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_random_bits_are_those_of_jit(impl: str, kind: AxisType) -> None:
