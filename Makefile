@@ -51,7 +51,7 @@ test-slow: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## the exhaustive matrices
 fuzz-schedules: $(VENV)/.examples ## CUDA kernels in the emulator under SEEDS schedules each
 	$(PY) -m tests.support.cuda_run $(SEEDS)
 
-trust: $(VENV)/.examples ## random programs against NumPy: TRUST_ARGS="--programs 10000 --seed 1 --budget 7200"; failures into out/trust
+trust: $(VENV)/.examples ## random programs against NumPy: TRUST_ARGS="--programs 10000 --seed 1 --budget 7200", or "--jax-tests FOLDER"; failures into out/trust
 	$(PY) -m trust --jobs $(CORES) $(TRUST_ARGS)
 
 lint: $(VENV)/.lint ## formatter, linter and type checker; changes nothing

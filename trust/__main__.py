@@ -3,6 +3,7 @@
 python -m trust --programs 10000 --seed 1 --jobs 2 --budget 3600
 python -m trust --replay tests/trust/regressions/*.json             # programs that once failed
 python -m trust --show 1:42                                         # program 42 of seed 1, and its jaxpr
+python -m trust --jax-tests FOLDER                                  # JAX's own tests of sharded programs, with pipelines
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from trust import jax_tests
 from trust.generate import draw
 from trust.program import Program
 from trust.runner import Search, search
@@ -30,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _show(args.show)
     if args.replay:
         return _replay(args.replay, args.limit)
+    if args.jax_tests:
+        return jax_tests.run(args.jax_tests, args.out / "jax", args.limit, args.file)
     wanted = Search(args.programs, args.seed, args.jobs, args.budget, args.limit, args.attempts, args.out, args.first)
     stopped = threading.Event()
     for asked in (signal.SIGINT, signal.SIGTERM):
@@ -55,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE", help="run the programs of these files only")
     parser.add_argument("--show", metavar="S:K", help="print program K of seed S (or a file's) and its jaxpr")
+    parser.add_argument(
+        "--jax-tests", type=Path, metavar="FOLDER", help="a checkout of JAX of the version installed, or its folder tests"
+    )
+    parser.add_argument("--file", default="*", metavar="PATTERN", help="with --jax-tests: only files of this name")
     return parser
 
 

@@ -159,11 +159,9 @@ def register_lowering(prim: Any, rule: Any, **how: Any) -> None:
 def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """A result of another shape and dtype that varies over the same mesh axes as ``aval`` (``shard_map`` checks that)."""
     if hasattr(aval, "update"):
-        more = {}
-        if len(shape) != len(aval.shape) and (sharding := getattr(aval, "sharding", None)) is not None:
-            # An explicit mesh has one entry for each dimension.
-            more["sharding"] = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
-        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False, **more)
+        if tuple(shape) != tuple(aval.shape) and not varies(aval):  # the entries of an explicit sharding belong to dimensions
+            return core.ShapedArray(shape, jax.numpy.dtype(dtype))
+        return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kitsune_jax._compat.jaxprs import core, inner_jaxprs, jax_module, mlir, open_parts, x64
+from kitsune_jax._compat.jaxprs import core, inner_jaxprs, jax_module, mlir, new_primitive, open_parts, register_lowering, x64
 
 sharding_impls = jax_module("jax._src.sharding_impls")
 mesh_lib = jax_module("jax._src.mesh")
@@ -117,6 +117,60 @@ def _rule(factors: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
     return rules.sdy_sharding_rule_to_mlir(rule, list(operands), list(results))
 
 
+# --- explicit meshes ------------------------------------------------------------------------------------------------------------
+
+_typed_p = new_primitive("kitsune_typed")
+_typed_p.multiple_results = False
+_typed_p.def_abstract_eval(lambda _, aval: aval)
+
+
+def _lower_typed(ctx: Any, x: Any, aval: Any) -> Any:
+    placed = getattr(mlir, "lower_with_sharding_in_types", None)
+    return [x if placed is None else placed(ctx, x, aval)]
+
+
+register_lowering(_typed_p, _lower_typed)
+
+
+def is_explicit(aval: Any) -> bool:
+    """Does the type ``aval`` say on which mesh its array lies?"""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and not mesh.empty
+
+
+def with_type(x: Any, aval: Any) -> Any:
+    """``x`` with the explicit sharding of ``aval``."""
+    return _typed_p.bind(x, aval=aval) if is_explicit(aval) else x
+
+
+def without_type(x: Any) -> Any:
+    """``x`` as an array whose type says nothing of a mesh."""
+    aval = jax.typeof(x)
+    return _typed_p.bind(x, aval=core.ShapedArray(aval.shape, aval.dtype)) if is_explicit(aval) else x
+
+
+def with_types_of(eqns: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """``arrays``, the operands of the only equation of ``eqns``, with the shardings that it was traced with, if there is one."""
+    wanted = [v.aval for v in eqns[0].invars] if eqns else []
+    if len(wanted) != len(arrays):
+        return list(arrays)
+    found = []
+    for x, aval in zip(arrays, wanted, strict=True):
+        have = jax.typeof(x)
+        differs = is_explicit(have) and have.shape == getattr(aval, "shape", None) and have.sharding != aval.sharding
+        found.append(_typed_p.bind(x, aval=aval) if differs else x)
+    return found
+
+
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """A context in which operators ask for no shardings of their operands."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(mesh_lib, "use_abstract_mesh"):
+            stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
+        yield
+
+
 # --- in a partitioner -----------------------------------------------------------------------------------------------------------
 
 
@@ -185,8 +239,7 @@ def manual_mesh(mesh: dict[str, int]) -> Iterator[None]:
     """The context in which a program of one shard is traced: collectives know the axes of ``mesh``, and nothing of the thread that
     compiles (its mesh, its precision of integers) is seen."""
     with contextlib.ExitStack() as stack:
-        if hasattr(mesh_lib, "use_abstract_mesh"):
-            stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
+        stack.enter_context(no_mesh())
         stack.enter_context(x64(True))
         stack.enter_context(core.extend_axis_env_nd(mesh.items()))
         yield

@@ -118,8 +118,10 @@ class Statics:
 
     def jit_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``jax.jit``."""
-        given = {"static_argnums": self.argnums, "static_argnames": self.argnames, "donate_argnums": self.donated}
-        return {k: v for k, v in given.items() if v}
+        given: dict[str, Any] = {"donate_argnums": self.donated} if self.donated else {}
+        if self.argnums or self.argnames:  # ``jax.jit`` completes one of them only where it is not given at all
+            given |= {"static_argnums": self.argnums, "static_argnames": self.argnames}
+        return given
 
     def all_arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Can ``jax.jit`` take these arguments as they are?"""

@@ -22,6 +22,7 @@ from kitsune_jax.capture.rewrites import PARTITIONED
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, record
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
+from kitsune_jax.ops.loops import evaluate_jax
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
@@ -205,6 +206,23 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
             for failure in prepare():
                 record(_compat.function_name(call_jaxpr), failure)
 
+    explicit = not around.manual and any(map(_compat.is_explicit, captured.avals))
+
+    def run_op(i: int, arrays: list[Any]) -> list[Any]:
+        if not explicit:
+            return captured.run(i, arrays)
+        if captured.steps[i].evaluate is not None:
+            return captured.run(i, _compat.with_types_of(captured.steps[i].origin.eqns[-1:], arrays))
+        # The op may be a part of the equation that it comes from, whose rules of shardings are not its own.
+        op = graph.ops[i]
+        with captured.steps[i].origin.context(), _compat.no_mesh():
+            arrays = [_compat.without_type(x) for x in arrays]
+            if op.body is not None:
+                made = evaluate_jax(OPS, op, arrays)
+            else:
+                made = [OPS[op.kind].evaluate(dict(op.params), *arrays, out=graph.values[op.outputs[0]])]
+        return [_compat.with_type(x, captured.avals[v]) for x, v in zip(made, op.outputs, strict=True)]
+
     def run(*args: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(graph.inputs, [*consts, *args], strict=True))
 
@@ -215,7 +233,7 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
         for node in nodes:
             if isinstance(node, int):
                 op = graph.ops[node]
-                env.update(zip(op.outputs, captured.run(node, [read(v) for v in op.inputs]), strict=True))
+                env.update(zip(op.outputs, run_op(node, [read(v) for v in op.inputs]), strict=True))
                 continue
             text = json.dumps(
                 {

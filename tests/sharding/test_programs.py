@@ -107,6 +107,25 @@ def test_an_explicit_mesh_of_one_device() -> None:
         close(ours(*program.args), in_float64(program.function, *program.args))
 
 
+ROWS = np.arange(128, dtype=np.float32).reshape(16, 8) / 128
+OF_EXPLICIT_MESHES = {  # functions of ROWS, divided along the first dimension
+    "repeat": lambda x: jnp.repeat(x, 3, axis=-1),
+    "set by index": lambda x: jax.sharding.auto_axes(lambda x: x.at[jnp.array([3, 0])].set(0.5))(x, out_sharding=P("data", None)),
+}
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no auto_axes")
+@pytest.mark.parametrize("name", OF_EXPLICIT_MESHES)
+def test_operators_left_to_xla_on_an_explicit_mesh(name: str) -> None:
+    """Parts of their equations have no shardings that JAX's rules for the same operators of a user would take."""
+    on, function = mesh(AxisType.Explicit), OF_EXPLICIT_MESHES[name]
+    with jax.set_mesh(on):
+        x = jax.device_put(ROWS, NamedSharding(on, P("data", None)))
+        out, usual = jax.jit(kj.pipeline(function, force=True))(x), jax.jit(function)(x)
+    assert out.sharding == usual.sharding
+    np.testing.assert_array_equal(out, usual)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_random_bits_are_those_of_jit(impl: str, kind: AxisType) -> None:

@@ -114,6 +114,18 @@ def test_static_arguments() -> None:
     assert custom_calls(lambda x, w: p(x, 2, w, activation="sin"), X, W1) > 0
 
 
+def test_static_numbers_and_names_may_disagree() -> None:
+    """As in ``jax.jit``: one is completed from the other only where that is not given."""
+
+    def f(x: Any, y: Any) -> Any:
+        return x * (1.0 if isinstance(y, jax.core.Tracer) else 2.0)
+
+    by_number = kj.pipeline(f, static_argnums=1, static_argnames=())
+    np.testing.assert_array_equal(jax.jit(by_number, static_argnums=1, static_argnames=())(X, y=3), X)
+    np.testing.assert_array_equal(by_number(X, 3), 2 * X)
+    np.testing.assert_array_equal(by_number(X, y=3), X)
+
+
 def test_make_jaxpr_and_eval_shape() -> None:
     p = kj.pipeline(mlp, force=True)
     assert "kitsune_pipeline" in str(jax.make_jaxpr(p)(X, W1, W2))
