@@ -5,6 +5,5 @@ of ``operators.py``, ``moves.py`` and ``graphs.py`` and the transformations of `
 evaluates the function's jaxpr with NumPy, in float64; ``check.py`` compares; ``worker.py`` runs it in a process of its own, watched
 by ``runner.py``; ``shrink.py`` reduces failing programs. ``python -m trust --help``: how to run it.
 
-``jax_tests.py`` runs JAX's own tests of sharded programs with pipelines, in processes of ``jax_worker.py``; ``jax_known.toml`` has
-the differences that are explained.
+The folder ``jax_tests`` runs JAX's own tests of sharded programs with pipelines.
 """

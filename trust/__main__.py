@@ -16,8 +16,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from trust import jax_tests
 from trust.generate import draw
+from trust.jax_tests import compare
 from trust.program import Program
 from trust.runner import Search, search
 from trust.worker import Worker
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.replay:
         return _replay(args.replay, args.limit)
     if args.jax_tests:
-        return jax_tests.run(args.jax_tests, args.out / "jax", args.limit, args.file)
+        return compare.run(args.jax_tests, args.out / "jax", args.limit, args.file)
     wanted = Search(args.programs, args.seed, args.jobs, args.budget, args.limit, args.attempts, args.out, args.first)
     stopped = threading.Event()
     for asked in (signal.SIGINT, signal.SIGTERM):

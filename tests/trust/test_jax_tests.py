@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trust.jax_tests import compare, files_of, known_differences, run_file
+from trust.jax_tests.compare import compare, files_of, known_differences, run_file
 
 FILE = """
 import os, unittest

@@ -1,6 +1,7 @@
 """The process that runs one file of JAX's own tests, with ``jax.jit`` as it is or with pipelines under it.
 
-    python -m trust.jax_worker FILE RESULTS {jit,pipeline,list} [--only TESTS] [--processes 2 --process 0 --coordinator HOST:PORT]
+    python -m trust.jax_tests.worker FILE RESULTS {jit,pipeline,list} [--only TESTS]
+        [--processes 2 --process 0 --coordinator HOST:PORT]
 
 Comes in: a file of ``unittest`` classes, and perhaps a file with the names of the tests to run. Goes out: a file with one line of
 JSON when a test begins and one when it ends, so that whoever waits knows the test that a process died of. Invariant: only the names
@@ -156,7 +157,7 @@ def run_module(module: types.ModuleType, results: Path, only: set[str] | None) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trust.jax_worker")
+    parser = argparse.ArgumentParser(prog="python -m trust.jax_tests.worker")
     parser.add_argument("file", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("mode", choices=MODES)

@@ -1,7 +1,7 @@
 """JAX's own tests of sharded programs with pipelines under ``jax.jit``, beside the same tests with ``jax.jit`` alone.
 
 Comes in: a checkout of JAX, or its folder ``tests``, of the version installed. Goes out: a ``Comparison`` of each file: the tests
-that pass with ``jax.jit`` alone and not with pipelines, sorted by kind of error, and apart those that ``jax_known.toml`` explains.
+that pass with ``jax.jit`` alone and not with pipelines, sorted by kind of error, and apart those that ``known.toml`` explains.
 Invariant: a test that fails with ``jax.jit`` alone, or does not run here, proves nothing and is not run again.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 
 FILES = ("array_test.py", "pjit_test.py", "shard_map_test.py")
 SEVERAL = "multiprocess"  # a folder of tests for several processes
-KNOWN = Path(__file__).with_name("jax_known.toml")
+KNOWN = Path(__file__).with_name("known.toml")
 DEVICES = 8
 PROCESSES = 2
 START = 120.0  # seconds until the first test begins, on a loaded machine
@@ -157,7 +157,7 @@ def _outcomes(file: Path, ended: str) -> dict[str, Outcome]:
 def environment(force: bool, devices: int) -> dict[str, str]:
     """Of a process of tests: ``devices`` CPU devices, and plans that are the same on every machine."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KITSUNE_")}
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", kept.get("XLA_FLAGS", ""))
     return {
         **kept,
@@ -177,7 +177,7 @@ def _run(path: Path, files: Sequence[Path], mode: str, limit: float, more: Seque
     environ = environment(force, DEVICES // len(files))
     started = []
     for k, file in enumerate(files):
-        argv = [sys.executable, "-m", "trust.jax_worker", str(path), str(file), mode, *more]
+        argv = [sys.executable, "-m", "trust.jax_tests.worker", str(path), str(file), mode, *more]
         if len(files) > 1:
             argv += ["--processes", str(len(files)), "--process", str(k), "--coordinator", coordinator]
         with file.with_name(f"{file.name}.log").open("wb") as log:
