@@ -10,6 +10,7 @@ python -m benchmarks model                                  # the planner's mode
 python -m benchmarks model --device cpu                     # that of this CPU beside what its pipelines take
 python -m benchmarks.lower                                  # time to trace, lower and compile, against jax.jit
 python -m benchmarks.devices                                # sharded functions beside sharded jax.jit
+python -m benchmarks.scaling                                # a model of training on up to 1 024 devices
 python -m benchmarks table                                  # writes the tables of docs; --print shows them instead
 python -m benchmarks page                                   # writes the site's page of benchmarks; --print shows it instead
 """
