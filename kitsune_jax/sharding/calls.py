@@ -256,11 +256,20 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
 # --- the partitioner ------------------------------------------------------------------------------------------------------------
 
 Pipelined = Callable[[Any, Options, str], Any]  # a jaxpr of one shard, with pipelines
+_partitioners: list[_Partitioner] = []
 
 
 def register(pipelined: Pipelined) -> None:
     """Have XLA ask for the programs of shards. ``pipelined(jaxpr, options, target)``: puts pipelines into the program of one."""
-    _compat.register_partitioner(TARGET, _Partitioner(pipelined))
+    partitioner = _Partitioner(pipelined)
+    _partitioners.append(partitioner)
+    _compat.register_partitioner(TARGET, partitioner)
+
+
+def forget_programs() -> None:
+    """Drop the programs of shards that are kept for equal calls, for measurements of how long they take to make."""
+    for partitioner in _partitioners:
+        partitioner.forget()
 
 
 class _Partitioner:
@@ -269,6 +278,9 @@ class _Partitioner:
     def __init__(self, pipelined: Pipelined):
         self.pipelined = pipelined
         self._known: dict[tuple[Any, ...], Any] = {}
+
+    def forget(self) -> None:
+        self._known.clear()
 
     def __call__(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, text: Any) -> Any:
         text = text if isinstance(text, str) else bytes(text).decode()
@@ -281,7 +293,7 @@ class _Partitioner:
         key = (text, tuple(map(str, shardings)), str(result_sharding), machine)
         if key not in self._known:
             if len(self._known) > 256:
-                self._known.clear()
+                self.forget()
             self._known[key] = self._program(shapes, shardings, result_shape, result_sharding, found)
         return self._known[key]
 

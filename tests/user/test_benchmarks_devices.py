@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import unittest.mock
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import kitsune_jax as kj
 from benchmarks import devices, store
+from kitsune_jax.sharding import calls
 
 
 @pytest.mark.parametrize("name", ["nerf", "edges", "layer", "gat"])
@@ -22,7 +25,8 @@ def test_both_columns_compute_the_same(name: str) -> None:
 
 
 def test_records_are_stored_and_kept_out_of_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = devices.measure("gat", "inference", 2, 2)
+    record = devices.measure("gat", "inference", 2, 2, 1)
+    assert record["compile_ratio"] == pytest.approx(record["compile_seconds"]["pipeline"] / record["compile_seconds"]["jit"])
     assert record["speedup"] == pytest.approx(record["median_seconds"]["jit"] / record["median_seconds"]["pipeline"])
     assert min(record["least_seconds"].values()) > 0 and record["temporary_bytes"]["jit"] > 0
     devices.save([record], tmp_path)
@@ -30,6 +34,30 @@ def test_records_are_stored_and_kept_out_of_the_tables(tmp_path: Path, capsys: p
     (case,) = json.loads(path.read_text())["cases"]
     assert (case["network"], case["mode"], case["devices"]) == ("gat", "inference", 2)
     assert store.newest(tmp_path) == []
+
+
+def test_compilation_is_timed_with_cold_caches() -> None:
+    """Each round traces the function again and plans the program of a shard again."""
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    traced = {"jit": 0, "pipeline": 0}
+
+    def function(column: str) -> Any:
+        def f(x: Any) -> Any:
+            traced[column] += 1
+            return jax.nn.relu(x @ x.T) @ x
+
+        return f
+
+    columns = {"jit": jax.jit(function("jit")), "pipeline": jax.jit(kj.pipeline(function("pipeline"), force=True))}
+    with (
+        unittest.mock.patch.object(calls, "plan_graph", wraps=calls.plan_graph) as planned,
+        unittest.mock.patch.object(jax, "clear_caches", wraps=jax.clear_caches) as cleared,
+    ):
+        seconds = devices.cold_seconds(columns, [x], 2)
+    assert traced == {"jit": 2, "pipeline": 2}
+    assert (planned.call_count, cleared.call_count) == (2, 4)
+    assert min(seconds.values()) > 0
 
 
 def test_one_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
