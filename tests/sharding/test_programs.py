@@ -64,6 +64,22 @@ def test_a_sharded_program(name: str) -> None:
     close(ours(*args), in_float64(program.function, *program.args, by_xla=by_xla), tol)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "elements"),
+    [
+        ("attention over keys", "all-reduce", lambda b, n, h, d: b * n * h * (d + 2)),
+        ("attention over queries and keys", "all-gather", lambda b, n, h, d: b * n * h * 2 * d),
+    ],
+)
+def test_sharded_keys_move_what_the_documentation_says(name: str, kind: str, elements: Any) -> None:
+    program = PROGRAMS[name]
+    text = compiled(program, pipelined(program))[0].as_text()
+    found = re.findall(rf"= f32\[([\d,]+)\]\S* ([a-z-]+)\(", text)
+    moved = [int(np.prod([int(n) for n in shape.split(",")])) for shape, op in found if op == kind]
+    assert sum(moved) == elements(*program.args[0].shape)
+    assert collectives(text) == Counter({kind: len(moved)}) + Counter()
+
+
 @pytest.mark.parametrize("name", ["tensor parallel", "gradient of tensor parallel", "batch over both axes"])
 @pytest.mark.parametrize(
     ("shape", "names", "order"),
