@@ -15,13 +15,13 @@ import numpy as np
 import kitsune_jax as kj
 from tests.support.checks import close
 
-# Arguments: the number of the process, that of all, the coordinator, a file of operands, a file of results, a cache or nothing.
+# Arguments: the number of the process, the coordinator, the number of processes, files of operands and results, a cache or nothing.
 PROGRAM = """
 import logging, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-number, processes, coordinator, operands, results, cache = sys.argv[1:]
+number, coordinator, processes, operands, results, cache = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 8 // int(processes))
 if int(processes) > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -78,10 +78,74 @@ np.savez(results, **found)
 """
 
 
+# Arguments: the number of the process, the coordinator. The second process is on a host with older kernels and fewer cores.
+UNLIKE = """
+import hashlib, os, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+number, coordinator = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(coordinator, 2, number)
+
+import kitsune_jax as kj
+from kitsune_jax import _compat, _cpu
+from kitsune_jax.targets.cpu.profile import profile, store
+
+if number:
+    assert _cpu.set_isa("generic")
+    os.environ["KITSUNE_NUM_THREADS"] = "1"
+own = profile.shipped("generic-1" if number else "zen5-8")
+store._local_profile = lambda workers: store._FoundProfile(own, ())  # measured, as if it were this host's
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+x = np.linspace(-1, 1, 4096 * 64, dtype=np.float32).reshape(4096, 64)
+w = np.cos(np.arange(64 * 64, dtype=np.float32)).reshape(64, 64)
+place = [NamedSharding(mesh, spec) for spec in (P("data"), P())]
+args = [jax.make_array_from_callback(a.shape, s, lambda index, a=a: a[index]) for a, s in zip((x, w), place)]
+
+def compiled():
+    def step(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w).sum(0)
+
+    return jax.jit(kj.pipeline(step, force=True, strict=True), out_shardings=place[1]).lower(*args).compile()
+
+def digest(program):
+    # Of the words of its calls.
+    calls = [line.partition("backend_config=")[2] for line in program.as_text().splitlines() if "kitsune_cpu" in line]
+    assert all("program" in call for call in calls)
+    return hashlib.sha256("".join(calls).encode()).hexdigest()[:15]
+
+program = compiled()
+print(f"<digest {int(digest(program), 16)}> <calls {program.as_text().count('custom_call_target=\"kitsune_cpu\"')}>")
+out = np.asarray(program(*args).addressable_shards[0].data)
+np.testing.assert_allclose(out, np.tanh(np.tanh(x.astype(np.float64) @ w) @ w).sum(0), rtol=1e-4, atol=1e-2)
+_compat.distributed_client = lambda: None  # with this host's own profile
+store._known.clear()
+jax.clear_caches()
+from kitsune_jax.sharding import calls
+from kitsune_jax.frontend import lowering
+calls.forget_programs()
+lowering._routed.cache_clear()
+print(f"<alone {int(digest(compiled()), 16)}>", store.at_hand().name)
+"""
+
+
 def _run(folder: Path, processes: int, cache: Path | str = "") -> list[tuple[dict[str, int], dict[str, np.ndarray]]]:
     """Of each process: (what it counted, its results)."""
     if not (folder / "operands.npz").exists():
         np.savez(folder / "operands.npz", **_operands())
+    files = [[str(folder / "operands.npz"), str(folder / f"{i}.npz"), str(cache)] for i in range(processes)]
+    found = []
+    for i, counted in enumerate(_started(PROGRAM, [[str(processes), *file] for file in files])):
+        with np.load(folder / f"{i}.npz") as results:
+            found.append((counted, {name: results[name] for name in results.files}))
+    return found
+
+
+def _started(program: str, arguments: list[list[str]], **variables: str | None) -> list[dict[str, int]]:
+    """Of each process: the numbers that it printed. Its first arguments are its number and the coordinator."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -89,29 +153,27 @@ def _run(folder: Path, processes: int, cache: Path | str = "") -> list[tuple[dic
     root = str(Path(kj.__file__).resolve().parents[1])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    for name, value in variables.items():
+        env.pop(name, None)
+        env |= {} if value is None else {name: value}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(i), str(processes), coordinator]
-            + [str(folder / "operands.npz"), str(folder / f"{i}.npz"), str(cache)],
+            [sys.executable, "-c", program, str(i), coordinator, *more],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i in range(processes)
+        for i, more in enumerate(arguments)
     ]
-    found = []
     try:
         told = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
-    for i, (process, (out, err)) in enumerate(zip(started, told, strict=True)):
+    for process, (_, err) in zip(started, told, strict=True):
         assert process.returncode == 0, err[-4000:]
-        with np.load(folder / f"{i}.npz") as results:
-            counted = {name: int(n) for name, n in re.findall(r"<(\w+) (\d+)>", out)}
-            found.append((counted, {name: results[name] for name in results.files}))
-    return found
+    return [{name: int(n) for name, n in re.findall(r"<(\w+) (\d+)>", out)} for out, _ in told]
 
 
 def _operands() -> dict[str, np.ndarray]:
@@ -136,6 +198,13 @@ def test_two_processes(tmp_path: Path) -> None:
     close(results, _expected())
     for name, array in results.items():
         np.testing.assert_array_equal(array, results_there[name])
+
+
+def test_unlike_hosts_have_the_same_plan() -> None:
+    """The first process's: its cores and kernels, which the others need not have."""
+    first, second = _started(UNLIKE, [[], []], KITSUNE_PROFILE=None, KITSUNE_NUM_THREADS=None)
+    assert first["digest"] == second["digest"] and first["calls"] == second["calls"] > 0
+    assert first["alone"] == first["digest"] != second["alone"]
 
 
 def test_a_second_process_hits_the_persistent_cache(tmp_path: Path) -> None:

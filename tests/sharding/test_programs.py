@@ -74,7 +74,7 @@ def test_a_sharded_program(name: str) -> None:
 def test_sharded_keys_move_what_the_documentation_says(name: str, kind: str, elements: Any) -> None:
     program = PROGRAMS[name]
     text = compiled(program, pipelined(program))[0].as_text()
-    found = re.findall(rf"= f32\[([\d,]+)\]\S* ([a-z-]+)\(", text)
+    found = re.findall(r"= f32\[([\d,]+)\]\S* ([a-z-]+)\(", text)
     moved = [int(np.prod([int(n) for n in shape.split(",")])) for shape, op in found if op == kind]
     assert sum(moved) == elements(*program.args[0].shape)
     assert collectives(text) == Counter({kind: len(moved)}) + Counter()
