@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,17 +120,20 @@ def _rule(factors: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
 
 # --- explicit meshes ------------------------------------------------------------------------------------------------------------
 
-_typed_p = new_primitive("kitsune_typed")
-_typed_p.multiple_results = False
-_typed_p.def_abstract_eval(lambda _, aval: aval)
 
+@functools.cache
+def _typed() -> Any:
+    """The primitive that gives an array another type. Made where it is needed: a JAX without rules of lowering has no pipelines."""
+    primitive = new_primitive("kitsune_typed")
+    primitive.multiple_results = False
+    primitive.def_abstract_eval(lambda _, aval: aval)
 
-def _lower_typed(ctx: Any, x: Any, aval: Any) -> Any:
-    placed = getattr(mlir, "lower_with_sharding_in_types", None)
-    return [x if placed is None else placed(ctx, x, aval)]
+    def rule(ctx: Any, x: Any, aval: Any) -> Any:
+        placed = getattr(mlir, "lower_with_sharding_in_types", None)
+        return [x if placed is None else placed(ctx, x, aval)]
 
-
-register_lowering(_typed_p, _lower_typed)
+    register_lowering(primitive, rule)
+    return primitive
 
 
 def is_explicit(aval: Any) -> bool:
@@ -140,13 +144,13 @@ def is_explicit(aval: Any) -> bool:
 
 def with_type(x: Any, aval: Any) -> Any:
     """``x`` with the explicit sharding of ``aval``."""
-    return _typed_p.bind(x, aval=aval) if is_explicit(aval) else x
+    return _typed().bind(x, aval=aval) if is_explicit(aval) else x
 
 
 def without_type(x: Any) -> Any:
     """``x`` as an array whose type says nothing of a mesh."""
     aval = jax.typeof(x)
-    return _typed_p.bind(x, aval=core.ShapedArray(aval.shape, aval.dtype)) if is_explicit(aval) else x
+    return _typed().bind(x, aval=core.ShapedArray(aval.shape, aval.dtype)) if is_explicit(aval) else x
 
 
 def with_types_of(eqns: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
@@ -158,7 +162,7 @@ def with_types_of(eqns: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     for x, aval in zip(arrays, wanted, strict=True):
         have = jax.typeof(x)
         differs = is_explicit(have) and have.shape == getattr(aval, "shape", None) and have.sharding != aval.sharding
-        found.append(_typed_p.bind(x, aval=aval) if differs else x)
+        found.append(_typed().bind(x, aval=aval) if differs else x)
     return found
 
 
