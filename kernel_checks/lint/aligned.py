@@ -60,19 +60,19 @@ def skipped(flow: Flow) -> tuple[Skipped, ...]:
     """Raises ``UnknownOpcode``."""
     code = flow.code
     accesses = _with_bits(code, [_access(one) for one in code])
-    following = _with_calls(flow)
-    after = _post_dominators(following)
+    edges = _edges(flow, accesses)
+    after = _post_dominators(flow.next)  # threads that call come back to behind that call, and to no other
     divergent: set[int] = set()
     while True:  # a branch that differs makes what is computed behind it differ, and so perhaps another branch
-        inside = _controlled(divergent, following, after)
-        differing = _differing(code, accesses, following, inside)
-        more = {i for i, names in enumerate(differing) if len(following[i]) > 1 and names}
+        inside = _controlled(divergent, flow, after)
+        differing = _differing(code, accesses, edges, inside)
+        more = {i for i, names in enumerate(differing) if names and (len(flow.next[i]) > 1 or i in flow.calls)}
         if more <= divergent:
             break
         divergent |= more
     found = set()
     for i, one in enumerate(code):
-        if not one.opcode.startswith(_ALIGNED) or not following[i]:
+        if not one.opcode.startswith(_ALIGNED) or not edges[i]:
             continue
         if differing[i]:
             found.add(Skipped(one.address, str(one), one.address))
@@ -146,14 +146,34 @@ def _condition(one: Instruction, does: Access) -> frozenset[str]:
     )
 
 
-def _with_calls(flow: Flow) -> list[tuple[int, ...]]:
-    """Where each instruction leads: a call into what it calls, and a return to behind every call."""
-    following = list(flow.next)
-    for i in flow.returns:
-        following[i] = (*following[i], *(call + 1 for call in flow.calls))
-    for i, called in flow.calls.items():
-        following[i] = (called, *(flow.next[i] if flow.code[i].predicate else ()))
-    return following
+@dataclasses.dataclass(frozen=True)
+class _Edge:
+    """A way on to instruction ``to``. ``only``: the registers that it says something about, all by default; ``but``: all but these.
+    Behind a call the registers that the called code writes come from its return, and the others from the call."""
+
+    to: int
+    only: frozenset[str] | None = None
+    but: frozenset[str] = frozenset()
+
+
+def _edges(flow: Flow, accesses: Sequence[Access]) -> list[list[_Edge]]:
+    """Where each instruction leads: a call into the called code and to behind it, a return to behind each call of its code."""
+    found = [[_Edge(t) for t in targets] for targets in flow.next]
+    bodies = {called: _reached(called, flow.next) for called in set(flow.calls.values())}
+    changed = True
+    while changed:  # code that is called may call
+        changed = False
+        for body in bodies.values():
+            inner = set[int]().union(*(bodies[flow.calls[i]] for i in body if i in flow.calls)) - body
+            body |= inner
+            changed |= bool(inner)
+    for call, called in flow.calls.items():
+        writes = frozenset[str]().union(*(accesses[i].writes for i in bodies[called]))
+        behind = call + 1
+        found[call] = [_Edge(called), _Edge(behind, but=writes), *(found[call] if flow.code[call].predicate else ())]
+        for i in flow.returns & _reached(called, flow.next):
+            found[i].append(_Edge(behind, only=writes))
+    return found
 
 
 def _post_dominators(following: Sequence[tuple[int, ...]]) -> list[int]:
@@ -200,22 +220,39 @@ def _meet(a: int, b: int, nearest: list[int], rank: dict[int, int]) -> int:
     return a
 
 
-def _controlled(branches: set[int], following: Sequence[tuple[int, ...]], after: Sequence[int]) -> dict[int, set[int]]:
-    """For each instruction the branches of ``branches`` that decide whether it runs."""
+def _controlled(branches: set[int], flow: Flow, after: Sequence[int]) -> dict[int, set[int]]:
+    """For each instruction the branches and calls of ``branches`` that decide whether it runs."""
     found: dict[int, set[int]] = {}
     for branch in branches:
-        for t in following[branch]:
+        for t in flow.next[branch]:
             node = t
             while node not in (-1, after[branch]):
                 if branch in found.setdefault(node, set()):
                     break
                 found[node].add(branch)
                 node = after[node]
+    changed = True
+    while changed:  # what decides about a call decides about all that is called
+        changed = False
+        for call, called in flow.calls.items():
+            causes = found.get(call, set()) | ({call} & branches)
+            for node in _reached(called, flow.next) if causes else ():
+                changed |= not causes <= found.setdefault(node, set())
+                found[node] |= causes
     return found
 
 
+def _reached(start: int, following: Sequence[tuple[int, ...]]) -> set[int]:
+    seen, work = {start}, [start]
+    while work:
+        more = [t for t in following[work.pop()] if t not in seen]
+        seen.update(more)
+        work += more
+    return seen
+
+
 def _differing(
-    code: Sequence[Instruction], accesses: Sequence[Access], following: Sequence[tuple[int, ...]], inside: dict[int, set[int]]
+    code: Sequence[Instruction], accesses: Sequence[Access], edges: Sequence[Sequence[_Edge]], inside: dict[int, set[int]]
 ) -> list[frozenset[str]]:
     """For each instruction which of the predicates that decide about it may differ between the threads of a warp."""
     # A state: what may differ, and what holds threadIdx.x, or that and a multiple of 32. As bits, because there are many.
@@ -245,9 +282,13 @@ def _differing(
         numbers = threads & ~writes[i]
         if not one.predicate and _is_thread(one, held):
             numbers |= writes[i]
-        for t in following[i]:
-            old = before[t]
-            new = (out, numbers, equal) if old is None else (old[0] | out, old[1] & numbers, old[2] & equal)
+        for edge in edges[i]:
+            t, old = edge.to, before[edge.to]
+            silent = sum(bit[n] for n in (bit.keys() - edge.only if edge.only is not None else edge.but & bit.keys()))
+            # Of registers that the edge says nothing about, another one does: here nothing differs, and everything is known.
+            new = out & ~silent, numbers | silent, equal | under.of(silent)
+            if old is not None:
+                new = old[0] | new[0], old[1] & new[1], old[2] & new[2]
             if new != old:
                 before[t] = new
                 if t not in waiting:
@@ -266,7 +307,9 @@ class _Guarded:
         of = {pair: 1 << k for k, pair in enumerate(sorted(pairs))}
         self.made, self.lost, self.read = list[int](), list[int](), list[list[tuple[int, int]]]()
         by_name: dict[str, int] = {}
+        self.of_name: dict[int, int] = {}
         for (name, predicate), one_bit in of.items():
+            self.of_name[bit[name]] = self.of_name.get(bit[name], 0) | one_bit
             for changed in (name, predicate.lstrip("!")):
                 by_name[changed] = by_name.get(changed, 0) | one_bit
         for one, does in zip(code, accesses, strict=True):
@@ -278,6 +321,10 @@ class _Guarded:
             self.lost.append(lost)
             found = [(of[name, one.predicate], bit[name]) for name in does.reads if (name, one.predicate) in of]
             self.read.append(found if one.predicate else [])
+
+    def of(self, names: int) -> int:
+        """The pairs of the registers ``names``, as bits, with any predicate."""
+        return sum(pair for name, pair in self.of_name.items() if name & names) if names else 0
 
     def equal_in(self, i: int, equal: int) -> int:
         """The registers that instruction ``i`` reads as equal."""

@@ -365,3 +365,29 @@ def test_predicates_that_are_kept_as_bits_of_a_register_are_told_apart(bit: int,
 def test_calls_without_end_are_an_error_and_no_endless_walk() -> None:
     with pytest.raises(ValueError, match="calls that do not return"):
         run(PRODUCT, "on: CALL.REL.NOINC <on>", "EXIT")
+
+
+BARRIER = "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80"
+SUB = ("sub: MUFU.RCP R60, R61", "RET.REL.NODEC R62 0x0")
+
+
+def test_threads_that_call_come_back_to_behind_their_own_call() -> None:
+    """Some threads of a warp take the slow path of a division, and all of them meet behind it, whoever else calls it."""
+    some = (TID, "ISETP.NE.AND P0, PT, R0, 0x5, PT", "@P0 BRA <on>", "CALL.REL.NOINC <sub>", f"on: {BARRIER}")
+    assert skips(*some, "CALL.REL.NOINC <sub>", "EXIT", *SUB) == []
+
+
+def test_what_is_called_by_some_threads_runs_in_some_threads() -> None:
+    sub = (f"sub: {BARRIER}", SUB[1])
+    condition = (TID, "ISETP.NE.AND P0, PT, R0, 0x5, PT")
+    assert skips(*condition, "@P0 BRA <on>", "CALL.REL.NOINC <sub>", "on: EXIT", *sub) == [(5, 2)]
+    assert skips(*condition, "@P0 CALL.REL.NOINC <sub>", "EXIT", *sub) == [(4, 2)]
+    assert skips(*condition, "CALL.REL.NOINC <sub>", "EXIT", *sub) == []
+
+
+def test_a_call_keeps_what_it_does_not_write() -> None:
+    """A register that is equal here and differs at another call of the same code is equal behind this call."""
+    lines = ("LDC R4, c[0x0][0xc]", "CALL.REL.NOINC <sub>", "ISETP.NE.AND P1, PT, R4, RZ, PT", "@P1 BRA <on>", BARRIER)
+    other = ("on: S2R R4, SR_TID.X", "CALL.REL.NOINC <sub>", "EXIT")
+    assert skips(*lines, *other, *SUB) == []
+    assert skips(*lines, *other, "sub: S2R R4, SR_TID.X", SUB[1]) == [(4, 3)]
