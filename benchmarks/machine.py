@@ -16,12 +16,13 @@ _ISA = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, usable cores, memory, instruction sets that matter here, huge-page setting, operating system, JAX devices; ``gpu``
-    where JAX's default device is one."""
+    """CPU model, family and number of the model, usable cores, memory, instruction sets that matter here, huge-page setting,
+    operating system, JAX devices; ``gpu`` where JAX's default device is one."""
     info = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
     present = set(flags.group(1).split()) if flags else set()
+    family, number = (re.search(rf"^{key}\s*:\s*(\d+)$", info, re.MULTILINE) for key in ("cpu family", "model"))
     memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
     machine: dict[str, Any] = {
@@ -34,6 +35,8 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "devices": [str(d) for d in jax.devices()],
     }
+    if family and number:
+        machine["family"], machine["model"] = int(family[1]), int(number[1])
     if has_gpu():
         machine["gpu"] = {"name": jax.devices()[0].device_kind, **describe_driver()}
     return machine
@@ -63,6 +66,16 @@ def machine_slug(machine: dict[str, Any]) -> str:
     words = re.sub(r"\([^)]*\)|@.*|\b(\d+-core )?processor\b|\bcpu\b", " ", machine["cpu"], flags=re.IGNORECASE)
     tiles = " amx" if "amx_tile" in machine.get("isa", ()) else ""
     return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cores']}c{tiles}".lower()).strip("-")
+
+
+def generation(machine: dict[str, Any]) -> str:
+    """The design of a CPU whose name does not tell it, such as "Zen 5"; "" where it is not known. Families and models as
+    ``/proc/cpuinfo`` numbers them: https://en.wikichip.org/wiki/amd/cpuid."""
+    if "AMD" not in machine.get("cpu", ""):
+        return ""
+    if machine.get("family") == 26:
+        return "Zen 5"
+    return "Zen 4" if machine.get("family") == 25 and machine.get("model", 0) // 16 in (1, 6, 7, 10) else ""
 
 
 def describe_software() -> dict[str, str | None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import generation
 from kitsune_jax.report.data import byte_text, count_text
 
 _WIDEST = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
@@ -107,7 +108,8 @@ def machine_name(machine: dict[str, Any]) -> str:
         return str(machine["gpu"]["name"])
     cpu = " ".join(re.sub(r"\([^)]*\)|@.*|\bProcessor\b", " ", machine["cpu"]).split())
     widest = [name for isa, name in _WIDEST.items() if isa in machine.get("isa", ())]
-    return ", ".join((cpu, f"{machine['cores']} cores", *widest[:1]))
+    design = f" ({generation(machine)})" if generation(machine) else ""
+    return ", ".join((cpu + design, f"{machine['cores']} cores", *widest[:1]))
 
 
 def _inference(machine: dict[str, Any], records: list[Record]) -> str:
