@@ -307,7 +307,7 @@ def test_what_the_planner_picks_is_tensor_code_without_local_memory(app: str, dt
             check_products(in_flight(paths), skipped(paths))
 
 
-# In one kernel of each of these ptxas serialises the products (C7514): it reads sums of float16 products while others are in flight.
+# In one kernel of each of these ptxas serialises the products (C7514): it reads sums of float16 products in flight.
 SERIALISED = {("nerf", "network", "float16"), ("nerf", "whole", "float16")}
 
 
