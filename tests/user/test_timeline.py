@@ -164,3 +164,19 @@ def test_the_users_own_trace_goes_on(compiled: Any, tmp_path: pathlib.Path) -> N
         compiled(W, X).block_until_ready()
     assert not found.with_xla and any(e.kind == "tile" for e in found.events)
     assert list((tmp_path / "users").rglob("*.xplane.pb"))
+
+
+def test_a_worker_without_work_waits_for_a_queue() -> None:
+    """The second stage waits for what the first one makes. Seldom no worker has to: so it is tried several times."""
+    extension = cpu_call.extension()
+    rows, k, n = 64, 512, 512
+    outputs = [np.zeros((rows, n), np.float32), np.zeros(n, np.float32)]
+    for _ in range(50):
+        extension.start_timeline(1 << 16)
+        extension.run(encode(two_layers(rows, k=k, n=n)), arrays(rows, k, n), outputs, 3)
+        names, events, _ = extension.stop_timeline()
+        waits = {(e.stage, e.number) for e in tl.events_of(names, events, 0) if e.kind == "wait"}
+        assert waits <= {("shift", 0), ("dense", 0), ("", -1)}
+        if ("shift", 0) in waits:
+            return
+    pytest.fail("no wait of the second stage for its queue was recorded")
