@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Measuring imports JAX; making the table does not need it.
     from benchmarks.measure import Effort, child, train_child
 
-    effort = Effort(args.rounds, args.seconds)
+    effort = Effort(args.rounds, args.seconds, getattr(args, "peers", ""))
     if args.command == "child":
         case = (args.app, args.dtype, args.rows)
         found = train_child(*case, args.column) if args.mode == "train" else child(*case, effort)
@@ -63,6 +64,7 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
     from benchmarks.graphs.measure import measure_graph
     from benchmarks.machine import has_gpu
     from benchmarks.measure import measure
+    from benchmarks.peers import client
     from benchmarks.sequences.apps import SEQUENCE_APPS
     from benchmarks.sequences.libraries import SEQUENCE_LIBRARY_APPS
 
@@ -71,6 +73,13 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
         missing = "; is there a CUDA device, and jax[cuda13]?" if args.platform == "cuda" else ""
         print(f"JAX's default device is a {here}, not a {args.platform} device: set JAX_PLATFORMS={args.platform}{missing}")
         return 2
+    pytorch = {}
+    if args.peers:
+        try:
+            pytorch["pytorch"] = client.version(args.peers)
+        except RuntimeError as error:
+            print(error)
+            return 2
     for name in (*store.ROW_APP_NAMES, *store.GRAPH_APP_NAMES, *store.SEQUENCE_APP_NAMES) if args.all else (args.app,):
         graph_app = {**GRAPH_APPS, **SEQUENCE_APPS, **LIBRARY_APPS, **SEQUENCE_LIBRARY_APPS}.get(name)
         for rows in [args.rows] if args.rows else (graph_app or APPS[name]).default_rows(args.platform, args.mode):
@@ -78,7 +87,7 @@ def _run(args: argparse.Namespace, effort: Any) -> int:
                 print(f"{name}, {args.mode}, {rows} {graph_app.unit if graph_app else 'rows'}, {dtype} ...", flush=True)
                 case = (args.mode, dtype, args.platform, rows, effort)
                 record = measure_graph(graph_app, *case) if graph_app else measure(name, *case, child=not args.no_child)
-                path = store.save(record, args.results)
+                path = store.save({**record, **pytorch}, args.results)
                 # Mode infer has one pipelined column, mode train several.
                 pipelined = record["speedup"] if args.mode == "train" else {"pipeline": record["speedup"]}
                 for column, speedups in pipelined.items():
@@ -111,7 +120,11 @@ def _page(args: argparse.Namespace) -> int:
 def documents(folder: Path = store.RESULTS) -> tuple[dict[str, str], dict[str, str]]:
     """What stands between the markers of the README, and between those of docs/measured.md, by the marker's name."""
     results = store.newest(folder)
-    readme = {table.SUMMARY: table.summary(results), "grid": grid_report.markdown(grid.newest(folder))}
+    readme = {
+        table.SUMMARY: table.summary(results),
+        table.PEERS: table.peers_summary(results),
+        "grid": grid_report.markdown(grid.newest(folder)),
+    }
     tables = {name: table.markdown(table.of_cpus(results), mode) for name, mode in table.PARTS.items()}
     return readme, {**tables, table.DEVICES: table.devices(results), table.PLANS: table.plans(store.measured_plans(folder))}
 
@@ -129,6 +142,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--rows", type=_positive, help="default: the app's own sizes")
     run.add_argument(
         "--no-child", action="store_true", help="leave out what needs a fresh process: huge pages, the first call, memory"
+    )
+    run.add_argument(
+        "--peers",
+        nargs="?",
+        const=sys.executable,
+        default="",
+        metavar="PYTHON",
+        help="PyTorch too, eager and compiled, for the applications written in it; PYTHON: the interpreter that has it (this one)",
     )
     run.add_argument("--results", type=Path, default=store.RESULTS)
 

@@ -59,13 +59,14 @@ def describe_driver() -> dict[str, str]:
 
 
 def machine_slug(machine: dict[str, Any]) -> str:
-    """A file name for ``machine``: ``amd-epyc-9575f-2c``, ``h200``. Cloud machines tell little of their CPU: whether it has tile
-    products (AMX) is told, because it makes another kind of machine of it."""
+    """A file name for the kind of ``machine``: ``amd-epyc-9575f-2c``, ``amd-epyc-zen-5-2c``, ``h200``. Cloud machines tell little
+    of their CPU: its design, where it is known, and whether it has tile products (AMX) are told, because they make another kind
+    of machine of it. Machines of one kind are compared with each other."""
     if "gpu" in machine:
         return re.sub(r"[^a-z0-9]+", "-", re.sub(r"^NVIDIA ", "", machine["gpu"]["name"]).lower()).strip("-")
     words = re.sub(r"\([^)]*\)|@.*|\b(\d+-core )?processor\b|\bcpu\b", " ", machine["cpu"], flags=re.IGNORECASE)
     tiles = " amx" if "amx_tile" in machine.get("isa", ()) else ""
-    return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cores']}c{tiles}".lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {generation(machine)} {machine['cores']}c{tiles}".lower()).strip("-")
 
 
 def generation(machine: dict[str, Any]) -> str:

@@ -27,15 +27,19 @@ import kitsune_jax as kj
 from benchmarks.apps import APPS, Case, make_case
 from benchmarks.columns import COLUMNS, column_names
 from benchmarks.memory import rise, temp_bytes
+from benchmarks.peers import client as peers
+from benchmarks.peers.client import Peer
 from benchmarks.roofline import floor_seconds, measured_ceilings, model_ceilings
-from benchmarks.timing import calls_to_fill, interleaved, paired_speedup, summary
+from benchmarks.timing import Thunk, calls_to_fill, interleaved, paired_speedup, summary
 from benchmarks.training import (
+    BETA1,
     PIPELINED,
     TRAIN_STEPS,
     TrainCase,
     explained,
     make_train_case,
     reference,
+    relative_error,
     step_errors,
     train_column_names,
 )
@@ -49,10 +53,12 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"  # madvise huge pages for malloc: glibc ma
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """``rounds`` interleaved calls, or as many as fit into ``seconds`` (at least three)."""
+    """``rounds`` interleaved calls, or as many as fit into ``seconds`` (at least three). ``peers``: the interpreter that has
+    PyTorch, whose columns are then measured too."""
 
     rounds: int = 15
     seconds: float = 30.0
+    peers: str = ""
 
 
 def measure(name: str, mode: str, dtype: str, platform: str, rows: int, effort: Effort, *, child: bool = True) -> dict[str, Any]:
@@ -73,7 +79,10 @@ def measure_inference(case: Case, platform: str, effort: Effort, *, child: bool)
     errors = {column: max_relative_error(case, f) for column, f in functions.items()}
     thunks = _thunks(functions, case, ROTATED_BYTES if platform == "cuda" else 0)
     calls = calls_to_fill(thunks, FILL_SECONDS) if platform == "cuda" else 1
-    times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, calls=calls)
+    question = peers.Question(case.app.name, "infer", case.params, (case.x,))
+    with peers.peers(effort.peers, question) as others:
+        errors |= {c: _sampled_error(case, peer.result()["result"]) for c, peer in others.items()}
+        times = interleaved({**thunks, **others}, rounds=effort.rounds, seconds=effort.seconds, calls=calls)
     columns: dict[str, Any] = {c: {**summary(t), "max_rel_error": errors[c]} for c, t in times.items()}
     speedups: dict[str, Any] = {c: paired_speedup(t, times["pipeline"]) for c, t in times.items() if c != "pipeline"}
     report = kj.explain(case.app.function)(case.params, case.x)
@@ -109,7 +118,13 @@ def measure_training(train: TrainCase, platform: str, effort: Effort, *, child: 
     calls = {c: functools.partial(lambda step, x: step(train.state, x, train.y), step) for c, step in steps.items()}
     thunks = _rotating(calls, case.x, ROTATED_BYTES if platform == "cuda" else 0)
     repeats = calls_to_fill(thunks, FILL_SECONDS) if platform == "cuda" else 1
-    times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, warmup=1, calls=repeats)
+    question = peers.Question(case.app.name, "train", case.params, (case.x,), train.y)
+    with peers.peers(effort.peers, question) as others:
+        errors |= {
+            c: peer_errors(peer, want[1], {k: m / (1 - BETA1) for k, m in want[0].mean.items()}) for c, peer in others.items()
+        }
+        timed: dict[str, Thunk] = {**thunks, **others}
+        times = interleaved(timed, rounds=effort.rounds, seconds=effort.seconds, warmup=1, calls=repeats)
     if platform == "cpu" and child:
         for column, bytes_of in memory.items():
             bytes_of |= run_child(case.app.name, case.dtype, case.rows, effort, "--mode", "train", "--column", column)
@@ -153,11 +168,22 @@ def max_relative_error(case: Case, function: Callable[..., jax.Array]) -> float:
 
     The root mean square keeps elements that happen to be near zero from dominating.
     """
+    return _sampled_error(case, np.asarray(function(case.params, case.x)).astype(np.float64))
+
+
+def _sampled_error(case: Case, result: np.ndarray) -> float:
     chosen = np.unique(np.linspace(0, case.rows - 1, min(SAMPLED_ROWS, case.rows)).astype(np.int64))
-    got = np.asarray(function(case.params, case.x)).astype(np.float64)[chosen]
+    got = result[chosen]
     params = {k: np.asarray(v).astype(np.float64) for k, v in case.params.items()}
     reference = case.app.reference(params, np.asarray(case.x)[chosen].astype(np.float64))
     return float(np.max(np.abs(got - reference) / np.maximum(np.abs(reference), np.sqrt(np.mean(reference**2)))))
+
+
+def peer_errors(peer: Peer, loss: Any, grads: Mapping[str, Any]) -> dict[str, float]:
+    """As ``step_errors``, of a library's loss and gradients, the worst array of these as "mean"."""
+    found = peer.result()
+    worst = max(relative_error(found[f"grad.{name}"], g) for name, g in grads.items())
+    return {"loss": relative_error(found["loss"], np.float64(loss)), "mean": worst}
 
 
 def coverage_and_bytes(report: kj.Report) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import chart, grid, grid_verdict, store, table
-from benchmarks.machine import generation, machine_slug
+from benchmarks.machine import machine_slug
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "img" / "speed.svg"
@@ -119,16 +119,11 @@ def _range(records: Sequence[Record]) -> str:
 # --- by machine and date ----------------------------------------------------------------------------------------------------------
 
 
-def kind_of_machine(machine: dict[str, Any]) -> tuple[str, str]:
-    """Machines of one kind are compared with each other."""
-    return machine_slug(machine), generation(machine)
-
-
-def timelines(folder: Path) -> dict[tuple[str, str], tuple[dict[str, Any], dict[tuple[Any, ...], list[Timed]]]]:
+def timelines(folder: Path) -> dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], list[Timed]]]]:
     """By kind of machine: the machine, and the records of each case by date, oldest first."""
-    found: dict[tuple[str, str], tuple[dict[str, Any], dict[tuple[Any, ...], list[Timed]]]] = {}
+    found: dict[str, tuple[dict[str, Any], dict[tuple[Any, ...], list[Timed]]]] = {}
     for content in sorted(map(store.load, store.files(folder)), key=lambda c: c["date"]):
-        machine, cases = found.setdefault(kind_of_machine(content["machine"]), (content["machine"], {}))
+        machine, cases = found.setdefault(machine_slug(content["machine"]), (content["machine"], {}))
         for record in content["cases"]:
             cases.setdefault(store.case_key(record), []).append((content["date"], record))
     return dict(sorted(found.items()))
@@ -237,11 +232,11 @@ def _time(column: Mapping[str, float], best: float) -> str:
 # --- ordinary functions, several devices, compiling -------------------------------------------------------------------------------
 
 
-def _grids(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def _grids(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """All runs of the grid by kind of machine, oldest first."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for content in sorted(map(grid.load, folder.glob("grid-*.json")), key=lambda c: c["date"]):
-        found.setdefault(kind_of_machine(content["machine"]), []).append(content)
+        found.setdefault(machine_slug(content["machine"]), []).append(content)
     return dict(sorted(found.items()))
 
 
@@ -289,9 +284,9 @@ def slower_functions(folder: Path = store.RESULTS) -> str:
 
 def _newest(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """The newest file of each machine of ``devices`` or ``lower``."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for content in sorted(map(store.load, folder.glob(f"{kind}-*.json")), key=lambda c: c["date"]):
-        found[kind_of_machine(content["machine"])] = content
+        found[machine_slug(content["machine"])] = content
     yield from found.values()
 
 

@@ -15,37 +15,10 @@ from kitsune_jax.report.data import byte_text, count_text
 
 _WIDEST = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
 _DTYPE = {"f32": "float32", "bf16": "bfloat16"}
-_HEAD = (
-    "application",
-    "`jax.jit`",
-    "blocked by hand",
-    "pipeline",
-    "vs `jax.jit`",
-    "vs `jax.jit` with huge pages",
-    "vs blocked",
-    "error: `jax.jit` / pipeline",
-    "operators pipelined",
-    "bytes moved (model)",
-)
-
-_TRAIN_HEAD = (
-    "training step",
-    "`jax.jit`",
-    "microbatched by hand",
-    "network pipelined",
-    "step pipelined",
-    "step vs `jax.jit`",
-    "step vs microbatched",
-    "network vs `jax.jit`",
-    "gradient's error: `jax.jit` / step",
-    "operators pipelined",
-    "bytes moved (model)",
-    "memory: `jax.jit` / network / network, recomputing / step",
-)
-
 PARTS = {"benchmarks": "infer", "training": "train"}  # between which markers of the document which mode's tables of CPUs stand
 DEVICES, PLANS = "devices", "plans"  # between which markers of it the tables of GPUs stand, and the plans measured there
 SUMMARY = "summary"  # between which markers of the README the ratios alone stand
+PEERS = "peers"  # between which markers of the README the ratios to the fastest library stand
 
 Record = dict[str, Any]
 Results = list[tuple[dict[str, Any], list[Record]]]
@@ -103,6 +76,27 @@ def summary(results: Results) -> str:
     return "\n".join(markdown_lines(("application", *heads), rows))
 
 
+def peers_summary(results: Results) -> str:
+    """For each CPU with records of PyTorch: how many times as fast as the fastest of ``jax.jit``, PyTorch eager and compiled the
+    pipeline is, a row for each application, a column for each dtype and mode."""
+    parts = []
+    kinds = [(dtype, mode) for dtype in _DTYPE for mode in PARTS.values()]
+    for machine, records in of_cpus(results):
+        cells: dict[str, dict[tuple[str, str], str]] = {}
+        for r in records:
+            if beside := beside_library(r):
+                jit = (r["speedup"] if r["mode"] == "infer" else r["speedup"]["whole"])["jit"]["median"]
+                ratio, name = min(beside, (jit, "`jax.jit`"))
+                title = f"{r['title']}, {count_text(r['rows'])} {r.get('unit', 'rows')}"
+                cells.setdefault(title, {})[r["dtype"], r["mode"]] = f"{ratio:.2f}x {name}"
+        if cells:
+            heads = [f"{_DTYPE[d]}, {'inference' if mode == 'infer' else 'training step'}" for d, mode in kinds]
+            rows = [[title, *(found.get(kind, "-") for kind in kinds)] for title, found in cells.items()]
+            versions = ", ".join(sorted({f"PyTorch {r['pytorch']}" for r in records if "pytorch" in r}))
+            parts.append(f"{machine_name(machine)}, {versions}:\n\n" + "\n".join(markdown_lines(("application", *heads), rows)))
+    return "\n\n".join(parts) or markdown([])
+
+
 def machine_name(machine: dict[str, Any]) -> str:
     if "gpu" in machine:
         return str(machine["gpu"]["name"])
@@ -114,16 +108,14 @@ def machine_name(machine: dict[str, Any]) -> str:
 
 def _inference(machine: dict[str, Any], records: list[Record]) -> str:
     if "gpu" in machine:
-        return f"{_gpu_caption(machine, records)}\n\n{_gpu_lines('application', _GPU, records)}"
-    lines = markdown_lines(_HEAD, [_row(r) for r in records])
-    return f"{_caption(machine, records)}\n\n" + "\n".join(lines) + f"\n\n{_first_calls(records)}"
+        return f"{_gpu_caption(machine, records)}\n\n{_lines('application', _GPU, records)}"
+    return f"{_caption(machine, records)}\n\n{_lines('application', _CPU, records)}\n\n{_first_calls(records)}"
 
 
 def _training(machine: dict[str, Any], records: list[Record]) -> str:
     if "gpu" in machine:
-        return f"{_gpu_train_caption(machine, records)}\n\n{_gpu_lines('training step', _GPU_TRAIN, records)}"
-    lines = markdown_lines(_TRAIN_HEAD, [_train_row(r) for r in records])
-    return f"{_train_caption(machine, records)}\n\n" + "\n".join(lines)
+        return f"{_gpu_train_caption(machine, records)}\n\n{_lines('training step', _GPU_TRAIN, records)}"
+    return f"{_train_caption(machine, records)}\n\n{_lines('training step', _CPU_TRAIN, records)}"
 
 
 _TABLES = {"infer": _inference, "train": _training}
@@ -148,7 +140,7 @@ def _caption(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     return (
         f"{_cpu(machine)}, {_when(records)}"
         "in brackets the quartiles of the ratio within a round; error is the largest against float64, relative to the larger of "
-        "the element and the root mean square."
+        "the element and the root mean square. PyTorch: the faster of eager and compiled. -: not measured."
     )
 
 
@@ -157,7 +149,7 @@ def _train_caption(machine: dict[str, Any], records: list[Record]) -> str:
         f"{_cpu(machine)}, {_when(records)}"
         "in brackets the quartiles of the ratio within a round; error is that of the worst parameter's gradient against float64, "
         "in norm; memory is how far the first step raises the resident memory of a process: intermediates, pipelines' tiles and "
-        "sums, results."
+        "sums, results. PyTorch: the faster of eager and compiled. -: not measured."
     )
 
 
@@ -184,39 +176,9 @@ def what(record: Record) -> str:
     )
 
 
-def _row(record: dict[str, Any]) -> list[str]:
-    columns, speedup, explain = record["columns"], record["speedup"], record["explain"]
-    return [
-        what(record),
-        *(_milliseconds(columns.get(c), 1) for c in ("jit", "blocked", "pipeline")),
-        *(_ratio(speedup.get(c)) for c in ("jit", "jit_hugepages", "blocked")),
-        f"{columns['jit']['max_rel_error']:.1e} / {columns['pipeline']['max_rel_error']:.1e}",
-        f"{explain['ops_pipelined']} of {explain['ops_total']}",
-        f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
-    ]
-
-
-def _train_row(record: Record) -> list[str]:
-    columns, speedup, explain = record["columns"], record["speedup"], record["explain"]["whole"]
-    memory = [record["memory"].get(c, {}).get("peak_bytes") for c in ("jit", "network", "recompute", "whole")]
-    return [
-        what(record),
-        *(_milliseconds(columns.get(c), 1) for c in ("jit", "microbatched", "network", "whole")),
-        *(_ratio(speedup[column].get(base)) for column, base in (("whole", "jit"), ("whole", "microbatched"), ("network", "jit"))),
-        " / ".join(f"{columns[c]['errors']['mean']:.1e}" for c in ("jit", "whole")),
-        f"{explain['ops_pipelined']} of {explain['ops_total']}",
-        f"{byte_text(explain['traffic_bulk_sync'])} -> {byte_text(explain['traffic_pipeline'])}",
-        " / ".join("not measured" if b is None else byte_text(b) for b in memory),
-    ]
-
-
-def _milliseconds(column: dict[str, Any] | None, digits: int) -> str:
-    return f"{1e3 * column['median']:.{digits}f} ms" if column else "not measured"
-
-
 def _ratio(speedup: dict[str, Any] | None) -> str:
     if not speedup:
-        return "not measured"
+        return ""
     quartiles = f" ({speedup['q1']:.2f} to {speedup['q3']:.2f})" if "q1" in speedup else ""
     return f"**{speedup['median']:.2f}x**{quartiles}"
 
@@ -233,13 +195,13 @@ def _first_calls(records: list[dict[str, Any]]) -> str:
     )
 
 
-# --- GPUs: columns that no record has a number for are left out ------------------------------------------------------------------
+# --- Cells; columns that no record of a table has a number for are left out -------------------------------------------------------
 
-_OTHERS = {"cudnn": "cuDNN", "torch_compile": "torch.compile", "torch_cudnn": "cuDNN, by PyTorch,", "torch": "PyTorch"}
+_OTHERS = {"cudnn": "cuDNN", "torch_compile": "torch.compile", "torch_cudnn": "cuDNN, by PyTorch", "torch": "PyTorch"}
 _BUSY = "while other processes compiled"  # the note of a case whose kernels of XLA were chosen on a busy device
 
 
-def _gpu_lines(first: str, columns: Columns, records: list[Record]) -> str:
+def _lines(first: str, columns: Columns, records: list[Record]) -> str:
     rows = [[cell(r) for cell in columns.values()] for r in records]
     kept = [k for k in range(len(columns)) if any(row[k] for row in rows)]
     heads = [first, *(head for k, head in enumerate(columns) if k in kept)]
@@ -270,8 +232,8 @@ def _of_notes(machine: dict[str, Any], records: list[Record], more: str) -> str:
     return " ".join([*parts, *([more] if more else [])])
 
 
-def _time(column: str) -> Callable[[Record], str]:
-    return lambda r: f"{1e3 * r['columns'][column]['median']:.3f} ms" if column in r["columns"] else ""
+def _time(column: str, digits: int = 3) -> Callable[[Record], str]:
+    return lambda r: f"{1e3 * r['columns'][column]['median']:.{digits}f} ms" if column in r["columns"] else ""
 
 
 def _against(column: str, base: str) -> Callable[[Record], str]:
@@ -296,10 +258,22 @@ def _modelled(record: Record) -> str:
     return f"{1e3 * seconds:.3f} ms" if regions and record.get("calls", 1) else "left to XLA"
 
 
+def beside_library(record: Record) -> tuple[float, str] | None:
+    """How many times as fast as the fastest of the other libraries the pipeline is, and that library's name."""
+    own = record["speedup"] if record["mode"] == "infer" else record["speedup"]["whole"]
+    found = [(own[c]["median"], name) for c, name in _OTHERS.items() if c in own]
+    return min(found) if found else None
+
+
+def _vs_library(record: Record) -> str:
+    found = beside_library(record)
+    return f"**{found[0]:.2f}x** {found[1]}" if found else ""
+
+
 def _library(record: Record) -> str:
     """The fastest of the other libraries."""
     found = [(record["columns"][c]["median"], name) for c, name in _OTHERS.items() if c in record["columns"]]
-    return f"{min(found)[1]} {1e3 * min(found)[0]:.3f} ms" if found else ""
+    return f"{min(found)[1]}: {1e3 * min(found)[0]:.3f} ms" if found else ""
 
 
 def _teraflops(record: Record) -> str:
@@ -348,6 +322,37 @@ def _memory(record: Record) -> str:
     return " / ".join("not measured" if b is None else byte_text(b) for b in shown)
 
 
+def _peak_memory(record: Record) -> str:
+    shown = [record["memory"].get(c, {}).get("peak_bytes") for c in ("jit", "network", "recompute", "whole")]
+    return " / ".join("not measured" if b is None else byte_text(b) for b in shown) if any(shown) else ""
+
+
+_CPU: Columns = {
+    "`jax.jit`": _time("jit", 1),
+    "blocked by hand": _time("blocked", 1),
+    "pipeline": _time("pipeline", 1),
+    "vs `jax.jit`": lambda r: _ratio(r["speedup"].get("jit")),
+    "vs `jax.jit` with huge pages": lambda r: _ratio(r["speedup"].get("jit_hugepages")),
+    "vs blocked": lambda r: _ratio(r["speedup"].get("blocked")),
+    "vs PyTorch": _vs_library,
+    "error: `jax.jit` / pipeline": _errors,
+    "operators pipelined": _coverage,
+    "bytes moved (model)": _moved,
+}
+_CPU_TRAIN: Columns = {
+    "`jax.jit`": _time("jit", 1),
+    "microbatched by hand": _time("microbatched", 1),
+    "network pipelined": _time("network", 1),
+    "step pipelined": _time("whole", 1),
+    "step vs `jax.jit`": _against("whole", "jit"),
+    "step vs microbatched": _against("whole", "microbatched"),
+    "step vs PyTorch": _vs_library,
+    "network vs `jax.jit`": _against("network", "jit"),
+    "gradient's error: `jax.jit` / step": _errors,
+    "operators pipelined": _coverage,
+    "bytes moved (model)": _moved,
+    "memory: `jax.jit` / network / network, recomputing / step": _peak_memory,
+}
 _GPU: Columns = {
     "`jax.jit`": _time("jit"),
     "pipeline": _time("pipeline"),

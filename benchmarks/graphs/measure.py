@@ -17,8 +17,9 @@ import numpy as np
 
 import kitsune_jax as kj
 from benchmarks.graphs.apps import GraphApp, GraphCase, case_of
-from benchmarks.measure import Effort, coverage_and_bytes
+from benchmarks.measure import Effort, coverage_and_bytes, peer_errors
 from benchmarks.memory import temp_bytes
+from benchmarks.peers import client as peers
 from benchmarks.timing import interleaved, paired_speedup, summary
 from benchmarks.training import BETA1, State, adam, initial_state, relative_error
 
@@ -42,7 +43,9 @@ def measure_inference(case: GraphCase, effort: Effort) -> dict[str, Any]:
     want = in_float64(lambda params, inputs, _: case.function(params, *inputs), case)
     errors = {column: max_relative_error(f(case.params, *case.inputs), want) for column, f in functions.items()}
     thunks = {c: functools.partial(f, case.params, *case.inputs) for c, f in functions.items()}
-    times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, warmup=1)
+    with peers.peers(effort.peers, peers.Question(case.app.name, "infer", case.params, case.inputs)) as others:
+        errors |= {c: max_relative_error(peer.result()["result"], want) for c, peer in others.items()}
+        times = interleaved({**thunks, **others}, rounds=effort.rounds, seconds=effort.seconds, warmup=1)
     return {
         "columns": {c: {**summary(t), "max_rel_error": errors[c]} for c, t in times.items()},
         "speedup": {c: paired_speedup(t, times["pipeline"]) for c, t in times.items() if c != "pipeline"},
@@ -69,7 +72,10 @@ def measure_training(case: GraphCase, effort: Effort) -> dict[str, Any]:
         means = jax.tree.map(lambda m, g: relative_error(m / (1 - BETA1), g), new.mean, grads)
         errors[column] = {"loss": relative_error(found, loss), "mean": max(jax.tree.leaves(means))}
     thunks = {c: functools.partial(step, *args) for c, step in compiled.items()}
-    times = interleaved(thunks, rounds=effort.rounds, seconds=effort.seconds, warmup=1)
+    question = peers.Question(case.app.name, "train", case.params, case.inputs, case.targets, case.app.loss.__name__)
+    with peers.peers(effort.peers, question) as others:
+        errors |= {c: peer_errors(peer, loss, peers.flat(grads)) for c, peer in others.items()}
+        times = interleaved({**thunks, **others}, rounds=effort.rounds, seconds=effort.seconds, warmup=1)
     return {
         "columns": {c: {**summary(t), "errors": errors[c]} for c, t in times.items()},
         "speedup": {p: {c: paired_speedup(t, times[p]) for c, t in times.items() if c != p} for p in PIPELINED},
@@ -114,7 +120,7 @@ def in_float64(compute: Callable[..., Any], case: GraphCase) -> Any:
         return jax.tree.map(np.asarray, jax.jit(compute)(wide.params, wide.inputs, wide.targets))
 
 
-def max_relative_error(got: jax.Array, want: np.ndarray) -> float:
+def max_relative_error(got: Any, want: np.ndarray) -> float:
     """Largest |g - w| / max(|w|, rms(w)), as ``benchmarks.measure.max_relative_error``, over all elements."""
     found = np.asarray(got).astype(np.float64)
     return float(np.max(np.abs(found - want) / np.maximum(np.abs(want), np.sqrt(np.mean(want**2)))))

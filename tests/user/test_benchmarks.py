@@ -24,7 +24,7 @@ from scripts import code_hashes, gpu_record
 
 TINY = Effort(rounds=3, seconds=5.0)
 EMPTY_TABLES = "".join(
-    "\n".join(table.markers(name)) + "\n" for name in ("training", table.DEVICES, table.PLANS, "grid", table.SUMMARY)
+    "\n".join(table.markers(name)) + "\n" for name in ("training", table.DEVICES, table.PLANS, "grid", table.SUMMARY, table.PEERS)
 )
 
 
@@ -182,10 +182,10 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         store.newest(tmp_path)
 
 
-@pytest.mark.parametrize("part", [table.SUMMARY, *table.PARTS, table.DEVICES, table.PLANS])
+@pytest.mark.parametrize("part", [table.SUMMARY, table.PEERS, *table.PARTS, table.DEVICES, table.PLANS])
 def test_documents_hold_the_tables_of_what_is_stored(part: str) -> None:
     wanted = {name: made for document in documents() for name, made in document.items()}
-    assert _between_markers(README if part == table.SUMMARY else TABLES, part) == wanted[part].strip()
+    assert _between_markers(README if part in (table.SUMMARY, table.PEERS) else TABLES, part) == wanted[part].strip()
 
 
 def test_the_table_of_families_on_a_gpu_is_that_of_the_records() -> None:

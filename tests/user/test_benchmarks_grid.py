@@ -452,7 +452,7 @@ def test_the_command_line_measures_and_stores(tmp_path: Path, capsys: pytest.Cap
     assert records[0]["label"] in told
     assert records[0]["versions"]["jax"] == jax.__version__
     readme = tmp_path / "README.md"
-    names = (*table.PARTS, table.DEVICES, table.PLANS, table.SUMMARY, "grid")
+    names = (*table.PARTS, table.DEVICES, table.PLANS, table.SUMMARY, table.PEERS, "grid")
     readme.write_text("".join("\n".join(table.markers(name)) + "\n" for name in names))
     assert main(["table", "--results", str(tmp_path), "--readme", str(readme), "--tables", str(readme)]) == 0
     assert "geometric mean" in readme.read_text()

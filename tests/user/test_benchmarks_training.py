@@ -118,7 +118,7 @@ def test_run_store_and_table_of_training(tmp_path: Path, capsys: pytest.CaptureF
     assert set(record["memory"]) == set(TRAIN_STEPS)
     assert record["memory"]["jit"]["temp_bytes"] > 4 * 256 * 128  # at least one activation is kept for the backward pass
 
-    parts = {name: table.markers(name) for name in (*table.PARTS, table.DEVICES, table.PLANS, table.SUMMARY, "grid")}
+    parts = {name: table.markers(name) for name in (*table.PARTS, table.DEVICES, table.PLANS, table.SUMMARY, table.PEERS, "grid")}
     readme.write_text("\n".join(f"{begin}\nold\n{end}" for begin, end in parts.values()))
     assert main(["table", "--results", str(results), "--readme", str(readme), "--tables", str(readme)]) == 0
     text = readme.read_text()
