@@ -85,6 +85,7 @@ def measure(name: str, mode: str, devices: int, rounds: int, compilations: int =
     from jax.sharding import PartitionSpec as P
 
     import kitsune_jax as kj
+    from benchmarks.timing import rest
 
     function, given, divided, wrt = networks()[name]
     run = function if mode == "inference" else jax.value_and_grad(lambda *a: jnp.mean(function(*a) ** 2), wrt)
@@ -99,6 +100,7 @@ def measure(name: str, mode: str, devices: int, rounds: int, compilations: int =
         jax.block_until_ready(f(*args))
     for k in range(rounds):
         for column in list(columns)[:: 1 if k % 2 else -1]:
+            rest()
             start = time.perf_counter()
             jax.block_until_ready(compiled[column](*args))
             seconds[column].append(time.perf_counter() - start)

@@ -2,9 +2,9 @@
 
 Comes in: named thunks that return JAX arrays, or run in another process. Goes out: the seconds of every call, round by round. Each
 round calls every thunk once (or ``calls`` times back to back: a device that works through a queue of calls is timed by the queue,
-not by the host), starting with another one each time; nothing is cached, results are waited for and deleted before the next thunk.
-The clock of a shared machine drifts by a factor of two over minutes, so only numbers of the same round are compared: a speedup is
-the median over rounds of the ratio within a round.
+not by the host), starting with another one each time; nothing is cached, and before the next thunk results are waited for and
+deleted, and threads rest. The clock of a shared machine drifts by a factor of two over minutes, so only numbers of the same round
+are compared: a speedup is the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Clocked(Protocol):
 
 
 Thunk = Callable[[], Any] | Clocked
+_LOOK_SECONDS, _QUIET_LOOKS = 2e-3, 5  # the memory is freed some milliseconds after a result is ready
 
 
 def interleaved(
@@ -53,7 +54,22 @@ def calls_to_fill(thunks: Mapping[str, Thunk], seconds: float, most: int = 64) -
     return max(1, min(most, int(-(-seconds // fastest))))
 
 
+def rest(most: float = 1.0) -> None:
+    """Wait until the threads of this process rest, for at most ``most`` seconds.
+
+    XLA's CPU runtime frees the temporary memory of a call after its results are ready: that of an attention's scores takes 40 ms,
+    which the next call would pay for.
+    """
+    end = time.perf_counter() + most
+    ran, quiet = time.process_time(), 0
+    while quiet < _QUIET_LOOKS and time.perf_counter() < end:
+        time.sleep(_LOOK_SECONDS)
+        before, ran = ran, time.process_time()
+        quiet = quiet + 1 if ran - before < _LOOK_SECONDS / 4 else 0
+
+
 def _call(thunk: Thunk, calls: int = 1) -> float:
+    rest()
     if isinstance(thunk, Clocked):
         return thunk.seconds(calls)
     start = time.perf_counter()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from benchmarks.graphs.apps import GRAPH_APPS
 from benchmarks.machine import machine_slug
 from benchmarks.measure import Effort, _thunks, first_call, max_relative_error, measure
 from benchmarks.roofline import Ceilings, floor_seconds
-from benchmarks.timing import interleaved, paired_speedup, summary
+from benchmarks.timing import interleaved, paired_speedup, rest, summary
 from scripts import code_hashes, gpu_record
 
 TINY = Effort(rounds=3, seconds=5.0)
@@ -116,6 +118,48 @@ def test_results_are_deleted() -> None:
     interleaved({"a": run}, rounds=2, seconds=60, warmup=1)
     assert len(kept) == 3
     assert all(a.is_deleted() for a in kept)
+
+
+def test_memory_that_a_call_frees_late_is_not_the_next_ones() -> None:
+    """As XLA's runtime does: work goes on in a thread when the result is ready."""
+    busy = threading.Event()
+
+    def leaves_work() -> jax.Array:
+        def work() -> None:
+            busy.set()
+            end = time.thread_time() + 0.05
+            while time.thread_time() < end:
+                pass
+            busy.clear()
+
+        threading.Thread(target=work).start()
+        return jnp.zeros(2)
+
+    seen: list[bool] = []
+
+    def looks() -> jax.Array:
+        seen.append(busy.is_set())
+        return jnp.zeros(2)
+
+    interleaved({"a": leaves_work, "b": looks}, rounds=4, seconds=60, warmup=1)
+    assert seen == [False] * 5
+
+
+def test_threads_that_never_rest_are_waited_for_with_a_limit() -> None:
+    ends = threading.Event()
+
+    def work() -> None:
+        while not ends.is_set():
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    began = time.perf_counter()
+    rest(0.1)
+    waited = time.perf_counter() - began
+    ends.set()
+    thread.join()
+    assert 0.1 <= waited < 5
 
 
 def test_statistics() -> None:
