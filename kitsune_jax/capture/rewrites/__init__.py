@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kitsune_jax.capture.edit import Captured, pruned
-from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_scores, repeat_scores
+from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_scores, repeat_scores, sum_results
 from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reductions
 from kitsune_jax.capture.rewrites.loops import move_constants, move_products, move_sums, recompute_cheap_slices
 from kitsune_jax.capture.rewrites.products import (
@@ -70,6 +70,7 @@ _ONLINE = Rewrite("summing a segment softmax online", sum_online, lambda c: c.ca
 # For a function, and for the body of each loop that stays in the Graph; in this order.
 OF_BODIES: Sequence[Rewrite] = (
     _INDICES,
+    Rewrite("summing rows of weights and their gradients by results", sum_results),
     Rewrite("folding transpositions into weight gradients", fold_transposes),
     Rewrite("recomputing attention scores in the backward pass", repeat_scores),
     Rewrite("moving indexing to the other side of products", move_indexing),

@@ -8,10 +8,11 @@ recognised as attention.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 
 from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, with_params
-from kitsune_jax.ops.graph import DisjointSets, Graph, Op, reached
+from kitsune_jax.ops.graph import DisjointSets, Graph, Op, make_params, reached
 from kitsune_jax.ops.spec import is_float
 from kitsune_jax.ops.table import CHEAP, OPS, asks_for_equals, grows, is_cheap, scores_of
 
@@ -130,6 +131,186 @@ class _Repeater:
             self.made_of_indices = made_of(self.graph, lambda v: False)
         cheap = OPS[op.kind].family in CHEAP and (self.graph.values[v].size * LARGER > size or v in self.made_of_indices)
         return cheap or op.kind == "dot_general" and grows(self.graph, op)
+
+
+# --- sums over a row of weights times their gradients: made of the result of the row ----------------------------------------------
+
+_MOST_FACTORS = 32  # ops on the way from a product to its factors
+
+
+def sum_results(captured: Captured) -> Captured:
+    """Sum a row of weights times their gradients as the row's result times its gradient.
+
+    A softmax's backward pass needs ``sum_k w_k dw_k`` of each row. With ``dw_k = sum_d g_d v_kd`` it is ``sum_d o_d g_d``, where
+    ``o_d = sum_k w_k v_kd`` is the result of the forward pass: the first gradient of a row need not wait for all keys of the row,
+    so a backward pass by blocks of keys goes over them once instead of twice (FlashAttention-2, arXiv:2307.08691, section 2.3.2).
+    Factors that are the same in a row, such as a softmax's sum, are taken out of both. ``gradient/row_terms.py`` does it for
+    functions that JAX linearizes.
+
+    Invariant: the same numbers, but for the order of a sum and, in 16 bits, the rounding of the result.
+    """
+    editor = GraphEditor(captured)
+    sums = [i for i, op in enumerate(editor.graph.ops) if op.kind == "reduce_sum" and op["axes"]]
+    if not any(op.kind == "dot_general" and grows(editor.graph, op) for op in editor.graph.ops if sums):
+        return captured
+    for i in sums:
+        _RowSum(editor, i).replace()
+    return editor.finish()
+
+
+class _Factors:
+    """A value as a product of powers: ``whole`` are factors of its own shape, ``rows`` those that are the same along the dimensions
+    ``over``. A factor (mask, case) is 1 where the mask has that case, and 0 elsewhere."""
+
+    def __init__(self, editor: GraphEditor, v: int, over: Sequence[int]):
+        self.editor, self.over = editor, over
+        self.whole: Counter[int | tuple[int, int]] = Counter()
+        self.rows: Counter[int] = Counter()
+        self._steps = 0
+        self._add(v, 1)
+
+    def _add(self, v: int, power: int) -> None:
+        self._steps += 1
+        op = self.editor.made_by(v)
+        if self._is_thin(v, op):
+            self.rows[v] += power
+        elif op is None or self._steps > _MOST_FACTORS:
+            self.whole[v] += power
+        elif op.kind in ("mul", "div"):
+            self._add(op.inputs[0], power)
+            self._add(op.inputs[1], power if op.kind == "mul" else -power)
+        elif op.kind == "convert_element_type" and is_float(self.editor.dtype(op.inputs[0])):
+            self._add(op.inputs[0], power)
+        elif op.kind == "select_n" and power == 1 and (case := self._other_is_zero(op)) is not None:
+            self.whole[op.inputs[0], case] += 1
+            self._add(op.inputs[1 + case], 1)
+        else:
+            self.whole[v] += power
+
+    def _other_is_zero(self, op: Op) -> int | None:
+        """The case of a choice of two that is not 0 everywhere, if the other one is."""
+        zero = [self.editor.constant_of(v) == 0 for v in op.inputs[1:]]
+        return zero.index(False) if sorted(zero) == [False, True] else None
+
+    def _is_thin(self, v: int, op: Op | None) -> bool:
+        """Is ``v`` the same along ``over``?"""
+        shape = self.editor.shape(v)
+        if not shape or all(shape[d] == 1 for d in self.over):
+            return True
+        if op is None or op.kind != "broadcast_in_dim":
+            return False
+        return all(self.editor.shape(op.inputs[0])[k] == 1 for k, d in enumerate(op["dims"]) if d in self.over)
+
+    def of_row(self, at: Inserter, v: int, shape: tuple[int, ...]) -> int:
+        """The row factor ``v`` in ``shape``, which has no dimensions ``over``."""
+        op = self.editor.made_by(v)
+        rank = len(shape) + len(self.over)
+        place = dict(zip((d for d in range(rank) if d not in self.over), range(len(shape)), strict=True))
+        if op is not None and op.kind == "broadcast_in_dim":
+            return at.spread(op.inputs[0], [place.get(d) for d in op["dims"]], shape)
+        return at.spread(v, [place.get(d) for d in range(len(self.editor.shape(v)))], shape)
+
+
+class _RowSum:
+    """The sum that op ``i`` makes, as far as it is one of weights times their gradients."""
+
+    def __init__(self, editor: GraphEditor, i: int):
+        self.editor, self.i, self.op = editor, i, editor.graph.ops[i]
+        self.over = tuple(self.op["axes"])
+        self.factors = _Factors(editor, self.op.inputs[0], self.over)
+
+    def replace(self) -> None:
+        for v, power in self.factors.whole.items():
+            op = None if isinstance(v, tuple) else self.editor.made_by(v)
+            if power == 1 and op is not None and op.kind == "dot_general" and grows(self.editor.graph, op):
+                for side in (0, 1):
+                    if self._replaced_by_result(op, side):
+                        return
+
+    def _replaced_by_result(self, gradient: Op, side: int) -> bool:
+        """Write the sum with the result of a product, if operand ``side`` of ``gradient`` is its operand as well."""
+        shape = self.editor.shape
+        values, g = gradient.inputs[side], gradient.inputs[1 - side]
+        of = _product_dims(gradient, len(shape(values)), len(shape(g)), side)
+        if {of.result[d] for d in of.free} != set(self.over) or shape(gradient.outputs[0]) != shape(self.op.inputs[0]):
+            return False
+        rest = Counter(self.factors.whole)
+        rest[gradient.outputs[0]] -= 1
+        for j in self.editor.readers.get(values, ()):
+            product = self.editor.graph.ops[j]
+            if j >= self.i or product.kind != "dot_general" or shape(product.outputs[0]) != shape(g):
+                continue
+            for its in (k for k in (0, 1) if product.inputs[k] == values):
+                weights = product.inputs[1 - its]
+                made = _product_dims(product, len(shape(values)), len(shape(weights)), its)
+                if not _is_transposed(of, made) or shape(weights) != shape(self.op.inputs[0]):
+                    continue
+                given = _Factors(self.editor, weights, self.over)
+                if +given.whole == +rest and -given.whole == -rest:
+                    self._write(g, product.outputs[0], made, given)
+                    return True
+        return False
+
+    def _write(self, g: int, result: int, made: _ProductDims, given: _Factors) -> None:
+        editor, at, (out,) = self.editor, self.editor.in_front_of(self.i), self.op.outputs
+        dtype = "float64" if "float64" in map(editor.dtype, (out, g, result)) else "float32"
+        total = at.add("mul", (at.convert(result, dtype), at.convert(g, dtype)))
+        columns = tuple(sorted(made.result[d] for d in made.free))
+        total = at.add("reduce_sum", (total,), axes=columns)
+        # What is left are the batches and the rows, in the order of the result; those of the sum are in the order of the weights.
+        kept = [d for d in range(len(editor.shape(g))) if d not in columns]
+        wanted = [made.result_of_other[d] for d in range(len(editor.shape(self.op.inputs[0]))) if d not in self.over]
+        total = at.transpose(total, [kept.index(d) for d in wanted])
+        powers = Counter(self.factors.rows)
+        powers.subtract(given.rows)
+        for v, power in powers.items():
+            for _ in range(abs(power)):
+                factor = at.convert(self.factors.of_row(at, v, editor.shape(out)), dtype)
+                total = at.add("mul" if power > 0 else "div", (total, factor))
+        last = Op("convert_element_type", (total,), (out,), make_params(new_dtype=editor.dtype(out)), self.op.source)
+        editor.replace(self.i, dataclasses.replace(last, label=self.op.label))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProductDims:
+    """The dimensions of one operand of a product, and where they are. ``batch``, ``contract``: the dimensions of the other operand
+    that belong to its batch and contracted dimensions. ``free``: its others. ``result``: of its batch and free dimensions those of
+    the result; ``result_of_other``: of the other operand's."""
+
+    batch: dict[int, int]
+    contract: dict[int, int]
+    free: tuple[int, ...]
+    result: dict[int, int]
+    result_of_other: dict[int, int]
+
+
+def _product_dims(op: Op, rank: int, other_rank: int, side: int) -> _ProductDims:
+    names = ("lhs", "rhs")[:: 1 if side == 0 else -1]
+    batch, other_batch = (op[f"{name}_batch"] for name in names)
+    contract, other_contract = (op[f"{name}_contract"] for name in names)
+    free = tuple(d for d in range(rank) if d not in batch and d not in contract)
+    other_free = tuple(d for d in range(other_rank) if d not in other_batch and d not in other_contract)
+    order = (free, other_free) if side == 0 else (other_free, free)
+    places = [{d: len(batch) + sum(map(len, order[:k])) + n for n, d in enumerate(dims)} for k, dims in enumerate(order)]
+    of_free, of_other_free = places if side == 0 else places[::-1]
+    return _ProductDims(
+        dict(zip(batch, other_batch, strict=True)),
+        dict(zip(contract, other_contract, strict=True)),
+        free,
+        {**{d: k for k, d in enumerate(batch)}, **of_free},
+        {**{d: k for k, d in enumerate(other_batch)}, **of_other_free},
+    )
+
+
+def _is_transposed(of: _ProductDims, made: _ProductDims) -> bool:
+    """Do both multiply the same values, ``made`` their rows with weights and ``of`` their columns with a gradient, and has the
+    result of each the dimensions of the other one's operand?"""
+    if set(of.batch) != set(made.batch) or set(of.contract) != set(made.free) or set(made.contract) != set(of.free):
+        return False
+    results = all(made.result[d] == place for d, place in (*of.batch.items(), *of.contract.items()))
+    weights = all(of.result[d] == place for d, place in (*made.batch.items(), *made.contract.items()))
+    rows = all(of.result_of_other.get(place) == d for d, place in made.result_of_other.items())
+    return results and weights and rows
 
 
 # --- scores that are summed over their rows and over their columns: computed once for each ----------------------------------------
