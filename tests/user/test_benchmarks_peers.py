@@ -133,12 +133,12 @@ def test_the_readme_shows_the_ratio_to_the_fastest_library() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_the_networks_compute_the_references(mode: str) -> None:
-    """Needs PyTorch in this interpreter or in the one that ``KITSUNE_TEST_TORCH`` names."""
+    """Needs PyTorch in this interpreter or in the one that ``TORCH_PYTHON`` names."""
     from benchmarks.graphs.apps import GRAPH_APPS
     from benchmarks.graphs.measure import measure_graph
     from benchmarks.sequences.apps import SEQUENCE_APPS
 
-    python = os.environ.get("KITSUNE_TEST_TORCH", sys.executable)
+    python = os.environ.get("TORCH_PYTHON", sys.executable)
     try:
         client.version(python)
     except RuntimeError as no:

@@ -158,7 +158,7 @@ def sum_results(captured: Captured) -> Captured:
     return editor.finish()
 
 
-class _Factors:
+class _RowFactors:
     """A value as a product of powers: ``whole`` are factors of its own shape, ``rows`` those that are the same along the dimensions
     ``over``. A factor (mask, case) is 1 where the mask has that case, and 0 elsewhere."""
 
@@ -217,7 +217,7 @@ class _RowSum:
     def __init__(self, editor: GraphEditor, i: int):
         self.editor, self.i, self.op = editor, i, editor.graph.ops[i]
         self.over = tuple(self.op["axes"])
-        self.factors = _Factors(editor, self.op.inputs[0], self.over)
+        self.factors = _RowFactors(editor, self.op.inputs[0], self.over)
 
     def replace(self) -> None:
         for v, power in self.factors.whole.items():
@@ -245,13 +245,13 @@ class _RowSum:
                 made = _product_dims(product, len(shape(values)), len(shape(weights)), its)
                 if not _is_transposed(of, made) or shape(weights) != shape(self.op.inputs[0]):
                     continue
-                given = _Factors(self.editor, weights, self.over)
+                given = _RowFactors(self.editor, weights, self.over)
                 if +given.whole == +rest and -given.whole == -rest:
                     self._write(g, product.outputs[0], made, given)
                     return True
         return False
 
-    def _write(self, g: int, result: int, made: _ProductDims, given: _Factors) -> None:
+    def _write(self, g: int, result: int, made: _ProductDims, given: _RowFactors) -> None:
         editor, at, (out,) = self.editor, self.editor.in_front_of(self.i), self.op.outputs
         dtype = "float64" if "float64" in map(editor.dtype, (out, g, result)) else "float32"
         total = at.add("mul", (at.convert(result, dtype), at.convert(g, dtype)))
