@@ -24,6 +24,9 @@ class TargetCapabilities:
     #: The weight gradient of a concatenation is captured as one product for each part. (Ops that read such a gradient then read
     #: several results, so a target whose calls update parameters is better off without.)
     divides_gradients: bool = False
+    #: Rows are stored much faster than columns, so an attention is captured with its values in rows, whatever the order of the
+    #: operands in its product (``capture.rewrites.products.exchange_operands``).
+    stores_rows: bool = False
     #: There is code for the online sums of a segment softmax (``ops.reduce.ONLINE``).
     sums_online: bool = False
     #: Sums by index may be faster if their order, and so their bits, may differ from run to run.

@@ -14,6 +14,8 @@ from jax import lax
 
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.table import verify
 from reference.graph import evaluate_numpy
 from tests.support.checks import count
@@ -199,3 +201,43 @@ def test_a_training_step_with_a_penalty_in_its_loss(penalty: str, optimiser: str
     compiled = jax.jit(kj.pipeline(step, force=force)).lower(params, x, y).compile()
     assert count(compiled.as_text()) > 0
     check_close(compiled(params, x, y), step, (params, x, y), "float32", roundings=64, per_array=True)
+
+
+# --- products of which a transposition puts a dimension of the left operand last ---------------------------------------------------
+
+MIXED: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
+    "attention": ("bhqk,bkhd->bqhd", (2, 3, 7, 5), (2, 5, 3, 4)),
+    "attention_of_groups": ("bhgqk,bkhd->bqhgd", (2, 3, 2, 7, 5), (2, 5, 3, 4)),
+    "attention_of_one_row": ("bhqk,bkhd->bqhd", (1, 3, 1, 5), (1, 5, 3, 4)),
+    "batch_last": ("bij,bjk->kib", (2, 3, 5), (2, 5, 4)),
+    "two_columns": ("bhqk,bkhde->bqhde", (2, 3, 7, 5), (2, 5, 3, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_product_in_another_order_has_rows(name: str, dtype: str) -> None:
+    """A transposition of the product then moves whole rows, whichever call it is in; each element is the same sum."""
+    subscripts, *shapes = MIXED[name]
+    rng = np.random.default_rng(3)
+    x, y = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes)
+    f = lambda x, y: jnp.einsum(subscripts, x, y)  # noqa: E731
+    captured = capture(jax.make_jaxpr(f)(x, y), None, RewriteContext(TargetCapabilities(stores_rows=True)))
+    verify(captured.graph)
+    moved = [op["permutation"] for op in captured.graph.ops if op.kind == "transpose"]
+    if name != "batch_last":
+        assert all(order[-1] == len(order) - 1 for order in moved), moved
+    for got in (evaluate_numpy(captured.graph, [x, y])[0], jax.jit(kj.pipeline(f, force=True))(x, y)):
+        check_close(jnp.asarray(got), f, (x, y), dtype, roundings=32)
+
+
+def test_a_product_that_others_read_keeps_its_order() -> None:
+    def f(p: Array, v: Array) -> Any:
+        a = lax.dot_general(v, p, (((1,), (3,)), ((0, 2), (0, 1))))  # [b, h, d, q]
+        return a.transpose(0, 3, 1, 2), jnp.sum(a)
+
+    args = jnp.ones((2, 3, 7, 5)), jnp.ones((2, 5, 3, 4))
+    plain, rewritten = (
+        capture(jax.make_jaxpr(f)(*args), None, RewriteContext(TargetCapabilities(stores_rows=on))) for on in (False, True)
+    )
+    assert plain.graph == rewritten.graph

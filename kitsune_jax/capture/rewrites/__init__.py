@@ -17,6 +17,7 @@ from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reduct
 from kitsune_jax.capture.rewrites.loops import move_constants, move_products, move_sums, recompute_cheap_slices
 from kitsune_jax.capture.rewrites.products import (
     allow_any_order,
+    exchange_operands,
     fold_slices,
     fold_transposes,
     masks_of_results,
@@ -72,6 +73,7 @@ OF_BODIES: Sequence[Rewrite] = (
     _INDICES,
     Rewrite("summing rows of weights and their gradients by results", sum_results),
     Rewrite("folding transpositions into weight gradients", fold_transposes),
+    Rewrite("exchanging operands of products to store rows", exchange_operands, lambda c: c.capabilities.stores_rows),
     Rewrite("recomputing attention scores in the backward pass", repeat_scores),
     Rewrite("moving indexing to the other side of products", move_indexing),
     _DIVISIONS,
