@@ -279,18 +279,23 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
 
 
 def pipelined_or_plain(
-    call_jaxpr: Any, options: Options, target: str, budget: tuning.Budget | None = None, xla_factor: float = 1.0
+    call_jaxpr: Any,
+    options: Options,
+    target: str,
+    budget: tuning.Budget | None = None,
+    xla_factor: float = 1.0,
+    devices: int = 1,
 ) -> Any:
     """``call_jaxpr`` with custom calls in place of its regions, or unchanged if this package fails. Records what failed.
 
     ``budget``: the time in which plans may be compared on this machine; ``None`` leaves the choice to the model, which multiplies
-    XLA's times by ``xla_factor``.
+    XLA's times by ``xla_factor``. ``devices``: so many run the program at the same time.
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined of a function that has an operator.
     """
     name = _compat.function_name(call_jaxpr)
     try:
         with collector_paused():
-            chooser = Chooser(options, target, budget) if budget is not None and not options.force else None
+            chooser = Chooser(options, target, budget, devices) if budget is not None and not options.force else None
             pipelined = fastest(call_jaxpr, RouteOptions.of(options, xla_factor=xla_factor), target, chooser)
     except Exception as error:
         if options.strict:
@@ -319,15 +324,21 @@ def partitioned_or_plain(call_jaxpr: Any, options: Options, around: Surroundings
         return call_jaxpr
 
 
-# Of plans that nobody times: a transformer layer of 2 x 512 tokens, modelled at 1.14x, ran at 0.94x of jax.jit (Zen 5, 2 devices).
+# Of plans of shards that nobody times: a transformer layer of 2 x 512 tokens, modelled at 1.14x, ran at 0.94x of jax.jit (Zen 5, 2
+# devices).
 _CLEAR_GAIN = 1.15
 
 
-def pipelined_shard(local: Any, options: Options, target: str) -> Any:
-    """``local``, the program of one shard, with pipelines where the model sees a clear gain: no process times plans for others."""
+def pipelined_shard(local: Any, options: Options, target: str, devices: int) -> Any:
+    """``local``, the program of one shard of ``devices``, with pipelines.
+
+    In one process they are chosen by time, as those of a program for one device. Several processes must all compile the same, so
+    none times plans, and pipelines are where the model sees a clear gain.
+    """
     factor = 1.0 if options.force else 1 / _CLEAR_GAIN
+    budget = None if options.strict or target != "cpu" else tuning.budget_of_shard(target)
     try:
-        return pipelined_or_plain(local, options, target, xla_factor=factor)
+        return pipelined_or_plain(local, options, target, budget, factor, devices)
     except NotPipelined:  # a part of a function need not hold any
         return pipelined_or_plain(local, dataclasses.replace(options, strict=False), target, xla_factor=factor)
 
@@ -339,23 +350,34 @@ _DOUBT = 1.6  # XLA's time may be modelled this much too low
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """Chooses between the plans of a program: as before, and with a ``budget`` by timing them now."""
+    """Chooses between the plans of a program: as before, and with a ``budget`` by timing them now. ``devices``: so many run the
+    program at the same time, and share the cores of a CPU."""
 
     options: Options
     target: str
     budget: tuning.Budget | None
+    devices: int = 1
+
+    @property
+    def doubt(self) -> float:
+        """How many times as fast a pipeline must be modelled to be taken without a time. The model lets cores idle where XLA runs
+        one thread; with several devices another one's thread runs there: an attention of 4 x 512 tokens took 15.7 ms on one
+        device, and 8.4 on two (Zen 5, 2 cores)."""
+        return _DOUBT * min(self.devices, targets.get(self.target).machine(None).workers)
 
     def key(self, program: Any, body: bool, part: str = "") -> str:
         """What the choice is remembered under. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs.
         ``part``: which part of another program it is."""
-        options = (config.key_of_plans(self.options), body, part)
+        options: tuple[Any, ...] = (config.key_of_plans(self.options), body, part)
+        if self.devices > 1:
+            options = (*options, self.devices)
         return tuning.key_of(program, options, self.target, targets.get(self.target).surroundings())
 
     def choose(self, key: str, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
         """The choice between ``candidates``, made now where there is none; ``None`` leaves it to the model."""
         if self.budget is None:
             return None
-        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget)
+        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget, self.devices)
 
 
 def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser | None) -> Pipelined:
@@ -404,7 +426,7 @@ def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser
     """
     plan = planned_function(program, options_of(tuning.OPTIMISTIC, options), target, chooser)
     calls = [node for node in plan.nodes if isinstance(node, PlannedRegion)]
-    doubted = sorted((call for call in calls if call.modelled_gain < _DOUBT), key=lambda call: -call.seconds)
+    doubted = sorted((call for call in calls if call.modelled_gain < chooser.doubt), key=lambda call: -call.seconds)
     timed, lost, failures = dict[str, tuning.Choice](), dict[str, str](), list[Failure]()
     for call in doubted:
         choice = None

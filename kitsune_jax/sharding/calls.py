@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -255,12 +256,13 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
 
 # --- the partitioner ------------------------------------------------------------------------------------------------------------
 
-Pipelined = Callable[[Any, Options, str], Any]  # a jaxpr of one shard, with pipelines
+Pipelined = Callable[[Any, Options, str, int], Any]  # a jaxpr of one shard, with pipelines
 _partitioners: list[_Partitioner] = []
 
 
 def register(pipelined: Pipelined) -> None:
-    """Have XLA ask for the programs of shards. ``pipelined(jaxpr, options, target)``: puts pipelines into the program of one."""
+    """Have XLA ask for the programs of shards. ``pipelined(jaxpr, options, target, devices)``: puts pipelines into the
+    program of one of so many."""
     partitioner = _Partitioner(pipelined)
     _partitioners.append(partitioner)
     _compat.register_partitioner(TARGET, partitioner)
@@ -332,14 +334,14 @@ class _Partitioner:
         results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
         around = found["around"]
         everywhere = dict(around["mesh"]) or mesh  # of collectives, which name devices of the whole mesh
+
+        def one_shard(*arrays: Any) -> list[Any]:
+            return evaluate(graph, plan, arrays, mesh, inputs)
+
         with _compat.manual_mesh(everywhere):
-            local = _compat.trace_jaxpr(
-                lambda *arrays: evaluate(graph, plan, arrays, mesh, inputs),
-                _compat.local_avals(shapes, operands),
-                lower=True,
-            )
+            local = _compat.trace_jaxpr(one_shard, _compat.local_avals(shapes, operands), lower=True)
             if options is not None:
-                local = self.pipelined(local, options, around["target"])
+                local = self.pipelined(local, options, around["target"], math.prod(everywhere.values()))
             module = _compat.module_of(local, everywhere, around["platform"])
         return module, operands, _compat.as_result(result_shape, results)
 

@@ -22,10 +22,11 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 
 from kitsune_jax import _compat, cache, config
 from kitsune_jax.progress import in_own_thread, told
-from kitsune_jax.targets.cpu.profile.profile import ran_and_waited
+from kitsune_jax.targets.cpu.profile.profile import busy_seconds, ran_and_waited
 from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_timed
 
 JIT, MODELLED, OPTIMISTIC, FORCED = "jit", "modelled", "optimistic", "forced"
@@ -82,19 +83,32 @@ _budgets: dict[int, tuple[weakref.ref[Any], Budget]] = {}  # by the identity of 
 def budget_of(program: Any, platform: str) -> Budget | None:
     """The budget of all calls that are lowered into ``program`` (``_compat.program_of``), or ``None`` where plans are not measured:
     ``KITSUNE_TUNE=off``, a program of several processes, which must all compile the same, or a candidate's lowering."""
-    setting = config.tune()
-    if setting == "off" or is_measuring() or jax.process_count() > 1 or platform not in BUDGET:
+    if not _measures(platform):
         return None
     known = _budgets.get(id(program))
     if known is not None and known[0]() is program:
         return known[1]
-    number, budget = id(program), Budget(float("inf") if setting == "all" else BUDGET[platform])
+    number, budget = id(program), _full_budget(platform)
 
     def forget(_: Any) -> None:
         _budgets.pop(number, None)
 
     _budgets[number] = (weakref.ref(program, forget), budget)
     return budget
+
+
+def budget_of_shard(platform: str) -> Budget | None:
+    """The budget of a call that XLA divides among devices, or ``None`` where the plan of a shard is the model's: where none is
+    measured, and on a GPU, where it would be measured while XLA compiles another program for the same device."""
+    return _full_budget(platform) if platform == "cpu" and _measures(platform) else None
+
+
+def _measures(platform: str) -> bool:
+    return config.tune() != "off" and not is_measuring() and jax.process_count() == 1 and platform in BUDGET
+
+
+def _full_budget(platform: str) -> Budget:
+    return Budget(float("inf") if config.tune() == "all" else BUDGET[platform])
 
 
 # --- choices on disk and in this process ------------------------------------------------------------------------------------------
@@ -173,9 +187,12 @@ class _NotKept(Exception):
         self.choice = choice
 
 
-def choose(key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], platform: str, budget: Budget) -> Choice | None:
+def choose(
+    key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], platform: str, budget: Budget, devices: int = 1
+) -> Choice | None:
     """The choice under ``key``, measured now where there is none. ``candidates``: jaxprs by name, made when they are needed;
-    ``None`` of one that is no other plan than those before. JIT is the ``program`` itself, compiled if there is another plan."""
+    ``None`` of one that is no other plan than those before. JIT is the ``program`` itself, compiled if there is another plan.
+    ``devices``: so many run the program at the same time."""
     if (found := known(key)) is not None:
         return found
     if key in _known:  # it was tried
@@ -188,7 +205,7 @@ def choose(key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], 
         if why is not None:
             raise _NotMeasured(why)
         with budget.spent():
-            measurement = _Measurement(candidates, program, platform, budget.left)
+            measurement = _Measurement(candidates, program, platform, budget.left, devices)
             choice = Choice.of(measurement.result(), measurement.busy)
         if choice.busy:
             raise _NotKept(choice)
@@ -218,8 +235,8 @@ class _Measurement:
     """Seconds of each candidate, measured in a thread of its own: JAX keeps state of each thread, and the caller's lowers a
     program. The thread ends after the caller's wait was interrupted."""
 
-    def __init__(self, candidates: Mapping[str, Callable[[], Any]], program: Any, platform: str, seconds: float):
-        self.candidates, self.program, self.platform = candidates, program, platform
+    def __init__(self, candidates: Mapping[str, Callable[[], Any]], program: Any, platform: str, seconds: float, devices: int = 1):
+        self.candidates, self.program, self.platform, self.devices = candidates, program, platform, devices
         self.until = time.monotonic() + seconds
         self.x64 = jax.config.jax_enable_x64
         self.stop = threading.Event()
@@ -245,25 +262,34 @@ class _Measurement:
             self._measure()
 
     def _measure(self) -> None:
-        device = jax.local_devices(backend=self.platform)[0]
-        args = [jax.device_put(x, device) for x in random_arguments(self.program)]
+        devices = jax.local_devices(backend=self.platform)[: self.devices]
+        mesh = jax.sharding.Mesh(np.array(devices), ("devices",)) if len(devices) > 1 else None
+        place = devices[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        args = [jax.device_put(x, place) for x in random_arguments(self.program)]
         ready: dict[str, Callable[[], None]] = {}
         first: dict[str, float] = {}
         for name, make in self.candidates.items():
             jaxpr = make() if self._goes_on() else None
             plans = {} if jaxpr is None else {name: jaxpr} if ready else {JIT: self.program, name: jaxpr}
             for key, plan in plans.items():
-                ready[key] = _compiled(plan, args)
+                ready[key] = _compiled(plan, args, mesh)
                 first[key] = _seconds(ready[key])
         if not ready:
             return
-        before = ran_and_waited()
+        before = self._ran_and_waited()
         if time.monotonic() + 2 * sum(first.values()) > self.until and min(first.values()) > _LONG_S:
             self.seconds = first
         else:
             self._time_in_turn(ready)
-        ran, waited = (b - a for a, b in zip(before, ran_and_waited(), strict=True))
+        ran, waited = (b - a for a, b in zip(before, self._ran_and_waited(), strict=True))
         self.busy = ran < _LEAST_SHARE * (ran + waited)
+
+    def _ran_and_waited(self) -> tuple[float, float]:
+        """Seconds that the measurement had a core, and that others had it. The threads of several devices wait for each other."""
+        if self.devices == 1:
+            return ran_and_waited()
+        own = time.process_time()
+        return own, busy_seconds() - own
 
     def _goes_on(self) -> bool:
         return not self.stop.is_set() and time.monotonic() < self.until
@@ -287,6 +313,11 @@ def _seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _compiled(jaxpr: Any, args: Sequence[Any]) -> Callable[[], None]:
-    executable = jax.jit(_compat.jaxpr_as_fun(jaxpr), keep_unused=True).lower(*args).compile()
+def _compiled(jaxpr: Any, args: Sequence[Any], mesh: jax.sharding.Mesh | None) -> Callable[[], None]:
+    """A run of ``jaxpr``; with a ``mesh`` by all its devices, each on a copy of ``args``: devices of one CPU share its cores."""
+    run = _compat.jaxpr_as_fun(jaxpr)
+    if mesh is not None:
+        whole = jax.sharding.PartitionSpec()
+        run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    executable = jax.jit(run, keep_unused=True).lower(*args).compile()
     return lambda: jax.block_until_ready(executable(*args)) and None

@@ -203,7 +203,7 @@ def test_a_training_step_with_a_penalty_in_its_loss(penalty: str, optimiser: str
     check_close(compiled(params, x, y), step, (params, x, y), "float32", roundings=64, per_array=True)
 
 
-# --- products of which a transposition puts a dimension of the left operand last ---------------------------------------------------
+# --- products of which a transposition puts a dimension of the left operand last --------------------------------------------------
 
 MIXED: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
     "attention": ("bhqk,bkhd->bqhd", (2, 3, 7, 5), (2, 5, 3, 4)),

@@ -17,6 +17,7 @@ from kitsune_jax import tuning
 from kitsune_jax.frontend import lowering
 from kitsune_jax.report.data import time_text
 from kitsune_jax.tuning import FORCED, JIT, MODELLED, OPTIMISTIC
+from tests.support.checks import count
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((4000, 64)).astype(np.float32)
@@ -138,10 +139,10 @@ def test_all_calls_of_a_program_share_one_budget(measured: Callable[..., list[st
     seen: list[float] = []
     choose = tuning.choose
 
-    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget) -> Any:
+    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget, devices: int) -> Any:
         seen.append(budget.left)
         budget.left -= 1.0
-        return choose(key, program, candidates, platform, budget)
+        return choose(key, program, candidates, platform, budget, devices)
 
     monkeypatch.setattr(tuning, "choose", spend)
     one, other = kj.pipeline(mlp), kj.pipeline(lambda ws, x: mlp(ws, x) * 2)
@@ -185,7 +186,69 @@ def test_nothing_is_measured(
     assert not timed
 
 
-def test_several_devices_measure_nothing(measured: Callable[..., list[str]]) -> None:
+def _on_two_devices(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn`` compiled for a batch that two devices share."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("d",), ()))
+    placed = [jax.device_put(x, rows if x is X or x is IDS else whole) for x in args]
+    return jax.jit(fn).lower(*placed).compile(), placed
+
+
+@pytest.mark.parametrize(("seconds", "want"), [({"jit": 2e-3, "modelled": 1e-3}, 1), ({"jit": 1e-3, "modelled": 2e-3}, 0)])
+def test_a_shard_is_chosen_by_time(measured: Callable[..., list[str]], seconds: dict[str, float], want: int) -> None:
+    timed = measured(**seconds)
+    f = lambda ws, x: mlp(ws, x) * (2 + want)  # noqa: E731 (programs of shards are kept)
+    compiled, args = _on_two_devices(kj.pipeline(f), WS, X)
+    assert timed == [JIT, MODELLED]
+    assert count(compiled.as_text()) == want
+    np.testing.assert_allclose(compiled(*args), f(WS, X), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("jit,want", [(2e-3, 1), (0.5e-3, 0)])
+def test_of_a_shard_with_collectives_each_call_is_timed(jit: float, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that the model would not doubt on one device too: XLA's threads wait less where several devices keep them busy."""
+    seen = list[int]()
+
+    def result(self: Any) -> dict[str, float]:
+        seen.append(self.devices)
+        assert "psum" not in str(self.program)
+        return {JIT: jit, MODELLED: 1e-3}
+
+    monkeypatch.setattr(tuning._Measurement, "result", result)
+    monkeypatch.setattr(lowering, "_DOUBT", 1e3)
+    step = jax.grad(lambda ws, x: jnp.sum(mlp(ws, x) ** 2) * (1 + want))
+    compiled, args = _on_two_devices(kj.pipeline(step), WS, X)
+    assert seen == [2]
+    assert count(compiled.as_text()) == want and "all-reduce" in compiled.as_text()
+    for got, expected in zip(compiled(*args), step(WS, X), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-1)
+
+
+def test_the_devices_that_share_a_cpu_run_a_shard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not faked. Which plan wins depends on the machine; the result does not."""
+    monkeypatch.setenv("KITSUNE_TUNE", "all")
+    seen, compiled_before = list[int](), tuning._compiled
+
+    def compiled(jaxpr: Any, args: Any, mesh: Any) -> Any:
+        seen.append(len(args[0].sharding.device_set))
+        return compiled_before(jaxpr, args, mesh)
+
+    monkeypatch.setattr(tuning, "_compiled", compiled)
+    f = lambda ws, x: mlp(ws, x) / 3  # noqa: E731
+    run, args = _on_two_devices(kj.pipeline(f), WS, X)
+    assert len(seen) >= 2 and set(seen) == {2}
+    np.testing.assert_allclose(run(*args), f(WS, X), rtol=1e-3, atol=1e-3)
+
+
+def test_several_processes_leave_shards_to_the_model(measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They must all compile the same."""
+    timed = measured(jit=1e-3, modelled=2e-3)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    compiled, _ = _on_two_devices(kj.pipeline(lambda ws, x: mlp(ws, x) / 5), WS, X)
+    assert not timed and count(compiled.as_text()) == 1
+
+
+def test_a_function_of_one_device_among_several_measures_nothing(measured: Callable[..., list[str]]) -> None:
     timed = measured(jit=2e-3, modelled=1e-3, forced=1e-3)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("d")

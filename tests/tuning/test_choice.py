@@ -32,7 +32,7 @@ def takes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[st
     """Candidates take these seconds by the clock of the measurement. Returns the names in the order in which they ran."""
     ran: list[str] = []
 
-    def compiled(jaxpr: Any, args: Any) -> Callable[[], float]:
+    def compiled(jaxpr: Any, args: Any, mesh: Any) -> Callable[[], float]:
         name = JIT if jaxpr is PROGRAM else jaxpr
         return lambda: ran.append(name) or seconds[name]  # type: ignore[func-returns-value]
 
@@ -75,6 +75,18 @@ def test_the_fastest_wins(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, fl
 )
 def test_beside_other_programs_only_a_clear_gain_counts(seconds: dict[str, float], want: str) -> None:
     assert Choice.of(seconds, busy=True).name == want
+
+
+@pytest.mark.parametrize(("others", "busy"), [(0.1, False), (0.5, True)])
+def test_devices_that_share_cores_are_no_other_programs(monkeypatch: pytest.MonkeyPatch, others: float, busy: bool) -> None:
+    """Their threads wait for each other. The seconds of all cores are those of this process and of others."""
+    own, load = iter([5.0, 6.0]), iter([100.0, 101.0 + others])
+    monkeypatch.setattr(tuning, "ran_and_waited", None)  # of one thread
+    monkeypatch.setattr(tuning.time, "process_time", lambda: next(own))
+    monkeypatch.setattr(tuning, "busy_seconds", lambda: next(load))
+    takes(monkeypatch, {JIT: 0.2, MODELLED: 0.1})
+    found = tuning.choose("several", PROGRAM, {MODELLED: lambda: MODELLED}, "cpu", Budget(5.0), devices=2)
+    assert found is not None and found.busy == busy
 
 
 def test_a_choice_beside_other_programs_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,9 +296,21 @@ def cache_sizes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> tu
 
 def stolen_seconds() -> float:
     """Seconds of all processors since boot that a hypervisor gave to others; 0 where the system does not say."""
+    fields = _processor_seconds()
+    return fields[7] if len(fields) > 7 else 0.0
+
+
+def busy_seconds() -> float:
+    """Seconds since boot in which a processor ran something, or a hypervisor gave it to others, added up over all processors; 0 where
+    the system does not say."""
+    fields = _processor_seconds()
+    return sum(fields[:8]) - sum(fields[3:5])
+
+
+def _processor_seconds() -> list[float]:
+    """Of all processors: user, nice, system, idle, waiting for disks, interrupts (two kinds), stolen, ..."""
     found = re.match(r"cpu +((?:\d+ ?)+)", _read(Path("/proc/stat")))
-    fields = found[1].split() if found else []
-    return int(fields[7]) / os.sysconf("SC_CLK_TCK") if len(fields) > 7 else 0.0
+    return [int(field) / os.sysconf("SC_CLK_TCK") for field in found[1].split()] if found else []
 
 
 def ran_and_waited() -> tuple[float, float]:
