@@ -295,7 +295,8 @@ class Options:
     ``target``: None (the platform's own) or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
     reports; the policy itself is applied in the jaxpr. ``export``: "plain": ``jax.export`` gets plain HLO; "calls": custom calls.
     ``deterministic``: equal arguments give equal bits in every run. ``fetch_ahead``: arguments lie in memory, so a kernel may
-    prefetch weights that XLA's next operators read.
+    prefetch weights that XLA's next operators read. ``network``: (seconds of an empty message, bytes per second) between devices
+    whose collectives run beside other operators.
     """
 
     strict: bool = _option(False, True, False)
@@ -305,6 +306,7 @@ class Options:
     export: str = _option("plain", "plain", "calls", plans=False)
     deterministic: bool = _option(True, True, False)
     fetch_ahead: bool = _option(False, True, False)
+    network: tuple[float, float] | None = None
 
 
 def check_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,6 +317,12 @@ def check_options(given: Mapping[str, Any]) -> dict[str, Any]:
         values = allowed[name]
         if values and not any(type(value) is type(v) and value == v for v in values):
             raise ValueError(f"{name}={value!r} is not known: use {' or '.join(map(repr, values))}")
+    network = checked.get("network")
+    if network is not None:
+        pair = tuple(network) if isinstance(network, tuple | list) else ()
+        if len(pair) != 2 or not all(isinstance(x, int | float) for x in pair) or pair[0] < 0 or not pair[1] > 0:
+            raise ValueError(f"network={network!r} is not known: use (seconds of an empty message, bytes per second), or None")
+        checked["network"] = float(pair[0]), float(pair[1])
     return checked
 
 

@@ -43,6 +43,7 @@ class PipelineOptions(TypedDict, total=False):
     export: Literal["plain", "calls"]
     deterministic: bool
     fetch_ahead: bool
+    network: tuple[float, float] | None
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
     donate_argnums: int | Sequence[int] | None
@@ -68,6 +69,7 @@ def pipeline(
     export: Literal["plain", "calls"] = "plain",
     deterministic: bool = True,
     fetch_ahead: bool = False,
+    network: tuple[float, float] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -94,6 +96,9 @@ def pipeline(
         and the gradient of a gather), so the last bits of such sums may differ from run to run.
       fetch_ahead: GPU only, for decoding one token at a time: a kernel may prefetch weights of the next matrix product into the L2
         cache. Do not set it if the weights are slices made by a surrounding ``lax.scan``: the arguments must lie in memory.
+      network: several devices only: (seconds of an empty message, bytes per second) between them, where XLA runs collectives beside
+        other operators. A call is then divided where the all-reduce of its first gradients is modelled to take longer beside the
+        rest than the division costs. XLA's CPU client runs nothing beside an all-reduce: leave it ``None`` there.
       static_argnums, static_argnames, donate_argnums: as in ``jax.jit``; donation matters only to calls outside of ``jit``.
 
     Returns:

@@ -15,6 +15,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -29,6 +30,7 @@ from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, NotPipelined, ShardingWarning, record
 from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remove_regions, route
 from kitsune_jax.ops.graph import Graph, Op, topological
+from kitsune_jax.planning.cost import SUMS_OVER_DEVICES
 from kitsune_jax.report.data import MeasuredTimes, plural, time_text
 from kitsune_jax.report.render import Report, merge_body_reports, repeated
 from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr
@@ -98,6 +100,32 @@ def _dependencies(graph: Graph, effects: Sequence[bool], regions: Sequence[Plann
                 needs[number[i]].add(previous)
             previous = number[i]
     return nodes, needs
+
+
+def sums_behind_calls(graph: Graph, nodes: Sequence[Node]) -> tuple[list[Node], dict[int, int]]:
+    """``nodes`` with each sum over devices right behind the node that makes its operand; and these sums, each with the number of
+    the last call that it depends on."""
+    last: dict[int, int] = {}  # value -> the number of that call
+    maker: dict[int, int] = {}  # value -> its node
+    sums, behind, calls = dict[int, int](), dict[int, list[int]](), 0
+    for k, node in enumerate(nodes):
+        if not isinstance(node, int):
+            calls += 1
+            last.update(dict.fromkeys(node.region.outputs, calls))
+            maker.update(dict.fromkeys(node.region.outputs, k))
+            continue
+        op, made = graph.ops[node], k
+        depends = max((last.get(v, 0) for v in op.inputs), default=0)
+        if op.label in SUMS_OVER_DEVICES and op.inputs[0] in maker:
+            sums[node], made = depends, maker[op.inputs[0]]
+            behind.setdefault(made, []).append(node)
+        last.update(dict.fromkeys(op.outputs, depends))
+        maker.update(dict.fromkeys(op.outputs, made))
+    ordered = list[Node]()
+    for k, node in enumerate(nodes):
+        if not (isinstance(node, int) and node in sums):
+            ordered += [node, *behind.get(k, ())]
+    return ordered, sums
 
 
 # --- garbage collection while planning --------------------------------------------------------------------------------------------
@@ -296,7 +324,8 @@ def pipelined_or_plain(
     try:
         with collector_paused():
             chooser = Chooser(options, target, budget, devices) if budget is not None and not options.force else None
-            pipelined = fastest(call_jaxpr, RouteOptions.of(options, xla_factor=xla_factor), target, chooser)
+            more = {"devices": devices} if options.network is not None else {}
+            pipelined = fastest(call_jaxpr, RouteOptions.of(options, xla_factor=xla_factor, **more), target, chooser)
     except Exception as error:
         if options.strict:
             raise
@@ -545,9 +574,10 @@ def _rebuilt(jaxpr: Any, plan: PlannedFunction, options: RouteOptions) -> Pipeli
 
     rebuilt = jaxpr  # as it was, so that XLA compiles its inner calls once each
     if options.code and plan.changes:
+        nodes, apart = sums_behind_calls(graph, plan.nodes) if options.network is not None else (plan.nodes, {})
 
         def evaluate(*args: Any) -> list[Any]:
-            return run_nodes(plan.captured, plan.nodes, [*plan.consts, *args], failed)
+            return run_nodes(plan.captured, nodes, [*plan.consts, *args], failed, apart=apart)
 
         rebuilt = _compat.trace_jaxpr(evaluate, _compat.in_avals(jaxpr), lower=True, like=jaxpr)
     planned = remove_regions(graph, plan.routed, {name: failure.report_reason for name, failure in lost.items()})
@@ -665,9 +695,14 @@ def run_nodes(
     args: Sequence[Any],
     failed: Callable[[PlannedRegion, Exception], None],
     part: PlannedRegion | None = None,
+    apart: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
     """The results of ``captured`` on ``args``, node by node; or those of the call ``part`` on its operands. A region whose call
-    cannot be bound is reported to ``failed`` and evaluated op by op."""
+    cannot be bound is reported to ``failed`` and evaluated op by op.
+
+    ``apart``: sums over devices, each with the last call that it depends on. XLA combines collectives that do not depend on each
+    other, and the one that it makes of all would wait for the last call; so those of a call depend on those of the call before.
+    """
     graph = captured.graph
     inputs, outputs = (graph.inputs, graph.outputs) if part is None else (part.operands, part.region.outputs)
     env: dict[int, Any] = dict(zip(inputs, args, strict=True))
@@ -683,9 +718,21 @@ def run_nodes(
     def evaluate(i: int, operands: Sequence[Any]) -> Any:
         return captured.run(i, operands)[0]
 
+    summed, before = list[Any](), list[Any]()  # results of sums over devices: of the last call, and of the one before
+    call = 0
+
     def step(i: int) -> None:
+        nonlocal summed, before, call
         op = graph.ops[i]
-        env.update(zip(op.outputs, captured.run(i, [read(v) for v in op.inputs]), strict=True))
+        arrays = [read(v) for v in op.inputs]
+        if i in apart and apart[i] != call:
+            before, summed, call = summed, [], apart[i]
+        if i in apart and before:
+            arrays[0], *_ = jax.lax.optimization_barrier((arrays[0], *before))
+        results = captured.run(i, arrays)
+        if i in apart:
+            summed += results
+        env.update(zip(op.outputs, results, strict=True))
 
     for node in nodes:
         if isinstance(node, int):

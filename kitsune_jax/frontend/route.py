@@ -20,11 +20,12 @@ from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import all_reduce_seconds
 from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Phase, Plan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
-from kitsune_jax.regions.joining import Chosen, region_of_call
+from kitsune_jax.regions.joining import Chosen, overlap_gain, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes, op_flops
 from kitsune_jax.report.render import Report
@@ -187,6 +188,7 @@ class RouteOptions(Options):
     ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, if the target
     can. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step of a
     loop that XLA runs. ``xla_factor``: XLA's modelled times are multiplied by it. ``left``: a reason to leave all to XLA.
+    ``devices``: that run the program at the same time.
     """
 
     device: str | None = None
@@ -195,6 +197,7 @@ class RouteOptions(Options):
     body: bool = False
     xla_factor: float = 1.0
     left: str = ""
+    devices: int = 1
 
     @staticmethod
     def of(options: Options, **others: Any) -> RouteOptions:
@@ -215,7 +218,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     program = executor.program_context(graph, machine, options.body)
     known = _known_plans(graph, target, machine, program, (config.cuda_arch(), config.cuda_avoid()))
     failed = _Failures(graph, options.strict)
-    search = _TargetSearch(graph, executor, machine, program, failed, options.force, options.xla_factor, known)
+    search = _TargetSearch(graph, executor, machine, program, failed, options, known)
     capabilities = executor.capabilities
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
@@ -298,8 +301,7 @@ class _TargetSearch:
     machine: Machine
     program: ProgramContext
     failed: _Failures
-    force: bool
-    xla_factor: float = 1.0
+    options: RouteOptions
     known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
 
     def supports(self, i: int) -> str | None:
@@ -312,6 +314,10 @@ class _TargetSearch:
     def merge_phases(self, chosen: Chosen) -> Chosen | str:
         """``chosen`` with the plans that its regions have as one call, or the reason why the target does not run them as one."""
         call = self.machine.call_seconds  # a later phase does not pay them
+        if self.options.network is not None and self.options.devices > 1:
+            reduced = functools.partial(all_reduce_seconds, devices=self.options.devices, network=self.options.network)
+            if overlap_gain(self.graph, chosen, reduced, call, self.program.fresh_seconds) > 0:
+                return "all-reduces of its first results run beside the rest, which is another call"
         plans = [p.plan if k == 0 else _subtract_seconds(p.plan, call) for k, p in enumerate(chosen.phases)]
         if chosen.apart:
             apart = sum(p.plan.seconds - call * (k > 0) for c in chosen.apart for k, p in enumerate(c.phases))
@@ -323,7 +329,7 @@ class _TargetSearch:
                 lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
                 plans,
                 self.machine,
-                math.inf if self.force else apart,
+                math.inf if self.options.force else apart,
             )
         except Exception as error:
             return self.failed(error, chosen.ops)
@@ -351,7 +357,7 @@ class _TargetSearch:
                 self.known[key] = self.target.plan(graph, region, self.machine, self.program)
             except Infeasible as no:
                 self.known[key] = str(no)
-        plan, factor = self.known[key], self.xla_factor
+        plan, factor = self.known[key], self.options.xla_factor
         return plan if isinstance(plan, str) or factor == 1.0 else _scaled(plan, factor)
 
 

@@ -29,6 +29,22 @@ from kitsune_jax.planning.streams import Region, StreamSpace, row_shape
 
 # --- Operations, rows and bytes ---------------------------------------------------------------------------------------------------
 
+# Operators, by their labels, that add up an array of each device.
+SUMS_OVER_DEVICES = frozenset({"psum", "psum2", "psum_invariant", "reduce_scatter"})
+
+
+def all_reduce_seconds(n: float, devices: int, network: tuple[float, float]) -> float:
+    """Seconds to add up ``n`` bytes of each device along a ring or a binomial tree, whichever is faster, with messages of
+    ``latency + bytes / bandwidth`` (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005).
+
+    >>> all_reduce_seconds(8e6, 8, (1e-5, 1e9))
+    0.01414
+    """
+    latency, bandwidth = network
+    ring = 2 * (devices - 1) * (latency + n / devices / bandwidth)
+    return min(ring, 2 * (devices - 1).bit_length() * (latency + n / bandwidth))
+
+
 # Families whose result is a view of their operand, or is made on the fly by its readers.
 FREE = frozenset({"broadcast", "reshape", "iota"})
 # Families that copy, at half an element operation for each element moved.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from kitsune_jax.ops.graph import Graph, reached, topological
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import SUMS_OVER_DEVICES, itemsize
 from kitsune_jax.planning.plan import Phase, Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, StreamSpace, Supports, has_few_rows
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, levels_up_to, regions_of
@@ -290,6 +291,33 @@ class _Merge:
                 held[begin] += size
                 held[stop] -= size
         return max(itertools.accumulate(together)) > _MOST_MORE * max(itertools.accumulate(apart)) + _FREE_BYTES
+
+
+# --- all-reduces beside a call ----------------------------------------------------------------------------------------------------
+
+
+def overlap_gain(graph: Graph, call: Chosen, reduce_seconds: Callable[[float], float], call_seconds: float, fresh: float) -> float:
+    """The most seconds that are gained where ``call`` stays several of the calls that it was merged of (``apart``).
+
+    All results of a call leave it at its end. Where it ends earlier, sums over devices of its results run beside the calls behind
+    it, at most as long as these take. Another call costs its start, and the fresh pages of the arrays between (``fresh``: seconds
+    for each byte). ``reduce_seconds(bytes)``: of a sum over devices.
+    """
+    reduced = {v for op in graph.ops if op.label in SUMS_OVER_DEVICES for v in op.inputs}
+
+    def size(values: Collection[int]) -> float:
+        return float(sum(graph.values[v].size * itemsize(graph.values[v].dtype) for v in values))
+
+    best = 0.0
+    for k in range(1, len(call.apart)):
+        first, rest = call.apart[:k], call.apart[k:]
+        made = {v for c in first for r in c.regions for v in r.outputs}
+        if not made.isdisjoint(reduced):
+            beside = sum(p.plan.seconds for c in rest for p in c.phases)
+            between = made.intersection(v for c in rest for r in c.regions for v in r.inputs)
+            hidden = min(reduce_seconds(size(made & reduced)), beside)
+            best = max(best, hidden - call_seconds - fresh * size(between))
+    return best
 
 
 # --- followers: later phases of a call, such as the updates of the parameters whose gradients it makes ----------------------------

@@ -302,7 +302,7 @@ class _Partitioner:
     def _program(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, found: dict[str, Any]) -> Any:
         graph = graph_from_json(found["graph"])
         _, results = _compat.parts_of_result(result_shape, result_sharding)
-        options = Options(**found["options"])
+        options = Options(**config.check_options(found["options"]))
         n = len(graph.inputs)
         around = found["around"]
         try:

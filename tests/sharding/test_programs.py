@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
-from tests.support.checks import close, count, in_float64
-from tests.support.sharded_programs import PROGRAMS, Sharded, mlp, train_step
+from tests.support.checks import TARGET, close, count, in_float64
+from tests.support.sharded_programs import PROGRAMS, Sharded, layer, mlp, train_step
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax")  # a fall-back to plain HLO is a failure here
 
@@ -259,6 +259,51 @@ def test_two_runs_and_two_compilations_have_the_same_bits() -> None:
     second, args = compiled(program, pipelined(program))
     for got in (first(*args), second(*args)):
         jax.tree.map(np.testing.assert_array_equal, once, jax.tree.map(np.asarray, got))
+
+
+def _calls_before(text: str) -> list[tuple[str, int]]:
+    """The pipelines and all-reduces ("call", "sum") of the entry computation in the order in which XLA has scheduled them, each
+    with the number of pipelines that it depends on."""
+    assert "is_scheduled=true" in text
+    calls: dict[str, set[str]] = {}  # an instruction -> the calls that it depends on
+    found = []
+    for line in text[text.index("ENTRY ") :].splitlines():
+        if (made := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = .*? ([a-z-]+)\((.*)", line)) is None:
+            continue
+        name, op, rest = made.groups()
+        calls[name] = set().union(*(calls.get(v, set()) for v in re.findall(r"%([\w.-]+)", rest)))
+        if op == "all-reduce" or f'custom_call_target="{TARGET}"' in line:
+            found.append(("sum" if op == "all-reduce" else "call", len(calls[name])))
+            calls[name] |= set() if op == "all-reduce" else {name}
+    return found
+
+
+@pytest.mark.parametrize("hidden", [128, pytest.param(512, marks=pytest.mark.slow)])
+def test_the_first_gradients_are_summed_beside_the_rest_of_the_backward_pass(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``network`` says that this takes longer than another call; where not, in one all-reduce behind the only call.
+
+    With wide layers the last gradients are XLA's, behind the second call.
+    """
+    monkeypatch.setenv("KITSUNE_PROFILE", "zen5-2")
+    rng, width = np.random.default_rng(0), 128 if hidden == 128 else 256
+    shapes = (4 if hidden == 128 else 2, 2 * width, width), *((width, width),) * 4, (width, hidden), (hidden, width)
+    args = tuple((rng.standard_normal(shape) * 0.1).astype(np.float32) for shape in shapes)
+    gradient = jax.grad(lambda *a: jnp.mean(layer(*a) ** 2), tuple(range(1, 7)))
+    program = Sharded(gradient, args, (P("data"), *(P(),) * 6))
+    found, results = [], []
+    for network in (None, (0.0, 1e15), (1e-3, 1e6)):
+        run, placed = compiled(program, kj.pipeline(gradient, network=network), mesh(shape=(2,), names=("data",)))
+        found.append(_calls_before(run.as_text()))
+        results.append([np.asarray(x) for x in run(*placed)])
+        for once, again in zip(results[-1], run(*placed), strict=True):
+            np.testing.assert_array_equal(once, again)
+    usual, fast, slow = found
+    assert usual == fast == [("call", 0), ("sum", 1)]
+    assert [kind for kind, _ in slow].count("sum") == 2 and ("sum", 1) in slow, slow
+    assert [n for kind, n in slow if kind == "call"] == [0, 1]  # the second call waits for no sum
+    want = in_float64(gradient, *args)
+    for result in results:
+        close(result, list(want), 2e-4)
 
 
 def test_all_devices_hold_a_whole_copy() -> None:

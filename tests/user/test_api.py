@@ -115,6 +115,8 @@ def test_explain_of_a_step_reports_its_pipelined_calls_as_they_run() -> None:
         (lambda: kj.pipeline(mlp, residuals="foo"), ValueError, "'save', 'recompute', or a policy"),
         (lambda: kj.pipeline(mlp, strict="yes"), ValueError, "True or False"),
         (lambda: kj.pipeline(mlp, force="yes"), ValueError, "True or False or None"),
+        (lambda: kj.pipeline(mlp, network=(1e-5, 0)), ValueError, "network=(1e-05, 0) is not known: use (seconds of an empty"),
+        (lambda: kj.pipeline(mlp, network=1e9), ValueError, "network=1000000000.0 is not known"),
         (lambda: kj.pipeline(mlp, fetch_ahead=1), ValueError, "fetch_ahead=1 is not known: use True or False"),
         (lambda: kj.pipeline(mlp, export="all"), ValueError, "'plain' or 'calls'"),
         (lambda: kj.pipeline(mlp, deterministic=None), ValueError, "True or False"),

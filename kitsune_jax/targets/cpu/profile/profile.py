@@ -301,8 +301,7 @@ def stolen_seconds() -> float:
 
 
 def busy_seconds() -> float:
-    """Seconds since boot in which a processor ran something, or a hypervisor gave it to others, added up over all processors; 0 where
-    the system does not say."""
+    """Seconds since boot that all processors were busy, or given to others by a hypervisor; 0 where the system does not say."""
     fields = _processor_seconds()
     return sum(fields[:8]) - sum(fields[3:5])
 
