@@ -251,6 +251,53 @@ def test_gradients_around_the_pipeline() -> None:
     close(ours(*args), in_float64(program.function, *program.args))
 
 
+@pytest.mark.parametrize("name", ["data parallel", "tensor parallel"])
+def test_second_derivatives(name: str) -> None:
+    """The product of a Hessian and a vector, forward over reverse: the pipelined function is differentiated twice."""
+    x, *w = PROGRAMS[name].args
+
+    def product(f: Any) -> Any:
+        gradient = jax.grad(lambda w, x: jnp.mean(f(x, *w) ** 2))
+        return lambda x, *w: jax.jvp(lambda w: gradient(w, x), (list(w),), ([jnp.cos(v) for v in w],))[1]
+
+    program = dataclasses.replace(PROGRAMS[name], function=product(mlp))
+    ours, args = compiled(program, product(kj.pipeline(mlp, force=True, strict=True)))
+    assert count(ours.as_text()) > 0
+    close(ours(*args), in_float64(program.function, x, *w), 5e-4)
+
+
+def test_shapes_and_compilation_need_no_arrays() -> None:
+    program, on = PROGRAMS["tensor parallel"], mesh()
+    types = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, spec))
+        for x, spec in zip(program.args, program.specs, strict=True)
+    ]
+    ours, plain = jax.jit(pipelined(program)), jax.jit(program.function)
+    assert jax.eval_shape(ours, *types) == jax.eval_shape(plain, *types)
+    ahead, usual = ours.lower(*types).compile(), plain.lower(*types).compile()
+    assert count(ahead.as_text()) > 0
+    assert jax.tree.leaves(ahead.output_shardings) == jax.tree.leaves(usual.output_shardings)
+    args = [jax.device_put(x, t.sharding) for x, t in zip(program.args, types, strict=True)]
+    close(ahead(*args), in_float64(program.function, *program.args))
+
+
+def test_a_wrong_mesh_is_the_error_of_jit() -> None:
+    """Arguments on different devices, and other shardings than a program was compiled for."""
+    program = PROGRAMS["data parallel"]
+    halves = [jax.sharding.Mesh(np.array(jax.devices()[k : k + 4]), ("data",)) for k in (0, 4)]
+    args = [jax.device_put(x, NamedSharding(halves[k > 0], P())) for k, x in enumerate(program.args)]
+    on_other = [jax.device_put(x, NamedSharding(halves[0], P())) for x in program.args]
+    told = []
+    for f in (pipelined(program), program.function):
+        ahead, _ = compiled(program, f)
+        for call, given in ((jax.jit(f), args), (ahead, on_other)):
+            with pytest.raises(ValueError) as error:
+                call(*given)
+            told.append(re.sub(r"\bmlp\b|jit\(\S+|0x[0-9a-f]+", "", str(error.value)))
+    assert told[:2] == told[2:]
+    assert "incompatible devices" in told[0] and "sharding" in told[1]
+
+
 def test_two_runs_and_two_compilations_have_the_same_bits() -> None:
     program = PROGRAMS["gradient of tensor parallel"]
     first, args = compiled(program, pipelined(program))
