@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import scaling, table
 from benchmarks.scaling import Link, Step
+from kitsune_jax.planning.cost import all_reduce_seconds
 
 LINK = Link(3e-6, 2e9)
 
@@ -76,6 +77,13 @@ def test_a_long_ring_is_bound_by_latency_and_large_gradients_by_bandwidth() -> N
     step = Step("net", {"jit": 2.0, "pipeline": 1.0}, (1000, 200))
     fsdp, ring = (scaling.WAYS[way](step, 64, LINK) for way in ("FSDP, ring", "data parallel, ring"))
     assert fsdp == pytest.approx(1.5 * ring)
+
+
+@pytest.mark.parametrize(("n", "devices"), [(1e3, 2), (1e3, 1000), (1e9, 8), (3e5, 17)])
+def test_plans_use_the_faster_formula(n: float, devices: int) -> None:
+    formulas = scaling.ring_all_reduce, scaling.tree_all_reduce
+    fastest = min(formula(n, devices, LINK) for formula in formulas)
+    assert all_reduce_seconds(n, devices, (LINK.latency, LINK.bandwidth)) == pytest.approx(fastest)
 
 
 def test_the_table_says_that_it_is_a_model() -> None:
