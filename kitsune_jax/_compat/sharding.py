@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,12 @@ def has_unreduced_sums(closed: Any) -> bool:
     if any(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None) for spec in specs):
         return True
     return any(has_unreduced_sums(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
+
+
+def are_collectives(effects: Collection[Any], axes: Collection[str]) -> bool:
+    """Are all ``effects`` of a jaxpr collectives over ``axes``?"""
+    kind = getattr(core, "NamedAxisEffect", ())
+    return all(isinstance(effect, kind) and effect.name in axes for effect in effects)
 
 
 def register_partitioner(name: str, partition: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -312,19 +313,20 @@ def pipelined_or_plain(
     target: str,
     budget: tuning.Budget | None = None,
     xla_factor: float = 1.0,
-    devices: int = 1,
+    axes: Mapping[str, int] = MappingProxyType({}),
 ) -> Any:
     """``call_jaxpr`` with custom calls in place of its regions, or unchanged if this package fails. Records what failed.
 
     ``budget``: the time in which plans may be compared on this machine; ``None`` leaves the choice to the model, which multiplies
-    XLA's times by ``xla_factor``. ``devices``: so many run the program at the same time.
+    XLA's times by ``xla_factor``. ``axes``: of the mesh whose devices run the program, with their sizes.
     Raises ``NotPipelined`` if ``options.strict`` and nothing could be pipelined of a function that has an operator.
     """
     name = _compat.function_name(call_jaxpr)
     try:
         with collector_paused():
-            chooser = Chooser(options, target, budget, devices) if budget is not None and not options.force else None
-            more = {"devices": devices} if options.network is not None else {}
+            axes = axes if math.prod(axes.values()) > 1 else {}
+            chooser = Chooser(options, target, budget, axes) if budget is not None and not options.force else None
+            more = {"devices": math.prod(axes.values())} if options.network is not None else {}
             pipelined = fastest(call_jaxpr, RouteOptions.of(options, xla_factor=xla_factor, **more), target, chooser)
     except Exception as error:
         if options.strict:
@@ -358,18 +360,18 @@ def partitioned_or_plain(call_jaxpr: Any, options: Options, around: Surroundings
 _CLEAR_GAIN = 1.15
 
 
-def pipelined_shard(local: Any, options: Options, target: str, devices: int) -> Any:
-    """``local``, the program of one shard of ``devices``, with pipelines.
+def pipelined_shard(local: Any, options: Options, target: str, axes: Mapping[str, int]) -> Any:
+    """``local``, the program of one shard on a mesh with ``axes`` of these sizes, with pipelines.
 
-    In one process they are chosen by time, as those of a program for one device. Several processes must all compile the same, so
-    none times plans, and pipelines are where the model sees a clear gain.
+    In one process they are chosen by time, on all devices at once and with the collectives between them. Several processes must all
+    compile the same, so none times plans, and pipelines are where the model sees a clear gain.
     """
     factor = 1.0 if options.force else 1 / _CLEAR_GAIN
     budget = None if options.strict or target != "cpu" else tuning.budget_of_shard(target)
     try:
-        return pipelined_or_plain(local, options, target, budget, factor, devices)
+        return pipelined_or_plain(local, options, target, budget, factor, axes)
     except NotPipelined:  # a part of a function need not hold any
-        return pipelined_or_plain(local, dataclasses.replace(options, strict=False), target, xla_factor=factor)
+        return pipelined_or_plain(local, dataclasses.replace(options, strict=False), target, None, factor, axes)
 
 
 # --- the choice between plans by time ---------------------------------------------------------------------------------------------
@@ -379,34 +381,34 @@ _DOUBT = 1.6  # XLA's time may be modelled this much too low
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """Chooses between the plans of a program: as before, and with a ``budget`` by timing them now. ``devices``: so many run the
-    program at the same time, and share the cores of a CPU."""
+    """Chooses between the plans of a program: as before, and with a ``budget`` by timing them now. ``axes``: of the mesh whose
+    devices run the program at the same time, and share the cores of a CPU; none for one device."""
 
     options: Options
     target: str
     budget: tuning.Budget | None
-    devices: int = 1
+    axes: Mapping[str, int] = MappingProxyType({})
 
     @property
     def doubt(self) -> float:
         """How many times as fast a pipeline must be modelled to be taken without a time. The model lets cores idle where XLA runs
         one thread; with several devices another one's thread runs there: an attention of 4 x 512 tokens took 15.7 ms on one
         device, and 8.4 on two (Zen 5, 2 cores)."""
-        return _DOUBT * min(self.devices, targets.get(self.target).machine(None).workers)
+        return _DOUBT * min(math.prod(self.axes.values()), targets.get(self.target).machine(None).workers)
 
     def key(self, program: Any, body: bool, part: str = "") -> str:
         """What the choice is remembered under. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs.
         ``part``: which part of another program it is."""
         options: tuple[Any, ...] = (config.key_of_plans(self.options), body, part)
-        if self.devices > 1:
-            options = (*options, self.devices)
+        if self.axes:
+            options = (*options, tuple(self.axes.items()))
         return tuning.key_of(program, options, self.target, targets.get(self.target).surroundings())
 
     def choose(self, key: str, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
         """The choice between ``candidates``, made now where there is none; ``None`` leaves it to the model."""
         if self.budget is None:
             return None
-        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget, self.devices)
+        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget, self.axes)
 
 
 def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser | None) -> Pipelined:
@@ -422,12 +424,14 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
 
     def candidate(name: str) -> Any:
         before = {found.report.regions for other, found in made.items() if other != name}
-        found = made.get(name) or plan(name)
+        # This is another thread, which does not know the axes of collectives yet.
+        with _compat.manual_mesh(dict(chooser.axes)) if chooser.axes else contextlib.nullcontext():
+            found = made.get(name) or plan(name)
         regions = found.report.regions
         return None if found.failures or not regions or regions in before else found.jaxpr
 
     choice = None
-    if why_not_timed(program) is None and not tuning.takes_too_long(program, targets.get(target).platform):
+    if why_not_timed(program, chooser.axes) is None and not tuning.takes_too_long(program, targets.get(target).platform):
         key = chooser.key(program, options.body)
         choice = tuning.known(key)
         if choice is None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -256,13 +255,13 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
 
 # --- the partitioner ------------------------------------------------------------------------------------------------------------
 
-Pipelined = Callable[[Any, Options, str, int], Any]  # a jaxpr of one shard, with pipelines
+Pipelined = Callable[[Any, Options, str, Mapping[str, int]], Any]  # a jaxpr of one shard, with pipelines
 _partitioners: list[_Partitioner] = []
 
 
 def register(pipelined: Pipelined) -> None:
-    """Have XLA ask for the programs of shards. ``pipelined(jaxpr, options, target, devices)``: puts pipelines into the
-    program of one of so many."""
+    """Have XLA ask for the programs of shards. ``pipelined(jaxpr, options, target, axes)``: puts pipelines into the program of
+    one, on a mesh with ``axes`` of these sizes."""
     partitioner = _Partitioner(pipelined)
     _partitioners.append(partitioner)
     _compat.register_partitioner(TARGET, partitioner)
@@ -341,7 +340,7 @@ class _Partitioner:
         with _compat.manual_mesh(everywhere):
             local = _compat.trace_jaxpr(one_shard, _compat.local_avals(shapes, operands), lower=True)
             if options is not None:
-                local = self.pipelined(local, options, around["target"], math.prod(everywhere.values()))
+                local = self.pipelined(local, options, around["target"], everywhere)
             module = _compat.module_of(local, everywhere, around["platform"])
         return module, operands, _compat.as_result(result_shape, results)
 

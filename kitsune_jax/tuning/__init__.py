@@ -12,12 +12,14 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -188,24 +190,29 @@ class _NotKept(Exception):
 
 
 def choose(
-    key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], platform: str, budget: Budget, devices: int = 1
+    key: str,
+    program: Any,
+    candidates: Mapping[str, Callable[[], Any]],
+    platform: str,
+    budget: Budget,
+    axes: Mapping[str, int] = MappingProxyType({}),
 ) -> Choice | None:
     """The choice under ``key``, measured now where there is none. ``candidates``: jaxprs by name, made when they are needed;
     ``None`` of one that is no other plan than those before. JIT is the ``program`` itself, compiled if there is another plan.
-    ``devices``: so many run the program at the same time."""
+    ``axes``: of the mesh whose devices run the program at the same time, with their sizes; none for one device."""
     if (found := known(key)) is not None:
         return found
     if key in _known:  # it was tried
         return None
 
     def make() -> bytes:
-        why = why_not_timed(program)
+        why = why_not_timed(program, axes)
         if why is None and budget.left < _compile_seconds(program):
             why = "compiling it again would take too long"
         if why is not None:
             raise _NotMeasured(why)
         with budget.spent():
-            measurement = _Measurement(candidates, program, platform, budget.left, devices)
+            measurement = _Measurement(candidates, program, platform, budget.left, axes)
             choice = Choice.of(measurement.result(), measurement.busy)
         if choice.busy:
             raise _NotKept(choice)
@@ -235,8 +242,10 @@ class _Measurement:
     """Seconds of each candidate, measured in a thread of its own: JAX keeps state of each thread, and the caller's lowers a
     program. The thread ends after the caller's wait was interrupted."""
 
-    def __init__(self, candidates: Mapping[str, Callable[[], Any]], program: Any, platform: str, seconds: float, devices: int = 1):
-        self.candidates, self.program, self.platform, self.devices = candidates, program, platform, devices
+    def __init__(
+        self, candidates: Mapping[str, Callable[[], Any]], program: Any, platform: str, seconds: float, axes: Mapping[str, int]
+    ):
+        self.candidates, self.program, self.platform, self.axes = candidates, program, platform, axes
         self.until = time.monotonic() + seconds
         self.x64 = jax.config.jax_enable_x64
         self.stop = threading.Event()
@@ -262,8 +271,8 @@ class _Measurement:
             self._measure()
 
     def _measure(self) -> None:
-        devices = jax.local_devices(backend=self.platform)[: self.devices]
-        mesh = jax.sharding.Mesh(np.array(devices), ("devices",)) if len(devices) > 1 else None
+        devices = jax.local_devices(backend=self.platform)[: math.prod(self.axes.values())]
+        mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(self.axes.values())), tuple(self.axes)) if self.axes else None
         place = devices[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         args = [jax.device_put(x, place) for x in random_arguments(self.program)]
         ready: dict[str, Callable[[], None]] = {}
@@ -286,7 +295,7 @@ class _Measurement:
 
     def _ran_and_waited(self) -> tuple[float, float]:
         """Seconds that the measurement had a core, and that others had it. The threads of several devices wait for each other."""
-        if self.devices == 1:
+        if not self.axes:
             return ran_and_waited()
         own = time.process_time()
         return own, busy_seconds() - own

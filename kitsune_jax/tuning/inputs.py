@@ -6,7 +6,7 @@ Invariant: a program with side effects, or whose running time depends on its dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +22,13 @@ _MOST_INSIDE = 1 << 30
 _OUTSIDE = ("callback", "infeed", "outfeed", "ffi_call", "custom_call", "print")
 
 
-def why_not_timed(closed: Any) -> str | None:
-    """The reason why ``closed`` cannot be run on random arguments to see how long it takes, or ``None``."""
+def why_not_timed(closed: Any, axes: Collection[str] = ()) -> str | None:
+    """The reason why ``closed`` cannot be run on random arguments to see how long it takes, or ``None``. ``axes``: of the mesh that
+    it runs on, over which it may have collectives."""
     jaxpr, _ = _compat.open_parts(closed)
     if not hasattr(closed, "consts"):
         return "it is a part of another program"
-    if jaxpr.effects:
+    if not _compat.are_collectives(jaxpr.effects, axes):
         return "it has side effects"
     avals = [*_compat.in_avals(closed), *_compat.out_avals(closed)]
     if any(_compat.is_ref(a) or _compat.varies(a) or not hasattr(a, "shape") for a in avals):

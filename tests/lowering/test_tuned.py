@@ -139,10 +139,10 @@ def test_all_calls_of_a_program_share_one_budget(measured: Callable[..., list[st
     seen: list[float] = []
     choose = tuning.choose
 
-    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget, devices: int) -> Any:
+    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget, axes: Any) -> Any:
         seen.append(budget.left)
         budget.left -= 1.0
-        return choose(key, program, candidates, platform, budget, devices)
+        return choose(key, program, candidates, platform, budget, axes)
 
     monkeypatch.setattr(tuning, "choose", spend)
     one, other = kj.pipeline(mlp), kj.pipeline(lambda ws, x: mlp(ws, x) * 2)
@@ -204,21 +204,21 @@ def test_a_shard_is_chosen_by_time(measured: Callable[..., list[str]], seconds: 
     np.testing.assert_allclose(compiled(*args), f(WS, X), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("jit,want", [(2e-3, 1), (0.5e-3, 0)])
-def test_of_a_shard_with_collectives_each_call_is_timed(jit: float, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that the model would not doubt on one device too: XLA's threads wait less where several devices keep them busy."""
-    seen = list[int]()
+@pytest.mark.parametrize(("seconds", "want"), [({"jit": 2e-3, "modelled": 1e-3}, 1), ({"jit": 1e-3, "modelled": 2e-3}, 0)])
+def test_a_shard_is_timed_with_its_collectives(
+    measured: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], want: int
+) -> None:
+    timed, seen, faked = measured(**seconds), list[str](), tuning._Measurement.result
 
     def result(self: Any) -> dict[str, float]:
-        seen.append(self.devices)
-        assert "psum" not in str(self.program)
-        return {JIT: jit, MODELLED: 1e-3}
+        assert dict(self.axes) == {"a0": 2} and "psum" in str(self.program)
+        seen.append(str(self.program))
+        return faked(self)
 
     monkeypatch.setattr(tuning._Measurement, "result", result)
-    monkeypatch.setattr(lowering, "_DOUBT", 1e3)
     step = jax.grad(lambda ws, x: jnp.sum(mlp(ws, x) ** 2) * (1 + want))
     compiled, args = _on_two_devices(kj.pipeline(step), WS, X)
-    assert seen == [2]
+    assert timed == [JIT, MODELLED] and len(seen) == 1
     assert count(compiled.as_text()) == want and "all-reduce" in compiled.as_text()
     for got, expected in zip(compiled(*args), step(WS, X), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-1)
@@ -234,9 +234,11 @@ def test_the_devices_that_share_a_cpu_run_a_shard_at_once(monkeypatch: pytest.Mo
         return compiled_before(jaxpr, args, mesh)
 
     monkeypatch.setattr(tuning, "_compiled", compiled)
-    f = lambda ws, x: mlp(ws, x) / 3  # noqa: E731
+    f = lambda ws, x: jnp.sum(mlp(ws, x), 0) / 3  # noqa: E731
     run, args = _on_two_devices(kj.pipeline(f), WS, X)
     assert len(seen) >= 2 and set(seen) == {2}
+    (choice,) = tuning._known.values()
+    assert choice is not None and set(choice.seconds) >= {JIT, MODELLED}
     np.testing.assert_allclose(run(*args), f(WS, X), rtol=1e-3, atol=1e-3)
 
 

@@ -85,7 +85,7 @@ def test_devices_that_share_cores_are_no_other_programs(monkeypatch: pytest.Monk
     monkeypatch.setattr(tuning.time, "process_time", lambda: next(own))
     monkeypatch.setattr(tuning, "busy_seconds", lambda: next(load))
     takes(monkeypatch, {JIT: 0.2, MODELLED: 0.1})
-    found = tuning.choose("several", PROGRAM, {MODELLED: lambda: MODELLED}, "cpu", Budget(5.0), devices=2)
+    found = tuning.choose("several", PROGRAM, {MODELLED: lambda: MODELLED}, "cpu", Budget(5.0), {"rows": 2})
     assert found is not None and found.busy == busy
 
 
