@@ -6,7 +6,9 @@ Invariant: a program with side effects, or whose running time depends on its dat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,9 +24,11 @@ _MOST_INSIDE = 1 << 30
 _OUTSIDE = ("callback", "infeed", "outfeed", "ffi_call", "custom_call", "print")
 
 
-def why_not_timed(closed: Any, axes: Collection[str] = ()) -> str | None:
-    """The reason why ``closed`` cannot be run on random arguments to see how long it takes, or ``None``. ``axes``: of the mesh that
-    it runs on, over which it may have collectives."""
+def why_not_timed(closed: Any, axes: Mapping[str, int] = MappingProxyType({})) -> str | None:
+    """The reason why ``closed`` cannot be run on random arguments to see how long it takes, or ``None``.
+
+    ``axes``: of the mesh whose devices run it at the same time, each on arguments of its own; it may have collectives over them.
+    """
     jaxpr, _ = _compat.open_parts(closed)
     if not hasattr(closed, "consts"):
         return "it is a part of another program"
@@ -33,7 +37,8 @@ def why_not_timed(closed: Any, axes: Collection[str] = ()) -> str | None:
     avals = [*_compat.in_avals(closed), *_compat.out_avals(closed)]
     if any(_compat.is_ref(a) or _compat.varies(a) or not hasattr(a, "shape") for a in avals):
         return "it has arguments that are no arrays"
-    if sum(_bytes(a) for a in avals) > _MOST_BYTES:
+    copies = math.prod(axes.values())
+    if copies * sum(_bytes(a) for a in avals) > _MOST_BYTES:
         return f"its arguments and results are larger than {_MOST_BYTES >> 30} GB"
     for eqn in all_equations(closed):
         name = _compat.called(eqn)
@@ -41,7 +46,7 @@ def why_not_timed(closed: Any, axes: Collection[str] = ()) -> str | None:
             return "it has a while loop, whose number of steps is unknown"
         if any(word in name for word in _OUTSIDE):
             return f"{name} runs code outside of it"
-        if any(_bytes(v.aval) > _MOST_INSIDE for v in eqn.outvars if hasattr(v.aval, "shape")):
+        if any(copies * _bytes(v.aval) > _MOST_INSIDE for v in eqn.outvars if hasattr(v.aval, "shape")):
             return f"{name} makes an array of more than {_MOST_INSIDE >> 30} GB"
     return None
 

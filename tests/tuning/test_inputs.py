@@ -119,3 +119,19 @@ def test_a_program_of_arrays_can_run() -> None:
 
     closed = jax.make_jaxpr(lambda t, i: jax.lax.fori_loop(0, 3, lambda _, c: inner(c), t[i]))(TABLE, IDS)
     assert why_not_timed(closed) is None
+
+
+def test_devices_have_arguments_of_their_own() -> None:
+    """A program whose arguments one device holds is too large for as many devices as share the memory."""
+    shape = jax.ShapeDtypeStruct((300 << 20,), np.float32)
+    program = jax.make_jaxpr(lambda x: x * 2)(jax.ShapeDtypeStruct((180 << 20,), np.float32))
+    assert why_not_timed(program) is None
+    assert why_not_timed(program, {"rows": 1}) is None
+    assert "larger than 2 GB" in (why_not_timed(program, {"rows": 2}) or "")
+    assert "larger than 2 GB" in (why_not_timed(jax.make_jaxpr(lambda x: x * 2)(shape)) or "")
+
+
+def test_collectives_are_timed_on_the_axes_that_there_are() -> None:
+    program = jax.make_jaxpr(lambda x: jax.lax.psum(x, "rows"), axis_env=[("rows", 2)])(np.ones(3, np.float32))
+    assert why_not_timed(program, {"rows": 2}) is None
+    assert why_not_timed(program, {"columns": 2}) == why_not_timed(program) == "it has side effects"
