@@ -118,11 +118,16 @@ struct CUlaunchConfig {
   X(cuMemsetD8Async, (CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream))                                  \
   X(cuLaunchKernelEx, (const CUlaunchConfig* config, CUfunction function, void** params, void** extra))
 
-// What a driver may lack: cuFuncLoad came with CUDA 12.4, the rest is the emulator's.
-#define KITSUNE_OPTIONAL_DRIVER_FUNCTIONS(X)      \
-  X(cuFuncLoad, CUresult, (CUfunction function))  \
-  X(kitsune_emulator_last_error, const char*, ()) \
-  X(kitsune_emulator_set_buffers, void,           \
+// What a driver may lack: cuFuncLoad came with CUDA 12.4; five functions are for timelines alone; the rest is the emulator's.
+#define KITSUNE_OPTIONAL_DRIVER_FUNCTIONS(X)                                               \
+  X(cuFuncLoad, CUresult, (CUfunction function))                                           \
+  X(cuCtxSynchronize, CUresult, ())                                                        \
+  X(cuDevicePrimaryCtxGetState, CUresult, (CUdevice device, unsigned* flags, int* active)) \
+  X(cuDevicePrimaryCtxRetain, CUresult, (CUcontext * context, CUdevice device))            \
+  X(cuMemcpyDtoH_v2, CUresult, (void* to, CUdeviceptr from, size_t bytes))                 \
+  X(cuMemcpyHtoD_v2, CUresult, (CUdeviceptr to, const void* from, size_t bytes))           \
+  X(kitsune_emulator_last_error, const char*, ())                                          \
+  X(kitsune_emulator_set_buffers, void,                                                    \
     (int64_t count, const void* const* addresses, const size_t* bytes, const char* const* names))
 
 struct Driver {

@@ -1,6 +1,7 @@
 #include "launch.h"
 
 #include "library.h"
+#include "timeline.h"
 
 namespace kitsune::cuda {
 namespace {
@@ -86,9 +87,11 @@ Kernel::Kernel(std::string image, const Launch& launch, std::string name, bool e
   if (!is_utf8(name_)) throw std::invalid_argument("kitsune_cuda: the name of a region is not UTF-8");
   if (std::string wrong = check_image(image_, emulated_); !wrong.empty())
     throw std::invalid_argument("kitsune_cuda: " + name_ + ": " + wrong);
+  if (launch_.stamped) number_ = Timelines::all().add_kernel(name_);
 }
 
 Kernel::~Kernel() {
+  if (launch_.stamped) Timelines::all().remove_kernel(number_);
   std::lock_guard<std::mutex> lock(load_mutex());
   library_.reset();
 }
@@ -248,6 +251,15 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
           "cuMemsetD8Async");
   std::vector<void*> pointers;  // the kernel's one parameter, a struct of pointers
   for (const Buffer& buffer : buffers) pointers.push_back(buffer.data);
+  if (launch_.stamped) {
+    bool numbered = number_ < Timelines::kKernels;
+    CUdeviceptr records = numbered ? Timelines::all().buffer(table, context) : 0;
+    pointers.push_back(reinterpret_cast<void*>(records));
+    pointers.push_back(reinterpret_cast<void*>(number_));
+    if (records && emulated_) buffers.push_back({pointers[pointers.size() - 2], static_cast<size_t>(Timelines::kBytes)});
+  } else {
+    Timelines::all().count_unstamped();
+  }
   if (table.kitsune_emulator_set_buffers) announce_buffers(table, launch_, buffers);
   Config config(launch_, loaded->grid, stream);
   if (launch_.cooperative) config.make_cooperative();

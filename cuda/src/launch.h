@@ -66,6 +66,7 @@ class Kernel {
   const Launch launch_;
   const std::string name_;
   const bool emulated_;
+  size_t number_ = 0;  // of a stamped kernel
   std::shared_ptr<Library> library_;
   KeptMemory kept_;
   mutable std::mutex mutex_;

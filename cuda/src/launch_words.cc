@@ -106,7 +106,9 @@ Launch parse_launch(const int64_t* words, size_t count) {
   launch.block = checked("the block", words[3], kWarp, kMaxBlock);
   launch.cluster = checked("the cluster", words[4], 1, kMaxCluster);
   launch.shared_bytes = checked("the shared memory", words[5], 0, kMaxSharedBytes);
-  launch.cooperative = checked("cooperative", words[6], 0, 1) != 0;
+  const int64_t flags = checked("the flags (1: cooperative, 2: stamped)", words[6], 0, 3);
+  launch.cooperative = (flags & 1) != 0;
+  launch.stamped = (flags & 2) != 0;
   launch.instance = checked("the blocks of an instance", words[7], 0, launch.grid);
   launch.operands = checked("the number of operands", words[8], 0, kMaxParameters);
   launch.results = checked("the number of results", words[9], 1, kMaxParameters);
@@ -117,7 +119,8 @@ Launch parse_launch(const int64_t* words, size_t count) {
   require(launch.instance == 0 || launch.grid % launch.instance == 0, "the grid is not a multiple of an instance");
   require(launch.instance % launch.cluster == 0, "an instance is not a multiple of the cluster");
   require(launch.sm == kSm90a || launch.cluster == 1, "clusters need architecture 900");
-  require(launch.operands + launch.results <= kMaxParameters, "more operands and results than a kernel has parameters");
+  require(launch.operands + launch.results + 2 * launch.stamped <= kMaxParameters,
+          "more operands and results than a kernel has parameters");
   size_t buffers = static_cast<size_t>(launch.operands + launch.results);
   if (count != kLaunchWords && count != kLaunchWords + buffers)
     throw std::invalid_argument("launch words: there are " + std::to_string(count) + ", not " + std::to_string(kLaunchWords) +

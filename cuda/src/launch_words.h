@@ -3,9 +3,9 @@
 // Comes in: words from a compiled program, which may come from a file. Goes out: a Launch within the limits of every device that
 // its architecture names, or std::invalid_argument. What depends on the device at hand is checked when the kernel is loaded.
 //
-// Words: version, sm, grid, block, cluster, shared bytes, cooperative, blocks of an instance, operands, results, zeroed bytes of
-// the workspace, hints; then the bytes of each operand and of each result, which a custom call must name and a kernel outside of
-// XLA may leave out.
+// Words: version, sm, grid, block, cluster, shared bytes, flags (1: cooperative, 2: stamped), blocks of an instance, operands,
+// results, zeroed bytes of the workspace, hints; then the bytes of each operand and of each result, which a custom call must name
+// and a kernel outside of XLA may leave out.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +25,7 @@ inline constexpr int64_t kPortableCluster =
 struct Launch {
   int64_t sm, grid, block, cluster, shared_bytes;
   bool cooperative;
+  bool stamped;      // the kernel takes the buffer of a timeline and its own number behind the pointers to its buffers
   int64_t instance;  // a grid of fewer blocks, a multiple of this, does the same work; 0: the grid is as it is
   int64_t operands, results;
   int64_t workspace_zero_bytes;  // of the last result, zeroed on the stream before the kernel starts

@@ -14,6 +14,7 @@
 #include "ffi.h"
 #include "launch.h"
 #include "launch_words.h"
+#include "timeline.h"
 
 namespace nb = nanobind;
 
@@ -83,6 +84,7 @@ nb::dict launch_info(const Words& words) {
   d["cluster"] = launch.cluster;
   d["shared_bytes"] = launch.shared_bytes;
   d["cooperative"] = launch.cooperative;
+  d["stamped"] = launch.stamped;
   d["instance"] = launch.instance;
   d["operands"] = launch.operands;
   d["results"] = launch.results;
@@ -103,6 +105,21 @@ void launch_kernel(Kernel& kernel, const std::vector<std::pair<uintptr_t, size_t
   kernel.launch(reinterpret_cast<CUstream>(stream), given);
 }
 
+// ([(device, head, chunks, host's nanoseconds) of each context], names of kernels, launches of kernels without stamps).
+nb::tuple stop_timeline() {
+  Timelines::Recording found = [] {
+    nb::gil_scoped_release release;
+    return Timelines::all().stop();
+  }();
+  nb::list contexts;
+  for (const Timelines::Recorded& c : found.contexts)
+    contexts.append(nb::make_tuple(c.device, nb::bytes(c.head.data(), c.head.size() * sizeof(uint32_t)),
+                                   nb::bytes(c.chunks.data(), c.chunks.size()), c.host_ns));
+  nb::list names;
+  for (const std::string& name : found.names) names.append(nb::bytes(name.data(), name.size()));
+  return nb::make_tuple(contexts, names, found.unstamped);
+}
+
 }  // namespace
 }  // namespace kitsune::cuda
 
@@ -118,6 +135,12 @@ NB_MODULE(_cuda, m) {
   m.def("launch_version", [] { return cuda::kLaunchVersion; }, "The version of the launch words this extension reads.");
   m.def("check_launch", &cuda::check_launch, nb::arg("words"), "'' for valid launch words, else what is wrong with them.");
   m.def("launch_info", &cuda::launch_info, nb::arg("words"), "The launch words by name. ValueError if they are invalid.");
+  m.def(
+      "start_timeline", [](int64_t chunks, bool devices) { cuda::Timelines::all().start(chunks, devices); }, nb::arg("chunks"),
+      nb::arg("devices"), nb::call_guard<nb::gil_scoped_release>(),
+      "Stamped kernels record from now on, in the emulator and, with `devices`, on the devices in use.");
+  m.def("clock_ns", &cuda::now_ns, "The clock of the host that timelines of kernels are laid beside.");
+  m.def("stop_timeline", &cuda::stop_timeline, "The records since start_timeline: cuda/src/timeline.h.");
   nb::class_<cuda::Kernel>(m, "Kernel", "One kernel outside of XLA, as the handlers use it.")
       .def("__init__", &cuda::make_kernel, nb::arg("image"), nb::arg("words"), nb::arg("name"), nb::arg("emulated") = false)
       .def("load_current", &cuda::Kernel::load_current, nb::call_guard<nb::gil_scoped_release>(),

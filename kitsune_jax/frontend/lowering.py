@@ -591,7 +591,8 @@ def _rebuilt(jaxpr: Any, plan: PlannedFunction, options: RouteOptions) -> Pipeli
 
 def routed(graph: Graph, target: str, options: RouteOptions) -> Routed:
     """``route``, remembered: a network of equal layers is planned once. Everything that changes a plan is in the key."""
-    return _routed(graph, target, config.key_of_plans(options), targets.get(target).surroundings())
+    executor = targets.get(target)
+    return _routed(graph, target, config.key_of_plans(options), (executor.surroundings(), executor.variant()))
 
 
 @functools.lru_cache(maxsize=256)

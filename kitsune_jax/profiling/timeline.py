@@ -3,7 +3,7 @@
 In: the calls that run inside a ``with`` block. Out: a file in Chrome's trace format, and a ``Timeline``, which says the same in
 words. Invariants: outside of such a block nothing is recorded; inside, results and the order of work are as without it. Workers'
 events come from the CPU extension, by a clock that ticks with the processor's time stamp counter; a mark that both clocks see puts
-XLA's events, which ``jax.profiler`` records, on the same axis.
+XLA's events, which ``jax.profiler`` records, on the same axis. The inside of GPU kernels: ``kernel_timeline.py``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ import jax
 import numpy as np
 
 from kitsune_jax.config import logger, printable
+from kitsune_jax.profiling import kernel_timeline
+from kitsune_jax.profiling.kernel_timeline import KernelEvent
 from kitsune_jax.report.data import plural, time_text
 from kitsune_jax.targets.cpu import call as cpu_call
+from kitsune_jax.targets.cuda import runtime as cuda
 
 KINDS = ("call", "prepare", "tile", "combine", "wait")
 _MARK = "kitsune_jax.timeline clock"
 _MOST_EVENTS = 1 << 20  # of a thread: 56 MB
+_MOST_CHUNKS = 1 << 17  # of a device, 29 records each: 64 MiB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +59,10 @@ class WorkerEvent:
 class Timeline:
     """What ran inside ``with kj.timeline(path) as found``; complete when the block has ended.
 
-    ``events``: of all workers, by time. ``dropped``: events beyond the most that are kept of a thread. ``path``: the trace, to open
-    in ui.perfetto.dev or chrome://tracing. ``with_xla``: XLA's events are in it too. ``print(found)`` says where the time went.
+    ``events``: of all workers, by time. ``kernels``: of the lanes of GPU kernels, if they were asked for. ``dropped``: events
+    beyond the most that are kept of a thread; ``dropped_records``: those of kernels for which a device had no room. ``unstamped``:
+    calls of kernels that do not record, because they were compiled outside of such a block, or had no room. ``path``: the trace, to
+    open in ui.perfetto.dev or chrome://tracing. ``with_xla``: XLA's events are in it too. ``print(found)``: where the time went.
 
     Example:
       >>> import tempfile, kitsune_jax as kj
@@ -70,27 +76,34 @@ class Timeline:
     events: tuple[WorkerEvent, ...] = ()
     dropped: int = 0
     with_xla: bool = False
+    kernels: tuple[KernelEvent, ...] = ()
+    dropped_records: int = 0
+    unstamped: int = 0
 
     def __str__(self) -> str:
         return "\n".join(summary(self))
 
 
 @contextlib.contextmanager
-def timeline(path: str | os.PathLike[str]) -> Iterator[Timeline]:
-    """Record when the workers of CPU pipelines run and wait inside of a ``with`` block, and write a trace to ``path``.
+def timeline(path: str | os.PathLike[str], *, kernels: bool = False) -> Iterator[Timeline]:
+    """Record when the workers of pipelines run and wait inside of a ``with`` block, and write a trace to ``path``.
 
     The trace has one track per worker: each tile of each stage, packed weights, combined sums, and waits with the queue that was
     waited for. XLA's own events are beside them, unless ``jax.profiler`` is in use already. Recording tiles costs less than 2 % of
     the time of a call, and XLA's own trace some 15 microseconds a call; nothing is recorded outside of the block. Block on results
     inside of it: later calls are not recorded.
 
-    A GPU's pipelines are one kernel each, which XLA's events show under their names; nothing inside of them is recorded.
+    A GPU's pipelines are one kernel each, which XLA's events show under their names. With ``kernels`` the trace has the inside of
+    them too: one track per lane of a CTA, with tiles, sums, and waits for queues and weights. That takes another kernel, so all
+    functions are compiled again when they are first called in such a block, and both programs are kept: call a function once in a
+    block before the one to look at. Outside of such blocks kernels are as if there were no timelines.
 
     Args:
       path: the file to write, in Chrome's trace format; compressed if it ends in ".gz".
+      kernels: record the inside of GPU kernels, and of those of ``target="emulator"``.
 
     Raises:
-      OSError: the file cannot be written. RuntimeError: another timeline is being recorded.
+      OSError: the file cannot be written. RuntimeError: another timeline is being recorded, or kernels cannot be recorded here.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, kitsune_jax as kj
@@ -112,19 +125,28 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[Timeline]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         _recording = True
         stack.callback(_stop)
+        if kernels:
+            cuda.start_timeline(_MOST_CHUNKS, _uses_gpus())  # may raise, so it comes first
         traced = _start_trace(folder)
         if extension is not None:
             extension.start_timeline(_MOST_EVENTS)
-        start_ns = _mark(extension)
+        launched = cuda.calls()
+        cuda.set_stamps(kernels)
+        start_ns, kernels_ns = _mark(extension)
         try:
             yield found
         finally:
+            cuda.set_stamps(False)
+            contexts, kernel_names, found.unstamped = cuda.stop_timeline() if kernels else ([], [], cuda.calls() - launched)
             names, rows, dropped = ([], b"", 0) if extension is None else extension.stop_timeline()
             xla = _stop_trace(folder) if traced else None
             found.events = events_of(names, rows, start_ns)
             found.dropped = dropped
             found.with_xla = xla is not None
-            _write(path, trace_of(found.events, xla or []))
+            recorded = [kernel_timeline.recorded_of(context, kernel_names) for context in contexts]
+            found.kernels = tuple(e for r in recorded for e in kernel_timeline.on_axis(r, kernels_ns, xla or []))
+            found.dropped_records = sum(r.dropped for r in recorded)
+            _write(path, trace_of(found.events, xla or [], found.kernels))
 
 
 _recording = False
@@ -146,10 +168,14 @@ def _start_trace(folder: str) -> bool:
     return True
 
 
-def _mark(extension: Any) -> int:
-    """An event that XLA's trace has, and the time of its middle by the clock of the workers."""
+def _uses_gpus() -> bool:
+    return any(d.platform in ("gpu", "cuda") for d in jax.devices())
+
+
+def _mark(extension: Any) -> tuple[int, int]:
+    """An event that XLA's trace has, and the time of its middle by the clocks of the workers and of the kernels' extension."""
     with jax.profiler.TraceAnnotation(_MARK):
-        return 0 if extension is None else int(extension.clock_ns())
+        return 0 if extension is None else int(extension.clock_ns()), cuda.clock_ns()
 
 
 def _stop_trace(folder: str) -> list[dict[str, Any]] | None:
@@ -182,8 +208,8 @@ def events_of(names: Sequence[bytes], rows: bytes, start_ns: int) -> tuple[Worke
 _PROCESS = 1 << 20  # beyond the numbers that XLA gives
 
 
-def trace_of(events: Sequence[WorkerEvent], xla: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Both in Chrome's trace format: times in microseconds."""
+def trace_of(events: Sequence[WorkerEvent], xla: Sequence[dict[str, Any]], kernels: Sequence[KernelEvent] = ()) -> dict[str, Any]:
+    """All in Chrome's trace format: times in microseconds."""
     threads = sorted({e.thread for e in events})
     made: list[dict[str, Any]] = [
         {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "kitsune_jax pipelines"}},
@@ -203,7 +229,7 @@ def trace_of(events: Sequence[WorkerEvent], xla: Sequence[dict[str, Any]]) -> di
                 "args": args,
             }
         )
-    return {"displayTimeUnit": "ms", "traceEvents": [*made, *xla]}
+    return {"displayTimeUnit": "ms", "traceEvents": [*made, *kernel_timeline.trace_events(kernels, _PROCESS + 1), *xla]}
 
 
 def _name(e: WorkerEvent) -> str:
@@ -230,9 +256,9 @@ def _write(path: Path, trace: dict[str, Any]) -> None:
 def summary(found: Timeline) -> list[str]:
     """Where the time of each call went: its stages, packing, sums, waits and their queues, and how busy its workers were."""
     calls = [e for e in found.events if e.kind == "call"]
-    if not calls:
-        return ["no pipeline call ran on the CPU inside of the timeline"]
-    lines = []
+    lines = kernel_timeline.summary(found.kernels)
+    if not calls and not lines:
+        lines = ["no pipeline call ran on the CPU inside of the timeline"]
     for region in dict.fromkeys(e.region for e in calls):
         own = [e for e in calls if e.region == region]
         spent: dict[str, float] = collections.defaultdict(float)
@@ -250,7 +276,14 @@ def summary(found: Timeline) -> list[str]:
                 lines.append(f"  {100 * seconds / max(capacity, 1e-12):5.1f} %  {text}")
     if found.dropped:
         lines.append(f"{found.dropped} events are missing: a thread keeps {_MOST_EVENTS}")
+    if found.dropped_records:
+        lines.append(f"{found.dropped_records} records of kernels are missing: there was no more room on the device")
+    if found.unstamped:
+        lines.append(f"{plural(found.unstamped, 'call')} of GPU kernels without a record of their inside: {_WHY_UNSTAMPED}")
     return lines
+
+
+_WHY_UNSTAMPED = "compile functions in a block with kernels=True"
 
 
 def _inside(calls: Sequence[WorkerEvent], events: Sequence[WorkerEvent]) -> list[list[WorkerEvent]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import jax
@@ -124,6 +124,10 @@ class Target(abc.ABC, Generic[M, P, L]):
     def surroundings(self) -> tuple[Any, ...]:
         """Everything that ``plan`` and ``generate`` depend on beside their arguments; part of the key of remembered plans."""
         return ()
+
+    def variant(self) -> Hashable:
+        """Which of several codes for the same plan ``generate`` makes now; part of the key of remembered code."""
+        return None
 
 
 def profiler_label(title: str) -> str:

@@ -26,6 +26,7 @@ _cuda = pytest.importorskip("kitsune_jax._cuda", reason="the extension is not bu
 CXX = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 needs_compiler = pytest.mark.skipif(CXX is None or sys.platform != "linux", reason="needs Linux and a C++ compiler")
 
+UNITS = "aligned", "driver", "ffi", "launch", "launch_words", "library", "timeline"  # all but the Python module
 FIELDS = (
     "version",
     "sm",
@@ -115,7 +116,11 @@ def run(program: str, library_path: pathlib.Path | None = None, fake: str = "", 
 
 
 def test_launch_words_are_named() -> None:
-    want = {name: value for name, value in GOOD.items() if name != "version"} | {"cooperative": False, "bytes": []}
+    want = {name: value for name, value in GOOD.items() if name != "version"} | {
+        "cooperative": False,
+        "stamped": False,
+        "bytes": [],
+    }
     assert _cuda.check_launch(words()) == ""
     assert _cuda.launch_info(words()) == want
     sizes = [4096, 128, 64, 32, 64]
@@ -138,7 +143,7 @@ def test_launch_words_are_named() -> None:
         ({"sm": 800}, "clusters need"),
         ({"shared_bytes": -1}, "shared memory"),
         ({"shared_bytes": 232449}, "shared memory"),
-        ({"cooperative": 2}, "cooperative"),
+        ({"cooperative": 4}, "the flags (1: cooperative, 2: stamped)"),
         ({"instance": -2}, "an instance"),
         ({"instance": 134}, "an instance"),
         ({"instance": 8}, "the grid is not a multiple of an instance"),
@@ -251,6 +256,42 @@ def test_a_launch_zeroes_the_workspace_first_and_has_the_geometry_of_the_words(f
     lines = run("k = kernel(cooperative=1); k.load(100); k.launch(buffers(), 100); print(json.dumps(journal()))", fake_driver)
     shape = "grid=132 block=384 shared=1024 cluster=2 cooperative=1"
     assert lines[-2:] == [f"memset {0x50000} 64 stream=100", f"launch {shape} stream=100 context=0 first={0x10000}"]
+
+
+@needs_compiler
+def test_a_timeline_reads_what_stamped_kernels_wrote_on_devices_in_use(fake_driver: pathlib.Path) -> None:
+    """Of two devices one is in use. Its buffer is made when the timeline starts, and read when all work is done."""
+    program = """
+    k, other = kernel(cooperative=2), kernel()
+    for one in (k, other):
+        one.load(100)
+    k.launch(buffers(), 100)
+    n = len(journal())
+    _cuda.start_timeline(5, True)
+    k.launch(buffers(), 100)
+    os.environ["FAKE_CUDA"] = os.environ["FAKE_CUDA"].replace("records=5", "records=0")
+    other.launch(buffers(), 100)
+    ((device, head, chunks, ns),), names, unstamped = _cuda.stop_timeline()
+    head = np.frombuffer(head, np.uint32)
+    seen = [device, head[:4].tolist(), len(chunks), chunks[0], [name.decode() for name in names], unstamped]
+    print(json.dumps([journal()[:n], journal()[n:], seen, list(_cuda.stop_timeline()), 0 < ns <= _cuda.clock_ns()]))
+    """
+    before, lines, seen, again, later = run(program, fake_driver, "devices=2,active1=0,records=5")
+    assert not any(line.startswith(("allocate", "copy")) for line in before)  # nothing is recorded, and no memory taken for it
+    work = [line for line in lines if not line.startswith(("memset", "launch"))]
+    quiet = "synchronize context=0"
+    start = [quiet, "allocate 67112960 context=0", "copy 4096 bytes in, context=0", quiet]
+    stop = [quiet, *(f"copy {size} bytes out, context=0" for size in (4096, 512)), "copy 4096 bytes in, context=0", quiet]
+    assert work == [*start, "records of kernel 0", *stop]
+    assert seen == [0, [1, 5, 1, 7], 512, 4, ["mlp (train.py:12)"], 1]
+    assert again == [[], [], 0] and later
+
+
+@needs_compiler
+def test_a_timeline_that_cannot_start_says_why(fake_driver: pathlib.Path) -> None:
+    text = run("print(json.dumps(error(lambda: _cuda.start_timeline(5, True))))", fake_driver, "synchronize=719")
+    assert text.startswith("RuntimeError: cuCtxSynchronize failed: CUDA_ERROR_LAUNCH_FAILED")
+    assert run("_cuda.start_timeline(5, False); print(json.dumps(_cuda.stop_timeline()))") == [[], [], 0]  # without a driver
 
 
 @needs_compiler
@@ -629,7 +670,7 @@ def test_a_second_process_runs_the_kernel_from_the_persistent_cache(fake_emulato
 
 @needs_compiler
 def test_the_stages_for_devices_behave_as_xla_calls_them(fake_driver: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    sources = [ROOT / "cuda" / "src" / f"{name}.cc" for name in ("aligned", "driver", "ffi", "launch", "launch_words", "library")]
+    sources = [ROOT / "cuda" / "src" / f"{name}.cc" for name in UNITS]
     flags = ["-std=c++17", "-O0", "-w", f"-I{ROOT / 'cuda' / 'src'}", f"-isystem{jax.ffi.include_dir()}"]
     unit, program = tmp_path / "unit.cc", tmp_path / "stages"
     unit.write_text("".join(f'#include "{file}"\n' for file in (*sources, FAKES / "test_stages.cc")))  # XLA's headers are read once

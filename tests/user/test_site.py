@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import kitsune_jax as kj
@@ -179,6 +180,17 @@ def test_the_program_of_the_page_on_timelines_writes_a_trace(tmp_path: Path, mon
     table = text[text.index("| event |") :].split("\n\n")[0]
     assert {event.kind for event in names["found"].events} <= set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE))
     assert any(event.kind == "tile" for event in names["found"].events)
+
+
+@documented
+def test_the_program_of_the_page_on_timelines_records_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "guides" / "timeline.md").read_text()
+    (program,) = re.findall(r"<!-- kernel timeline -->\n```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"jax": jax, "jnp": jax.numpy, "kj": kj}
+    exec(compile(program, "docs/guides/timeline.md", "exec"), names)
+    assert {event.number for event in names["found"].kernels if event.kind == "tile"} == set(range(5))
+    assert "works on tiles in " in str(names["found"])
 
 
 # --- the page of benchmarks -------------------------------------------------------------------------------------------------------

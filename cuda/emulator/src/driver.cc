@@ -218,6 +218,7 @@ EXPORT int cuStreamGetCtx(void*, void** context) {
   return kSuccess;
 }
 EXPORT int cuStreamSynchronize(void*) { return kSuccess; }
+EXPORT int cuCtxSynchronize() { return kSuccess; }
 EXPORT int cuStreamIsCapturing(void*, int* status) {
   *status = 0;
   return kSuccess;
@@ -240,6 +241,15 @@ EXPORT int cuMemAllocAsync(unsigned long long* address, size_t bytes, void*) { r
 EXPORT int cuMemFreeAsync(unsigned long long address, void*) { return cuMemFree_v2(address); }
 EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void*) {
   memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  return kSuccess;
+}
+
+EXPORT int cuMemcpyDtoH_v2(void* to, unsigned long long from, size_t bytes) {
+  memcpy(to, reinterpret_cast<const void*>(from), bytes);
+  return kSuccess;
+}
+EXPORT int cuMemcpyHtoD_v2(unsigned long long to, const void* from, size_t bytes) {
+  memcpy(reinterpret_cast<void*>(to), from, bytes);
   return kSuccess;
 }
 

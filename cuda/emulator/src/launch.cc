@@ -7,6 +7,7 @@
 #include <fenv.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -170,6 +171,11 @@ u32 resident_clusters(Machine& m) {
   return 1 + m.random.below(most);
 }
 
+u64 steady_ns(std::chrono::steady_clock::time_point at) {
+  return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count());
+}
+u64 device_ns = 0;  // when the latest launch ended, by the simulated device's clock
+
 }  // namespace
 
 // Fills free slots with the next clusters.
@@ -198,6 +204,7 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
   arena_reset();
   Machine m;
   machine = &m;
+  m.started_ns = std::max(steady_ns(started), device_ns);
   m.launch = launch;
   if (!m.launch.registers) m.launch.registers = launch_registers(launch.block);
   m.options = options;
@@ -223,6 +230,7 @@ Result run(const Launch& launch, const std::function<void()>& body, const Option
       result.ok = false;
       result.message = format("stack overflow of cta %u thread %u: more than %u bytes", t.block, t.thread, options.stack_bytes);
     }
+  device_ns = m.started_ns + m.step + 1;
   result.steps = m.step;
   result.copies = m.copies;
   result.flops = m.flops;

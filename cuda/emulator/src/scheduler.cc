@@ -27,6 +27,7 @@ u64 now() { return machine->step; }
 }  // namespace
 
 u64 ticks() { return now(); }
+u64 nanoseconds() { return machine->started_ns + now(); }
 
 std::string format(const char* text, ...) {
   char buffer[512];

@@ -209,6 +209,7 @@ struct Machine {
   u32 ready_count = 0, buckets = 1;
   std::vector<Event> events;
   u64 step = 0, time = 1, event_order = 0, copies = 0;
+  u64 started_ns = 0;  // by the simulated device's clock
   double flops = 0;
   u32 delay_mode = 0;
   bool failed = false;

@@ -169,7 +169,7 @@ class CallLayout:
     """``direct``: operands of the call that the kernel reads in their own layout. ``buffers``: the C++ declaration of a pointer to
     each buffer of the kernel; ``sizes``: its bytes; the first ``operands`` of them are operands. ``filled``: (result, fold) for
     results that hold the fold's identity before the kernel starts. ``kept``: arrays between phases that are results of the custom
-    call, because XLA fills them. ``ahead``: what is prefetched, from the last of the operands."""
+    call, because XLA fills them. ``ahead``: what is prefetched, from the last of the operands. ``stamped``: as of its parts."""
 
     name: str
     parts: tuple[PartLayout, ...]
@@ -184,17 +184,23 @@ class CallLayout:
     ahead: Ahead | None = None
 
     @property
+    def stamped(self) -> bool:
+        return self.parts[0].layout.stamped
+
+    @property
     def launch(self) -> tuple[int, ...]:
         """The words with which ``cuda/src`` launches the kernel."""
         a = self.parts[0].layout.a
         shared = max(p.layout.shared_bytes for p in self.parts)
         most = max(p.layout.a.ctas for p in self.parts)
         results = len(self.buffers) - self.operands
-        geometry = a.sm, self.grid, a.threads, 1, shared, 1, most
+        geometry = a.sm, self.grid, a.threads, 1, shared, layout.flags_of(True, self.stamped), most
         return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.ahead is None else 1, *self.sizes
 
 
-def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None) -> CallLayout:
+def lay_out_call(
+    call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
+) -> CallLayout:
     """The layout of ``call``. Raises ``CannotLower`` where it does not fit, or where the parts cannot be parts of one kernel."""
     first = arrangements[0]
     if any(a.cluster > 1 or "cluster" in a.places for a in arrangements):
@@ -203,11 +209,12 @@ def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str
         raise CannotLower("the parts of a call run in the same warpgroups, so they must have equally many lanes")
     programs = programs_of_call(call)
     barriers = [layout.barrier_bytes(p, a) for p, a in zip(programs, arrangements, strict=True)]
-    found = [layout.lay_out(p, a, name, sum(barriers) - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
+    all_bytes = sum(barriers) + first.lanes * layout.RECORDER_BYTES * stamped
+    found = [layout.lay_out(p, a, name, all_bytes - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
     if len({at.header_bytes for at in found}) > 1:  # one of them fits only without staging
         most = max(at.header_bytes for at in found)
         found = [layout.lay_out(p, a, name, most - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
-    return _assemble(call, found, name, ahead)
+    return _assemble(call, [dataclasses.replace(at, stamped=stamped) for at in found], name, ahead)
 
 
 def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None) -> CallLayout:

@@ -232,7 +232,7 @@ class SegmentStart(Node):
 
 
 class ClusterRing(Node):
-    """``writers``, ``readers``: masks of the CTAs' ranks."""
+    """``writers``, ``readers``: masks of the CTAs' ranks. ``stamp``: its number in a timeline, if one is recorded."""
 
     ref: Ref
     ring: Constant
@@ -241,17 +241,20 @@ class ClusterRing(Node):
     slots: Constant
     writers: Constant
     readers: Constant
+    stamp: Constant | None = None
 
     def lines(self, at: Spelling) -> list[str]:
         entry = self.depth * self.vectors * 128 * 16
         where = f"reinterpret_cast<U4*>(shared + {at.constant(self.slots)} + group * {entry})"
         ends = f"{at.constant(self.writers)}, {at.constant(self.readers)}, 1 + group"
-        type_ = f"ClusterQueue<{self.vectors}, {self.depth}>"
-        return [f"const {type_} {at.name(self.ref)}{{&{at.constant(self.ring)}[group], {where}, {ends}}};"]
+        queue = f"ClusterQueue<{self.vectors}, {self.depth}>{{&{at.constant(self.ring)}[group], {where}, {ends}}}"
+        if self.stamp is not None:
+            return [f"const auto {at.name(self.ref)} = timed({queue}, {at.constant(self.stamp)});"]
+        return [f"const {queue.replace('{', f' {at.name(self.ref)}{{', 1)};"]
 
 
 class L2Ring(Node):
-    """``writers``, ``readers``: numbers of CTAs."""
+    """``writers``, ``readers``: numbers of CTAs. ``stamp``: as of ``ClusterRing``."""
 
     ref: Ref
     vectors: int
@@ -260,11 +263,14 @@ class L2Ring(Node):
     depth: Constant
     writers: Constant
     readers: Constant
+    stamp: Constant | None = None
 
-    code = (
-        "const auto {ref} = l2_queue<{vectors}>(p.zeroed() + {counters}, p.workspace + {slots}, "
-        "{depth}, {writers}, {readers}, instance * kLanes + group, 1 + group);",
-    )
+    def lines(self, at: Spelling) -> list[str]:
+        ends = ", ".join(at.constant(c) for c in (self.depth, self.writers, self.readers))
+        where = f"p.zeroed() + {at.constant(self.counters)}, p.workspace + {at.constant(self.slots)}"
+        queue = f"l2_queue<{self.vectors}>({where}, {ends}, instance * kLanes + group, 1 + group)"
+        timed = queue if self.stamp is None else f"timed({queue}, {at.constant(self.stamp)})"
+        return [f"const auto {at.name(self.ref)} = {timed};"]
 
 
 class StagedArray(Node):
@@ -300,9 +306,16 @@ class WeightRing(Node):
 
 
 class AwaitWeights(Node):
-    """Wait for the resident weights."""
+    """Wait for the resident weights. ``stamped``: and record how long."""
 
-    code = ("mbar_wait(header.resident, 0);",)
+    stamped: bool = False
+
+    def lines(self, at: Spelling) -> list[str]:
+        wait = "mbar_wait(header.resident, 0);"
+        return [wait] if not self.stamped else ["{", "  const u32 begin = stamp();", f"  {wait}", f"  {_END_RESIDENT}", "}"]
+
+
+_END_RESIDENT = "end_wait(Stamp::kResident, 0, begin);"
 
 
 # --- Consumers --------------------------------------------------------------------------------------------------------------------
@@ -314,11 +327,18 @@ _ROUNDS = (
 _BATCH = "const BatchRows rows_at = BatchRows::of<kLanes, kBatchTiles>(tile, kBatchRows);"
 
 
+class TileStamp(Node):
+    """``stage``: its number in a timeline. ``records``: the most that a tile makes."""
+
+    stage: Constant
+    records: int
+
+
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles are consecutive in the stream, not
     strided. ``order``: the array with the element that each row of the stream reads. ``prefetched``: (input, bytes of a row) to
     prefetch for the next tile. ``batches``: tiles keep within a batch. ``scalar_rows``: a thread has whole rows
-    (``stage/facts.py``)."""
+    (``stage/facts.py``). ``stamp``: records each tile in a timeline."""
 
     uniform: bool
     consecutive: bool
@@ -329,6 +349,7 @@ class TileLoop(Node):
     batches: bool
     scalar_rows: bool
     body: tuple[Node, ...]
+    stamp: TileStamp | None = None
 
     def lines(self, at: Spelling) -> list[str]:
         # Computing a lane's tile from ``n`` needs no register for its number.
@@ -367,7 +388,12 @@ class TileLoop(Node):
             body += ["if (lane.thread == 0) {", next_row, *fetches, "}"]
         if self.vectors:
             body.append("const float* const vectors = opaque(p.vectors);")
-        return [*lines, *indented((*body, *at.lines(self.body))), "}"]
+        body += at.lines(self.body)
+        if self.stamp is not None:
+            number = "static_cast<i64>(tile) + group" if self.batches else "tile"
+            end = f"end_tile({at.constant(self.stamp.stage)}, {number}, kTiles);"
+            body = [f"begin_tile({self.stamp.records});", *body, end]
+        return [*lines, *indented(body), "}"]
 
 
 class FinishSinks(Node):
@@ -460,7 +486,10 @@ class Consumer(Node):
             rows, worker = "with_own_rows", "group * share.blocks + share.block"
         lines = [f"const Lane lane = Lane::{rows}();", "(void)slab, (void)shared, (void)share, (void)instance;"]
         lines += [f"const u32 worker = {worker};", _workers(self.ctas), *at.lines(self.setup), *self.loop.lines(at)]
-        return [*lines, *(["finishing();", *at.lines(self.finish)] if self.finish else [])]
+        finish = ["finishing();", *at.lines(self.finish)] if self.finish else []
+        if finish and (stamp := self.loop.stamp) is not None:
+            finish = ["begin_combine();", *finish, f"end_combine({at.constant(stamp.stage)});"]
+        return [*lines, *finish]
 
 
 # --- Loaders ----------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from kitsune_jax.targets.cuda.stage_ir import queue_form
 _Kind = TypeVar("_Kind", bound=Node)
 _Key = TypeVar("_Key", bound=Hashable)
 _COUNTER_BYTES = 128
+RECORDER_BYTES = 64  # of a lane of a stamped kernel, at the start of shared memory
 _NEAR_BYTES = 16 << 20  # of weights that change with the batch: a third of an H100's L2, a part of which is farther from an SM
 
 
@@ -65,7 +66,8 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``ahead``: what the kernel prefetches."""
+    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``ahead``: what the kernel prefetches.
+    ``stamped``: it records when it runs which tile (``cuda/include/kitsune/timeline.h``)."""
 
     program: TileProgram
     a: Arrangement
@@ -77,6 +79,7 @@ class Layout:
     operands: Operands
     workspace: Workspace
     ahead: Ahead | None = None
+    stamped: bool = False
 
     @property
     def working(self) -> int:
@@ -160,9 +163,14 @@ class Layout:
         operands += [frame.array_bytes(p.outputs[k]) for k, _ in self.filled]
         hints = [] if self.ahead is None else [self.ahead.array_bytes]
         results = [*(frame.array_bytes(x) for x in p.outputs), self.workspace.bytes]
-        geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, int(a.cooperative), a.ctas
+        geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, flags_of(a.cooperative, self.stamped), a.ctas
         counts = len(operands) + len(hints), len(results), self.workspace.zero_bytes, len(hints)
         return LAUNCH_VERSION, *geometry, *counts, *operands, *hints, *results
+
+
+def flags_of(cooperative: bool, stamped: bool) -> int:
+    """The flags among the words with which ``cuda/src`` launches a kernel."""
+    return int(cooperative) + 2 * int(stamped)
 
 
 def is_added(instr: Instr) -> bool:
@@ -187,8 +195,8 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
 
 
 def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
-    """The layout of a kernel, or of a part of one; ``beside``: bytes of the barriers of other parts. Raises ``CannotLower`` if it
-    does not fit."""
+    """The layout of a kernel, or of a part of one; ``beside``: bytes of the barriers of other parts and of a timeline's recorders.
+    Raises ``CannotLower`` if it does not fit."""
     program = simplify.loop_values_as_tiles(program)
     if a.spatial and a.cluster > 1 and len(program.stages) == 1:  # a loop split over a cluster has few registers for a step
         program = simplify.sums_of_products_as_one(program)
@@ -322,13 +330,16 @@ def place_stage(at: Layout, s: int) -> StageCode:
     if not stage.resident:
         setup.append(ring)
     elif stage.fetches:
-        setup.append(frame.AwaitWeights())
+        setup.append(frame.AwaitWeights(at.stamped))
     loops = at.a.sm >= 900 or not at.a.spatial  # spatial kernels for sm_80 spill up to 164 bytes more with loops over chunks
     body = _with_places(at, s, rolled((*stage.lowered.prologue, *stage.lowered.nodes), loops))
     vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
     prefetched = () if scalar else _prefetched(at, s)
     order = None if at.program.order is None else parameter("in", at.program.order)
-    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, scalar, body)
+    # A wait for each end of a queue; the tile, and the sums of its waits for weights and for other CTAs.
+    waits = sum((s == q.producer) + (s in q.consumers) for q in at.program.queues)
+    stamp = frame.TileStamp(number("stage_number", "stamp", s), waits + 3) if at.stamped else None
+    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, scalar, body, stamp)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     sliced = any(r.slices is not None for r in stage.lowered.weights)
@@ -353,7 +364,7 @@ def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...
             case frame.TopsStart():
                 return dataclasses.replace(x, at=stage.memory.segments + x.at)
             case st.Exchange():
-                return dataclasses.replace(x, at=exchanges[x.ring], ctas=(1 << at.a.ctas) - 1)
+                return dataclasses.replace(x, at=exchanges[x.ring], ctas=(1 << at.a.ctas) - 1, stamped=at.stamped)
             case ir.StationaryVector(group, offset):
                 word = vectors[group] + offset
                 return number("vector", word, word)
@@ -421,17 +432,18 @@ def _queues(at: Layout, s: int) -> list[Node]:
         if s != queue.producer and s not in queue.consumers:
             continue
         ref, vectors, depth = Ref("queue", q), entry_vectors(at.program, at.a, q), queue.depth
+        stamp = number("queue_number", q, q) if at.stamped else None
         if at.a.places[q] == "cluster":
             slots = number("slots", q, at.queue_at[q])
             writers = number("writers", q, at.mask((queue.producer,)))
             readers = number("readers", q, at.mask(queue.consumers))
-            found.append(frame.ClusterRing(ref, ir.ring(q, depth), vectors, depth, slots, writers, readers))
+            found.append(frame.ClusterRing(ref, ir.ring(q, depth), vectors, depth, slots, writers, readers, stamp))
         else:
             counters = number("counters", q, at.workspace.at["ring", q])
             slots = number("slots", q, at.workspace.at["slots", q], "i64")
             writers = number("writers", q, at.a.split[queue.producer])
             readers = number("readers", q, sum(at.a.split[c] for c in queue.consumers))
-            found.append(frame.L2Ring(ref, vectors, counters, slots, number("depth", q, depth), writers, readers))
+            found.append(frame.L2Ring(ref, vectors, counters, slots, number("depth", q, depth), writers, readers, stamp))
     return found
 
 

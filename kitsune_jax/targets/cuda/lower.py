@@ -75,29 +75,37 @@ class Kernel:
 
 
 def generate_kernel(
-    program: TileProgram, arrangement: Arrangement, name: str, share: bool = True, ahead: Ahead | None = None
+    program: TileProgram,
+    arrangement: Arrangement,
+    name: str,
+    share: bool = True,
+    ahead: Ahead | None = None,
+    stamped: bool = False,
 ) -> Kernel:
     """The kernel of ``program`` under ``arrangement``, with a prefetch of ``ahead``. ``share``: equal stages run the
-    same code. Raises ``CannotLower``.
+    same code. ``stamped``: it records when it runs which tile. Raises ``CannotLower``.
 
     Each stage is lowered to nodes of the device IR and fitted into registers and shared memory (``stage``); then all stages are
     laid out (``layout``) and printed (``print_kernel``).
     """
     _check(program)
     program, widened = _with_float32_sums(program)
-    found = dataclasses.replace(layout.lay_out(program, arrangement, name), ahead=ahead)
+    recorders = arrangement.lanes * layout.RECORDER_BYTES * stamped
+    found = dataclasses.replace(layout.lay_out(program, arrangement, name, recorders), ahead=ahead, stamped=stamped)
     source, operands = print_kernel.source(found, _kinds(found, share)), found.operands
     packed = Packed(found.program, operands, operands.tables)
     return Kernel(source, found.launch, operands.inputs, (packed,), found.filled, (), widened)
 
 
-def generate_call_kernel(call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None) -> Kernel:
+def generate_call_kernel(
+    call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
+) -> Kernel:
     """The kernel of a call of several parts, each laid out under its arrangement. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
         if len(call.parts) > 1 and pack.lanes_share_batch(part.program):
             raise CannotLower("weights that change with the batch or a loop have no code in a call of several phases on the GPU")
-    found = call_layout.lay_out_call(call, arrangements, name, ahead)
+    found = call_layout.lay_out_call(call, arrangements, name, ahead, stamped)
     layouts = [part.layout for part in found.parts]
     if any(at.exchanges for at in layouts):
         raise CannotLower("a loop whose weights are split over a cluster has no code in a call of several phases on the GPU")
@@ -214,7 +222,8 @@ def fit_in_one_kernel(
 def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str, ahead: Ahead | None = None) -> KernelCode:
     """The compiled kernel of ``program``, which prefetches ``ahead``. Raises ``CannotLower``, ``InvalidProgram``, and
     ``CompileError`` with the compiler's log."""
-    made = _cached_kernel(program, tuple(plans), _NAME, ahead)
+    made = _stamped_kernel(program, tuple(plans), ahead) if runtime.stamps() else None
+    made = made or _cached_kernel(program, tuple(plans), _NAME, ahead)
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":
@@ -235,12 +244,23 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
             raise InvalidProgram(f"the compiler launches the kernel with {has} registers a thread; its roles need {needs}")
 
 
+def _stamped_kernel(program: Program, plans: tuple[GpuPlan, ...], ahead: Ahead | None) -> Kernel | None:
+    """The kernel that records when it runs which tile, or ``None`` where there is no room for that."""
+    try:
+        return _cached_kernel(program, plans, _NAME, ahead, stamped=True)
+    except CannotLower as no:
+        config.logger.info("a kernel is not in the timeline: %s", no.reason)
+        return None
+
+
 @functools.lru_cache(maxsize=64)
-def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, ahead: Ahead | None = None) -> Kernel:
+def _cached_kernel(
+    program: Program, plans: tuple[GpuPlan, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
+) -> Kernel:
     if program.only is not None:
-        return generate_kernel(program.only, arrangement(plans[0], program.only), name, ahead=ahead)
+        return generate_kernel(program.only, arrangement(plans[0], program.only), name, ahead=ahead, stamped=stamped)
     asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
-    return generate_call_kernel(program, tuple(asked), name, ahead)
+    return generate_call_kernel(program, tuple(asked), name, ahead, stamped)
 
 
 # --- The custom call --------------------------------------------------------------------------------------------------------------

@@ -82,15 +82,25 @@ def _listed(word: str, numbers: Sequence[int]) -> str:
 
 def source(at: Layout, kinds: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
-    head = f"// {at.name}: {summary(at)}\n{INCLUDES}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
+    head = f"// {at.name}: {summary(at)}\n{_includes(at.stamped)}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
     fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # their memory becomes that of the results
     fields += [] if at.ahead is None else ["const void* ahead;"]
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
-    fields += ["u8* workspace;", "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
-    return "\n".join([head, struct("Params", fields), *roles(at, kinds), "}  // namespace\n", _entry(at)])
+    fields += ["u8* workspace;", *_stamp_params(at.stamped), "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
+    return "\n".join([head, struct("Params", fields), *roles(at, kinds, True), "}  // namespace\n", _entry(at)])
 
 
-INCLUDES = '#include "kitsune/kitsune.h"\n\nnamespace {\n\nusing namespace kitsune;\n\n'
+def _includes(stamped: bool) -> str:
+    more = '#include "kitsune/timeline.h"\n' if stamped else ""
+    return f'#include "kitsune/kitsune.h"\n{more}\nnamespace {{\n\nusing namespace kitsune;\n\n'
+
+
+def _stamp_params(stamped: bool) -> list[str]:
+    """The last fields of the kernel's ``Params``."""
+    return ["TimelineHead* timeline;", "u64 timeline_kernel;"] if stamped else []
+
+
+_RECORDERS = "Recorder recorders[kLanes];"  # first in shared memory
 
 
 def summary(at: Layout) -> str:
@@ -120,13 +130,15 @@ def struct(name: str, fields: list[str]) -> str:
     return f"struct {name} {{\n" + "".join(f"  {f}\n" for f in fields) + "};\n"
 
 
-def roles(at: Layout, kinds: list[Kind]) -> list[str]:
-    """The code of a part after its ``Params``: its barriers (``Header``, ``init``) and its roles (``load``, ``consume``)."""
+def roles(at: Layout, kinds: list[Kind], recorders: bool) -> list[str]:
+    """The code of a part after its ``Params``: its barriers (``Header``, ``init``) and its roles (``load``, ``consume``).
+    ``recorders``: those of a stamped kernel are in its ``Header``."""
     consumers, loaders = zip(*(functions(at.program, kind) for kind in kinds), strict=True)
     barriers = _barriers(at)
-    parts = [struct("Header", [f"{member};" for member, _ in barriers])]
+    parts = [struct("Header", [*([_RECORDERS] if at.stamped and recorders else []), *(f"{member};" for member, _ in barriers)])]
     if at.a.streamed:
-        parts[0] += f"using Weights = WeightQueue<{at.streaming.depth}, {at.streaming.slot}, kLanes, {at.a.cluster}>;\n"
+        queue = f"WeightQueue<{at.streaming.depth}, {at.streaming.slot}, kLanes, {at.a.cluster}>"
+        parts[0] += f"using Weights = {f'SummedWaits<{queue}, 0>' if at.stamped else queue};\n"
     parts += [*(_places(kind) for kind in kinds if kind.fields), *consumers, *loaders]
     if len(kinds) < len(at.stages):
         parts.append(_role_table(at, kinds))
@@ -206,7 +218,13 @@ def _entry(at: Layout) -> str:
     declared, section = [_GROUP, f"const Share share = {share};"], f"section(share.block % {at.a.ctas}, group);"
     load = f"if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);"
     consume = f"{mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);"
-    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [consume, *prefetch(at.ahead)])
+    stamped = _stamped(at.stamped, [consume])
+    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [*stamped, *prefetch(at.ahead)])
+
+
+def _stamped(stamped: bool, lines: list[str]) -> list[str]:
+    """``lines``, in which the consumers' work is recorded."""
+    return ["begin_timeline<kLanes>(p.timeline, p.timeline_kernel);", *lines, "end_timeline();"] if stamped else lines
 
 
 _GROUP = "const u32 group = thread_id() / kGroupThreads;"
@@ -273,11 +291,12 @@ def source_of_phases(call: CallLayout, kinds: list[list[Kind]]) -> str:
     head = [
         f"// {call.name}: {len(call.parts)} parts in {phases} phases, {call.grid} CTAs, {a.lanes} lanes",
         "#define KITSUNE_PHASES 1",
-        INCLUDES + f"constexpr int kLanes = {a.lanes};\n",
+        _includes(call.stamped) + f"constexpr int kLanes = {a.lanes};\n",
     ]
     spaces = [f"namespace {g.name} {{\n\n{g.text}\n}}  // namespace {g.name}\n" for g in groups]
-    params = struct("Params", [f"{buffer};" for buffer in call.buffers])
-    headers = struct("Headers", [f"{g.name}::Header {g.name}[{len(g.members)}];" for g in groups])
+    params = struct("Params", [*(f"{buffer};" for buffer in call.buffers), *_stamp_params(call.stamped)])
+    recorders = [_RECORDERS] if call.stamped else []
+    headers = struct("Headers", [*recorders, *(f"{g.name}::Header {g.name}[{len(g.members)}];" for g in groups)])
     given = [_given(call, g) for g in groups]
     return "\n".join([*head, *spaces, params, headers, *given, "}  // namespace\n", _entry_of_phases(call, groups)])
 
@@ -288,7 +307,7 @@ def _groups(call: CallLayout, kinds: list[list[Kind]]) -> list[_Group]:
     for k, (part, own) in enumerate(zip(call.parts, kinds, strict=True)):
         at = part.layout
         fields = struct("Params", [*_part_params(at), "KITSUNE_DEVICE u8* zeroed() const { return counters; }"])
-        text = "\n".join([f"// {summary(at)}\n{constants(at)}", fields, *roles(at, own)])
+        text = "\n".join([f"// {summary(at)}\n{constants(at)}", fields, *roles(at, own, False)])
         by_text.setdefault(text, []).append(k)
     return [_Group(f"part{members[0]}", text, tuple(call.parts[k] for k in members)) for text, members in by_text.items()]
 
@@ -336,9 +355,12 @@ def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
         init.append(f"{each}{g.name}::init(headers.{g.name}[{'m' if several else 0}]);")
     declared = ["u32* const arrived = reinterpret_cast<u32*>(p.workspace);", _GROUP]
     load = _role(call, groups, "if (fetches()) {part}::load({params}, header, base, share);", "")
-    consume = _role(
-        call, groups, "{part}::consume({params}, header, base, share, group - 1);", "end_of_phase<kLanes>(arrived, {phase});"
-    )
+    barrier = "end_of_phase<kLanes>(arrived, {phase});"
+    if call.stamped:
+        record = "end_wait(Stamp::kPhase, {phase}, begin); begin_phase({phase} + 1);"
+        barrier = f"{{{{ const u32 begin = stamp(); {barrier} {record} }}}}"
+    consume = _role(call, groups, "{part}::consume({params}, header, base, share, group - 1);", barrier)
+    consume = _stamped(call.stamped, consume)
     return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, [*consume, *prefetch(call.ahead)])
 
 

@@ -117,6 +117,42 @@ def calls() -> int:
     return 0 if extension is None else int(extension.calls())
 
 
+# --- Kernels that record a timeline -----------------------------------------------------------------------------------------------
+
+# Made at import: jit's keys hold the values of all such contexts, so a new one has every function compiled again.
+_stamps = jax.make_user_context(False)
+
+
+def stamps() -> bool:
+    """Are kernels generated with stamps now (``cuda/include/kitsune/timeline.h``)?"""
+    return bool(_stamps.get_global())
+
+
+def set_stamps(on: bool) -> None:
+    """Functions that JAX has compiled for the other value are compiled again when they are called, and kept for both."""
+    _stamps.set_global(on)
+
+
+def start_timeline(chunks: int, devices: bool) -> None:
+    """Stamped kernels record from now on, ``chunks`` chunks of 29 records in each context: of all ``devices`` in use, if wanted,
+    and of the emulator. Raises ``RuntimeError`` where the extension is missing or there is no memory."""
+    extension, why = _load()
+    if extension is None:
+        raise RuntimeError(f"kitsune_jax: {why}")
+    extension.start_timeline(chunks, devices)
+
+
+def clock_ns() -> int:
+    """The host's clock beside which ``stop_timeline`` puts those of devices; 0 without the extension."""
+    extension = _load()[0]
+    return 0 if extension is None else int(extension.clock_ns())
+
+
+def stop_timeline() -> Any:
+    """What has been recorded, as ``Recording`` in ``cuda/src/timeline.h``."""
+    return _load()[0].stop_timeline()
+
+
 # --- The devices of this process. A computation is lowered before it is known on which of them it will run ------------------------
 
 DEFAULT_ARCH = "sm_90a"

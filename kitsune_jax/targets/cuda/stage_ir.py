@@ -400,19 +400,22 @@ class BeginSegments(Node):
 
 class Exchange(Node):
     """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another. The
-    layout sets ``at``, its offset in the lane's memory, and ``ctas``, the mask of the cluster's CTAs."""
+    layout sets ``at``, its offset in the lane's memory, and ``ctas``, the mask of the cluster's CTAs. ``stamped``: the waits for
+    the others are summed for a timeline."""
 
     ring: Ref
     vectors: int
     depth: int
     at: int = -1
     ctas: int = 0
+    stamped: bool = False
 
-    code = (
-        "const ClusterQueue<{vectors}, {depth}> {ring}"
-        "{{&header.{ring}[group], reinterpret_cast<U4*>(scratch + {at}), {ctas}u, {ctas}u, 1 + group}};",
-        "u32 n_{ring} = 0;",
-    )
+    def lines(self, at: Spelling) -> list[str]:
+        name, queue = at.name(self.ring), f"ClusterQueue<{self.vectors}, {self.depth}>"
+        type_ = f"SummedWaits<{queue}, 1>" if self.stamped else queue
+        ends = f"{self.ctas}u, {self.ctas}u, 1 + group"
+        slots = f"reinterpret_cast<U4*>(scratch + {self.at})"
+        return [f"const {type_} {name}{{&header.{name}[group], {slots}, {ends}}};", f"u32 n_{name} = 0;"]
 
     @property
     def bytes(self) -> int:

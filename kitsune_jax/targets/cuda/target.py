@@ -180,6 +180,9 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
     def surroundings(self) -> tuple[Any, ...]:
         return config.cuda_arch(), config.cuda_avoid()
 
+    def variant(self) -> bool:
+        return runtime.stamps()
+
 
 class _Emulator(_Cuda):
     def _no_compiler(self) -> str:

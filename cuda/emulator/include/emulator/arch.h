@@ -38,6 +38,7 @@ inline u32 opaque_zero() { return 0; }
 inline u32 cluster_rank() { return emu::current->rank; }
 inline u32 cluster_size() { return emu::dimensions.cluster; }
 inline u64 cycles() { return emu::ticks(); }
+inline u64 nanoseconds() { return emu::nanoseconds(); }
 template <class S>
 S& shared() {
   static_assert(alignof(S) <= 1024, "dynamic shared memory is aligned to 1024 bytes");

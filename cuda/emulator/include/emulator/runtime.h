@@ -31,6 +31,9 @@ struct Site {
 inline constexpr Site site(const char* file = __builtin_FILE(), u32 line = __builtin_LINE()) { return {file, line}; }
 
 u64 ticks();  // scheduling decisions so far: it grows as a clock does, and says nothing about time
+// The simulated device's clock: a tick is a nanosecond, and it was the host's steady clock when the launch began, or the end of the
+// launch before if that is later.
+u64 nanoseconds();
 void* shared_base(size_t bytes);
 u32 shared_offset(const void* p);
 void name_object(const void* p, const char* text);

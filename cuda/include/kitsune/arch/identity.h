@@ -49,6 +49,13 @@ KITSUNE_DEVICE u64 cycles() {
   return now;
 }
 
+// The device's clock, the same on all SMs ("PTX ISA, Special Registers, %globaltimer"): it may stand still for a microsecond.
+KITSUNE_DEVICE u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
 template <class S>
 KITSUNE_DEVICE S& shared() {
   static_assert(alignof(S) <= 1024, "dynamic shared memory is aligned to 1024 bytes");
