@@ -169,7 +169,7 @@ def _start_trace(folder: str) -> bool:
 
 
 def _uses_gpus() -> bool:
-    return any(d.platform in ("gpu", "cuda") for d in jax.devices())
+    return any(d.platform in ("gpu", "cuda") for d in jax.devices()) and not isinstance(cuda.driver_info(), str)
 
 
 def _mark(extension: Any) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from tests.cuda.test_sass import COMPLAINT
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_run import Kernel, arrangements, by_hand, called, kernel_cache, subject, tiled
 from tests.support.phases import clipped
+from tests.support.programs import lstm
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = [
@@ -30,8 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("error:kitsune_jax could not"),  # a failure of ours that falls back is a failure here
 ]
 
-ROWS = 467  # 8 tiles of 64 rows, the last with 19
-TILES, STAGES = 8, 8
+ROWS = 401  # 7 tiles of 64 rows, the last with 17
+TILES, STAGES = 7, 8
 W = tuple(jax.random.normal(jax.random.key(k), (32, 32)) / 8 for k in range(4))
 X = jax.random.normal(jax.random.key(9), (ROWS, 32))
 
@@ -153,6 +155,7 @@ def test_a_scan_of_a_kernel_that_streams_its_weights(tmp_path: pathlib.Path) -> 
     assert tiles == {(launch, 0, tile): 1 for launch in range(3) for tile in range(TILES)}
     assert not any(e.kind == "queue" for e in found.kernels)
     streamed = [e for e in found.kernels if e.kind in ("tile", "idle")]
+    assert len(streamed) > len(tiles)  # two lanes share the ring, so the one without a tile in the last round takes part
     assert all(0 <= e.weights <= e.end - e.begin for e in streamed) and any(e.weights > 0 for e in streamed)
     assert "stage 0 waits for weights in " in str(found) and "3 calls of" in str(found)
     check_tracks(found)
@@ -178,6 +181,24 @@ def test_phases_and_sums(tmp_path: pathlib.Path) -> None:
             if e.kind in ("tile", "combine"):
                 assert all(wait.end <= e.begin if wait.number < e.phase else e.end <= wait.begin for wait in waits)
     assert "lanes wait for the end of a phase in " in str(found) and "stage 0 of phase 1 works on tiles in " in str(found)
+
+
+def test_a_loop_over_a_cluster_waits_for_columns_of_other_ctas(tmp_path: pathlib.Path) -> None:
+    """Both CTAs of the cluster run each of the three tiles, and hand over columns in each of its steps."""
+    case = lstm(131, 3, 9, 64, "bfloat16")
+    operands, program = case.operands(np.random.default_rng(5)), tiled(case.program).only
+    assert program is not None
+    asked = dataclasses.replace(by_hand(program, 900, 1, 1), spatial=True, cluster=2, split=(2,))
+    made = lower.generate_kernel(program, asked, "program", stamped=True)
+    code = lower.KernelCode(made, compilers.emulated(made.source, 900), "emulated sm_90", "program")
+    with kj.timeline(tmp_path / "trace.json", kernels=True) as found:
+        got = called(case.program, *operands, code=code)
+    assert max(case.errors(got, operands)) < 2e-2
+    work = [e for e in found.kernels if e.kind == "tile"]
+    assert sorted((e.cta, e.number) for e in work) == [(cta, tile) for cta in range(2) for tile in range(3)]
+    assert all(0 < e.columns <= e.end - e.begin for e in work)
+    assert "stage 0 waits for columns of other CTAs in " in str(found)
+    check_tracks(found)
 
 
 def test_records_without_room_are_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +292,10 @@ def test_cycles_become_nanoseconds_of_a_clock_that_ticks_each_microsecond() -> N
 
 
 def test_kernels_are_laid_beside_xlas_events() -> None:
-    """The second and the fourth of XLA's kernels have stamps: only with the right offset both launches fit."""
+    """The third and the fifth of XLA's kernels have stamps. The first launch fits in the first of them too, the second does not."""
     launches = [(1_000.0, 51_000.0), (151_000.0, 281_000.0)]
-    kernels = [(70e6, 70e6 + 30_000), (70.1e6, 70.1e6 + 52_000), (70.2e6, 70.2e6 + 8_000), (70.25e6, 70.25e6 + 132_000)]
+    lengths = {69e6: 60_000, 70e6: 30_000, 70.1e6: 52_000, 70.2e6: 8_000, 70.25e6: 132_000}
+    kernels = [(begin, begin + length) for begin, length in lengths.items()]
     offset = kt.offset_of(launches, kernels)
     assert offset is not None and abs(offset - 70.1e6) < 1_000
     assert kt.offset_of(launches, []) is None and kt.offset_of([(0.0, 1e6)], kernels) is None

@@ -61,6 +61,11 @@ KITSUNE_DEVICE void next_chunk(Recorder& r) {
   if (r.chunk != nullptr) st_global(r.chunk + 1, both_clocks());
 }
 
+// Takes another chunk where this one has no room for so many.
+KITSUNE_DEVICE void reserve(Recorder& r, u32 records) {
+  if (r.chunk != nullptr && r.used + records > kChunkRecords) next_chunk(r);
+}
+
 KITSUNE_DEVICE void put_record(Recorder& r, Stamp what, u32 stage, u32 number, u32 begin, u32 end) {
   if (r.used < kChunkRecords)
     st_global(r.chunk + r.used++, U4{begin, end, static_cast<u32>(what) << 24 | r.phase << 12 | stage, number});
@@ -97,7 +102,7 @@ KITSUNE_DEVICE void begin_phase(u32 phase) {
 KITSUNE_DEVICE void begin_tile(u32 most) {
   if (!records()) return;
   Recorder& r = recorder();
-  if (r.chunk != nullptr && r.used + most > kChunkRecords) next_chunk(r);
+  reserve(r, most);
   r.waited[0] = r.waited[1] = 0;
   r.begin = stamp();
 }
@@ -110,12 +115,19 @@ KITSUNE_DEVICE void end_tile(u32 stage, i64 tile, i64 tiles) {
     if (r.waited[k] > 0) put_record(r, k == 0 ? Stamp::kWeights : Stamp::kExchange, stage, number, r.waited[k], end);
 }
 
+// A wait outside of a tile begins.
+KITSUNE_DEVICE u32 begin_wait() {
+  if (records()) reserve(recorder(), 1);
+  return stamp();
+}
 // Since `begin`.
 KITSUNE_DEVICE void end_wait(Stamp what, u32 number, u32 begin) {
   if (records()) put_record(recorder(), what, 0, number, begin, stamp());
 }
 KITSUNE_DEVICE void begin_combine() {
-  if (records()) recorder().begin = stamp();
+  if (!records()) return;
+  reserve(recorder(), 1);
+  recorder().begin = stamp();
 }
 KITSUNE_DEVICE void end_combine(u32 stage) {
   if (records()) put_record(recorder(), Stamp::kCombine, stage, 0, recorder().begin, stamp());

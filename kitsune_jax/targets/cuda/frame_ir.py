@@ -312,7 +312,7 @@ class AwaitWeights(Node):
 
     def lines(self, at: Spelling) -> list[str]:
         wait = "mbar_wait(header.resident, 0);"
-        return [wait] if not self.stamped else ["{", "  const u32 begin = stamp();", f"  {wait}", f"  {_END_RESIDENT}", "}"]
+        return [wait] if not self.stamped else ["{", "  const u32 begin = begin_wait();", f"  {wait}", f"  {_END_RESIDENT}", "}"]
 
 
 _END_RESIDENT = "end_wait(Stamp::kResident, 0, begin);"

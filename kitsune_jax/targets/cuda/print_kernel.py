@@ -358,7 +358,7 @@ def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
     barrier = "end_of_phase<kLanes>(arrived, {phase});"
     if call.stamped:
         record = "end_wait(Stamp::kPhase, {phase}, begin); begin_phase({phase} + 1);"
-        barrier = f"{{{{ const u32 begin = stamp(); {barrier} {record} }}}}"
+        barrier = f"{{{{ const u32 begin = begin_wait(); {barrier} {record} }}}}"
     consume = _role(call, groups, "{part}::consume({params}, header, base, share, group - 1);", barrier)
     consume = _stamped(call.stamped, consume)
     return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, [*consume, *prefetch(call.ahead)])
