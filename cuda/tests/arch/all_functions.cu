@@ -157,8 +157,8 @@ KITSUNE_KERNEL(kitsune_region, Params, p, 256) {
   }
   reg_inc<208>();
   mbar_wait(s.bar, 0);
-  u32 sum =
-      use_memory(s, p) + block_id() + grid_size() + block_threads() + cluster_rank() + cluster_size() + static_cast<u32>(cycles());
+  u32 sum = use_memory(s, p) + block_id() + grid_size() + block_threads() + cluster_rank() + cluster_size() +
+            static_cast<u32>(cycles()) + static_cast<u32>(nanoseconds());
   float v = use_convert(from_bits(sum), sum) + use_warp(s, p);
 #if KITSUNE_SM == 900
   use_copies(s, p);
