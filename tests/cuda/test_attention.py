@@ -18,6 +18,7 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, tiles
+from kitsune_jax.targets.cuda.stage import chunks
 from reference.interpret import interpret
 from tests.support.cuda_run import by_hand, kernel_cache, run_program, runner
 from tests.support.programs import Case, attention
@@ -74,6 +75,60 @@ def test_equal_inputs_give_equal_bits_under_every_schedule() -> None:
     assert len(results) == 1
 
 
+# (queries, keys, size of keys, size of values, keys of a block): rows without a tile of their own, one block, a remainder, primes.
+LATE = {
+    "one_block": (1, 32, 80, 16, 32),
+    "two_blocks": (67, 64, 64, 64, 32),
+    "remainder": (131, 109, 128, 128, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", LATE)
+def test_values_a_block_late_give_the_bits_of_values_in_time(shape: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic and its order are the same, whatever the schedule; float64 agrees."""
+    queries, keys, dim, dim_v, block = LATE[shape]
+    case = attention(1, 2, queries, keys, dim, dim_v, dtype, block=block, causal=queries > 100)
+    operands = case.operands(np.random.default_rng(3))
+    source = lower.generate_kernel(of(case), by_hand(of(case), 900, 2, 2, resident=False), "test").source
+    assert source.count("AwaitedWeights") == 4  # the first scores, scores and values of a step, the last values
+    run = runner(of(case), *operands, resident=False, lanes=2, replicas=2)
+    results = [run(seed)[0] for seed in range(3)]
+    monkeypatch.setattr(chunks, "with_late_products", lambda nodes, weights: tuple(nodes))
+    (in_time,) = run_program(of(case), *operands, resident=False, lanes=2, replicas=2)
+    assert {r.tobytes() for r in results} == {in_time.tobytes()}
+    errors = case.errors(results[:1], operands)
+    assert max(errors) < TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize(
+    "what, found, instead",
+    [
+        (
+            "values come in time, not late",
+            r"(?s)from0, (\d+), (\d+)\);\n *}\n.*?late0, ",
+            r"from0, \1, \2); stream_weights(weights, next, from0, ",
+        ),
+        ("the last values are never brought", r"i <= (\d+); \+\+i", r"i < \1; ++i"),
+        ("the result is scaled while values are added", r"(complete<.*>\(carry_\d+, )0,", r"\g<1>1,"),
+        ("scores are read while they are made", r"(complete<.*>\(acc_\d+, )1,", r"\g<1>2,"),
+    ],
+)
+def test_a_bug_in_late_values_is_found(what: str, found: str, instead: str) -> None:
+    queries, keys, dim, dim_v, block = LATE["two_blocks"]
+    case = attention(1, 2, queries, keys, dim, dim_v, "bfloat16", block=block)
+    operands = case.operands(np.random.default_rng(3))
+
+    def change(source: str) -> str:
+        changed = re.sub(found, instead, source, count=1)
+        assert changed != source
+        return changed
+
+    with pytest.raises(Exception):  # noqa: B017  (of XLA, with what the emulator says)
+        errors = case.errors(run_program(of(case), *operands, resident=False, lanes=2, change=change), operands)
+        assert max(errors) < TOLERANCE["bfloat16"], errors
+
+
 @pytest.mark.parametrize(
     "what, found, instead",
     [
@@ -100,7 +155,8 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str) -> None:
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("dtype, dim, block", [("bfloat16", 128, 128), ("float32", 64, 64)])
 def test_the_machine_code_keeps_scores_and_result_in_registers(dtype: str, dim: int, block: int) -> None:
-    """Two lanes that take turns; no wgmma is serialised, nobody touches the registers of one in flight, and nothing is spilled."""
+    """Two lanes that take turns; no wgmma is serialised, nobody touches the registers of one in flight, and nothing is spilled. In
+    16 bits the softmax runs beside all products with values of the block before."""
     case = attention(16, 1, 4096, 4096, dim, dim, dtype, block=block, causal=True)
     source = lower.generate_kernel(of(case), by_hand(of(case), 900, 2, 132, resident=False), "test").source
     made = compilers.cubin(source, "sm_90a", None)
@@ -109,9 +165,12 @@ def test_the_machine_code_keeps_scores_and_result_in_registers(dtype: str, dim: 
     assert (used.stack_bytes, used.spill_bytes) == (0, 0)
     code = sass.disassemble(made.cubin, "kitsune_region")
     paths = flow(code.instructions)
-    assert not in_flight(paths).hazards and not skipped(paths)
+    found = in_flight(paths)
+    assert not found.hazards and not skipped(paths)
     opcodes = [i.opcode for i in code.instructions]
-    assert sum(o.startswith("HGMMA") for o in opcodes) == (dim + block) // (16 if dtype == "bfloat16" else 8)
+    late = dtype == "bfloat16"
+    assert found.most_left == (block // 16 if late else 0)
+    assert sum(o.startswith("HGMMA") for o in opcodes) == (2 if late else 1) * (dim + block) // (16 if late else 8)
     assert {"BAR.SYNC.DEFER_BLOCKING", "BAR.ARV"} <= set(opcodes)
 
 

@@ -286,7 +286,7 @@ def test_a_bug_in_the_place_of_a_piece_is_found(bug: str, found: str, instead: s
     try:
         assert right() == (not bug)
     except jax.errors.JaxRuntimeError as e:
-        assert bug and "deadlock" in str(e), e
+        assert bug and re.search("deadlock|has not been waited for", str(e)), e
 
 
 def test_one_query_of_each_head() -> None:
@@ -377,7 +377,8 @@ COMPILED = {"128": (16, 128, "bfloat16"), "64": (32, 64, "bfloat16"), "256": (8,
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None:
-    """No wgmma is serialised, nobody touches the registers of one in flight, nothing is spilled, and every loop multiplies once."""
+    """No wgmma is serialised, nobody touches the registers of one in flight, nothing is spilled, and every loop multiplies once, or
+    twice where values are a block late: its first and its last multiplication stand outside of it."""
     heads, dim, dtype = COMPILED[name]
     arrays = [jax.ShapeDtypeStruct((1, 4096, heads, dim), dtype)] * 3
     of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays, batches=True)
@@ -395,4 +396,6 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     loops, block, depth = 1 + is_causal, plan.blocks[2], 16 if dtype == "bfloat16" else 8  # whole blocks, and the mask's edges
     widest = max(int(columns) for columns in re.findall(r"Product<\w+, (\d+),", made.source))
     wanted = loops * (dim // depth * -(-block // widest) + block // depth * -(-dim // widest))
+    wanted *= 2 if "AwaitedWeights" in made.source else 1
     assert sum(i.opcode.startswith("HGMMA") for i in code.instructions) == wanted
+    assert ("AwaitedWeights" in made.source) == (name in ("128", "64"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Array, ArrayType, TileProgram, TileType
@@ -531,34 +532,53 @@ class LoadStreamed(Node):
         return [*lines, *(f"  {_stream(*run)}" for run in self.runs), "}"]
 
 
-def _stream(group: int, chunks: int, size: int) -> str:
-    return f"stream_weights(weights, next, from{group}, {chunks}, {size});"
+def _stream(group: int, chunks: int, size: int, source: str = "from") -> str:
+    return f"stream_weights(weights, next, {source}{group}, {chunks}, {size});"
 
 
 class WeightBlocks(Node):
     """The weights of the ``count`` iterations of a loop, or of no loop (``count`` is 1), which are adjacent in memory. ``places``:
     (operand, offset of the first iteration's within a batch, bytes from one iteration to the next). ``runs``: (operand, chunks,
-    bytes of a chunk) of an iteration. ``seen``, ``which``: as in ``CountedLoop``."""
+    bytes of a chunk) of an iteration. ``seen``, ``which``: as in ``CountedLoop``. ``late``: those of ``runs`` that lanes use an
+    iteration later, behind the others of the next one."""
 
     count: int
     places: tuple[tuple[int, int, int], ...]
     runs: tuple[tuple[int, int, int], ...]
     seen: Ref | None
     which: str
+    late: tuple[tuple[int, int, int], ...] = ()
 
     def lines(self, at: Spelling) -> list[str]:
         starts = [f"const u8* from{k} = of{k} + {first}ll" for k, first, _ in self.places]
         calls, count = [_stream(*run) for run in self.runs], str(self.count)
-        if self.seen is None:
+        seen = f"{at.name(self.seen)}.{self.which}" if self.seen is not None else ""
+        steps = [f" + {f'{seen}_block(i)' if seen else 'i'} * {size}ll;" for _, _, size in self.places]
+        if seen:
+            count = f"{seen}_count()"
+        if self.late:
+            return self._with_late(count, steps)
+        if not seen:
             before, inside = [f"{start};" for start in starts], calls
         else:
-            seen = f"{at.name(self.seen)}.{self.which}"
-            steps = [f" + {seen}_block(i) * {size}ll;" for _, _, size in self.places]
-            before, inside, count = [], [*map("".join, zip(starts, steps, strict=True)), *calls], f"{seen}_count()"
+            before, inside = [], [*map("".join, zip(starts, steps, strict=True)), *calls]
         if count != "1":
             head = ["KITSUNE_NO_UNROLL", f"for (i32 i = 0; i < {count}; ++i) {{"]
             inside = [*head, *indented(inside), "}"]
         return ["{", *indented((*before, *inside)), "}"]
+
+    def _with_late(self, count: str, steps: Sequence[str]) -> list[str]:
+        groups = [k for k, _, _ in self.places]
+        begin = [f"from{k} = of{k} + {first}ll{step}" for (k, first, _), step in zip(self.places, steps, strict=True)]
+        inside = [f"if (i < {count}) {{", *indented((*begin, *(_stream(*run) for run in self.runs))), "}"]
+        inside += ["if (i > 0) {", *indented(_stream(*run, "late") for run in self.late), "}"]
+        inside += [f"late{k} = from{k};" for k in groups]
+        before = [f"const u8 *from{k} = nullptr, *late{k} = nullptr;" for k in groups]
+        return [
+            "{",
+            *indented((*before, "KITSUNE_NO_UNROLL", f"for (i32 i = 0; i <= {count}; ++i) {{", *indented(inside), "}")),
+            "}",
+        ]
 
 
 class LoadBlocks(Node):

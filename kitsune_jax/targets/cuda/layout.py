@@ -506,7 +506,8 @@ def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
             sizes |= {group: sizes.get(group, 0) + count * size for group, size in each.items()}
         places = tuple((group, known[blocks][group], size) for group, size in each.items())
         seen = (None, "all") if loop is None else (loop.seen, loop.which)
-        parts.append(frame.WeightBlocks(count, places, runs, *seen))
+        late = _runs(at, s, fetches[1:]) if loop is not None and loop.first else ()
+        parts.append(frame.WeightBlocks(count, places, _runs(at, s, fetches[:1]) if late else runs, *seen, late))
     found = tuple(node for node in _with_places(at, s, stage.lowered.prologue) if isinstance(node, st.SeenBlocks))
     return frame.LoadBlocks(ring, tuple(sorted(sizes.items())), axes, found, tuple(parts))
 

@@ -523,7 +523,7 @@ class Resident(Node):
 class Issue(Node):
     """Start the products of a chunk of columns into accumulators ``ref``. ``registers``: accumulators and fragments, for
     ``liveness``; ``k_chunks`` of ``weight``: for the loader. ``started``: the accumulators hold a sum that the product adds to.
-    ``first``: of the chunk's blocks of columns."""
+    ``first``: of the chunk's blocks of columns. ``awaited``: the streamed weights are all there before the product begins."""
 
     ref: Ref
     columns: int
@@ -538,6 +538,7 @@ class Issue(Node):
     k_chunks: int
     registers: int
     started: bool = False
+    awaited: bool = False
 
     stepped = ("first",)
 
@@ -547,6 +548,9 @@ class Issue(Node):
         if self.weights is not None:
             weights = product.replace("product", "weights")
             found.append(f"ResidentWeights<{self.columns}> {weights}{{{self.weights.address(at)}}};")
+        elif self.awaited:
+            weights = product.replace("product", "weights")
+            found.append(f"AwaitedWeights<{self.k_chunks}, decltype(weights)> {weights}(weights);")
         if not (self.started or self.ref.is_element):
             found.append(f"float {d}[{self.columns // 2}];")
         if self.bias is not None:
@@ -585,6 +589,14 @@ class Complete(Node):
 
     def events(self) -> ir.Events:
         yield from ((owner, None) for owner in self.owners)
+
+
+class Pin(Node):
+    """The registers ``ref`` are complete here: the compiler moves no arithmetic on them to a place behind."""
+
+    ref: Ref
+
+    code = ("pin({ref});",)
 
 
 # --- Loops ------------------------------------------------------------------------------------------------------------------------
@@ -661,7 +673,8 @@ class SeenBlocks(Node):
 
 class CountedLoop(Node):
     """``count`` iterations of ``body``, numbered by ``number``, from the last one down if ``reverse``. With ``seen``, only
-    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all"."""
+    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all". If there is a ``first``, it is the
+    first iteration in the place of ``body``, and ``last`` follows the last one, unless there is none."""
 
     number: Ref
     count: int
@@ -669,6 +682,8 @@ class CountedLoop(Node):
     body: tuple[Node, ...]
     seen: Ref | None = None
     which: str = "all"
+    first: tuple[Node, ...] = ()
+    last: tuple[Node, ...] = ()
 
     def lines(self, at: Spelling) -> list[str]:
         n, index, count, of = at.name(self.number), at.name(self.number), str(self.count), ""
@@ -678,15 +693,21 @@ class CountedLoop(Node):
             blocks, index = f"{at.name(self.seen)}.{self.which}", f"i_{n}"
             count, of = f"{blocks}_count()", of or f"{blocks}_block({index})"
         head = [f"const i32 {n} = {of};", f"(void){n};"] if of else []
-        loop = f"for (i32 {index} = 0; {index} < {count}; ++{index}) {{"
-        return ["KITSUNE_NO_UNROLL", loop, *indented((*head, *at.lines(self.body))), "}"]
+        loop = f"for (i32 {index} = {int(bool(self.first))}; {index} < {count}; ++{index}) {{"
+        found = ["KITSUNE_NO_UNROLL", loop, *indented((*head, *at.lines(self.body))), "}"]
+        if not self.first:
+            return found
+        start = f"const i32 {n} = {of.replace(index, '0') or 0};"
+        first = ["{", *indented((start, f"(void){n};", *at.lines(self.first))), "}"]
+        return [f"if ({count} > 0) {{", *indented((*first, *found, *at.lines(self.last))), "}"]
 
     def events(self) -> ir.Events:
         inside = [event for node in self.body for event in node.events()]
         made = {owner for owner, registers in inside if registers is not None}
-        yield from inside
+        yield from inside  # ``first`` has the registers of ``body``, or fewer
         # The next iteration reads again what this one reads of the code around the loop.
         yield from ((owner, None) for owner in dict.fromkeys(owner for owner, _ in inside) if owner not in made)
+        yield from (event for node in self.last for event in node.events())
 
 
 class Turn(Node):

@@ -272,6 +272,8 @@ inline void wgmma_wait() {
 }
 template <int N>
 inline void pin(float (&)[N]) {}
+template <int N>
+inline void pin(u32 (&)[N]) {}
 // The device's bits, so that arithmetic on descriptors means the same (kitsune/arch/wgmma.h explains them).
 inline u64 desc_mn128(const void* p, u32 lbo_bytes, u32 sbo_bytes) {
   return static_cast<u64>((emu::shared_offset(p) & 0x3ffff) >> 4) | static_cast<u64>(lbo_bytes >> 4) << 16 |

@@ -23,6 +23,11 @@ KITSUNE_DEVICE void pin(float (&d)[N]) {
   KITSUNE_UNROLL
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]));
 }
+template <int N>
+KITSUNE_DEVICE void pin(u32 (&a)[N]) {
+  KITSUNE_UNROLL
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i]));
+}
 
 // Orders earlier accesses to accumulators, A registers and (after fence_proxy_async) shared memory before the next wgmma.
 KITSUNE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

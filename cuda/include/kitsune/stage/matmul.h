@@ -132,6 +132,7 @@ struct RowSource {
 
 template <int N>
 struct ResidentWeights {
+  static constexpr bool kAwaited = false;
   const u8* image;
   KITSUNE_DEVICE const u8* next(int c) { return image + c * N * 128; }
   KITSUNE_DEVICE void finish() {}
@@ -141,6 +142,7 @@ struct ResidentWeights {
 // A consumer's place in the ring of weights: chunks are taken in order, and given back in the same order, later.
 template <class Queue>
 struct StreamedWeights {
+  static constexpr bool kAwaited = false;
   Queue queue;
   typename Queue::At taken = {};
   typename Queue::At returned = {};
@@ -156,6 +158,20 @@ struct StreamedWeights {
     queue.rd_release(returned);
     returned.advance();
   }
+};
+
+// The next chunks of streamed weights, all of which are there before the product begins: no wait parts its instructions, and it
+// ends as one group, which a wait can leave in flight as a whole.
+template <int Chunks, class Weights>
+struct AwaitedWeights {
+  static constexpr bool kAwaited = true;
+  const u8* chunk[Chunks];
+
+  KITSUNE_DEVICE explicit AwaitedWeights(Weights& weights) {
+    KITSUNE_UNROLL
+    for (int c = 0; c < Chunks; ++c) chunk[c] = weights.next(c);
+  }
+  KITSUNE_DEVICE const u8* next(int c) const { return chunk[c]; }
 };
 
 #if KITSUNE_SM < 900
@@ -293,7 +309,7 @@ struct Product {
 #if KITSUNE_SM >= 900
     // The wait for weights is a loop, and ptxas moves copies of A across it: the constructor's fence no longer orders them, and
     // ptxas would put its own into the loop, where it may not stand (C7519: every wgmma serialised).
-    if (Rolling || half == 0) wgmma_fence();
+    if (Rolling || (half == 0 && !Weights::kAwaited)) wgmma_fence();
     const u64 b = desc_k128(chunk) + half * 4;
     KITSUNE_UNROLL
     for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || block != 0 || s != 0);

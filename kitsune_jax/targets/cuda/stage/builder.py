@@ -30,13 +30,14 @@ _NARROW = 2
 class Shape:
     """Choices that make a stage fit. ``columns``: most columns of a chunk; ``overlap``: two chunks of a product may be in flight;
     ``copies``: matmuls of several chunks read a queue's entry from registers; ``images``: values kept in shared memory; ``staged``:
-    input arrays whose tiles are copied to shared memory."""
+    input arrays whose tiles are copied to shared memory; ``late``: a loop may issue its second product an iteration later."""
 
     columns: int = tiles.CHUNK_COLUMNS
     overlap: bool = True
     copies: bool = True
     images: frozenset[int] = frozenset()
     staged: frozenset[int] = frozenset()
+    late: bool = False
 
 
 def read_by(home: st.Home | None) -> tuple[int, ...]:

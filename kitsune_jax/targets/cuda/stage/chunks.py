@@ -1,4 +1,5 @@
-"""Passes over the nodes of a stage: loops and products expanded in chunks of columns, and lanes in ping-pong.
+"""Passes over the nodes of a stage: loops and products expanded in chunks of columns, products one iteration late, and lanes in
+ping-pong.
 
 Comes in: the nodes of a stage. Goes out: nodes without ``Evaluate`` and ``SingleColumn``, in which each product is issued chunk by
 chunk and awaited before its results are read. Invariants: if two chunks are in flight, a ring of weights holds both; columns beyond
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
@@ -340,6 +342,140 @@ class _BlockRange:
         return self.masks[v]
 
 
+# --- Products an iteration late: the code between two products of a loop runs beside the second one of the block before -----------
+
+
+def with_late_products(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe]) -> tuple[ir.Node, ...]:
+    """``nodes``, where loops that make an operand from one product, and add a second product with that operand to a carry, issue
+    the second one an iteration later.
+
+    As in FlashAttention-3 (arXiv 2407.08608, section 3.2): the scores of block j and the values of block j - 1 are issued together,
+    and the softmax of block j runs beside the values. The arithmetic and its order are the same. Weights must be sliced, because
+    only then the loader knows the loops (``layout.py``).
+    """
+    return tuple(made for node in nodes for made in _with_late_product(node, weights))
+
+
+def _with_late_product(node: ir.Node, weights: Sequence[WeightRecipe]) -> tuple[ir.Node, ...]:
+    found = _LateProduct.of(node, weights) if isinstance(node, st.CountedLoop) and not node.reverse else None
+    return (node,) if found is None else found.nodes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LateProduct:
+    """The body of ``loop`` in parts, in their order: ``head``, ``early``, its wait, ``between``, ``late``, its wait, ``tail``.
+    ``operand`` declares the operand of ``late``, and ``maker`` makes it; ``start`` scales ``carry``, which ``late`` adds to."""
+
+    loop: st.CountedLoop
+    head: tuple[ir.Node, ...]
+    early: st.Issue
+    early_wait: st.Complete
+    between: tuple[ir.Node, ...]
+    late: st.Issue
+    late_wait: st.Complete
+    tail: tuple[ir.Node, ...]
+    carry: ir.Ref
+    start: ir.BlockLoop
+    operand: ir.Registers
+    maker: ir.BlockLoop
+
+    @classmethod
+    def of(cls, loop: st.CountedLoop, weights: Sequence[WeightRecipe]) -> _LateProduct | None:
+        body = loop.body
+        places = [k for k, n in enumerate(body) if isinstance(n, st.Issue | st.Complete | st.CountedLoop | st.LayerLoop)]
+        match [body[k] for k in places]:
+            case [
+                st.Issue() as early,
+                st.Complete() as early_wait,
+                st.Issue(feeds=((source, _, _),)) as late,
+                st.Complete() as wait,
+            ]:
+                first, after, second, last = places
+            case _:
+                return None
+        streamed = all(i.weights is None and weights[i.weight].slices is not None for i in (early, late))
+        if not streamed or early.rolling or late.rolling or early.started or not late.started:
+            return None
+        declared = {n.ref: n for n in body if isinstance(n, ir.Registers)}
+        operand = declared.get(source.ref)
+        makers = [n for n in body if isinstance(n, ir.BlockLoop) and _packs(n, source.ref)]
+        starts = [n for n in body[after + 1 : second] if isinstance(n, ir.BlockLoop) and _names(n, late.ref)]
+        stores = [n for n in body[last + 1 :] if _names(n, late.ref)]
+        carry = _copied_to(stores[0], late.ref) if len(stores) == 1 else None
+        if operand is None or carry is None or any(o.ref in declared for o, _, _ in early.feeds):
+            return None
+        changing = [n for n in body if _names(n, carry) and not isinstance(n, ir.Alive)]
+        if len(makers) != 1 or len(starts) != 1 or changing != [*starts, *stores]:
+            return None
+        between = tuple(n for n in body[after + 1 : second] if n not in starts and not _names(n, late.ref) and n != operand)
+        tail = tuple(n for n in body[last + 1 :] if n not in stores)
+        return cls(loop, body[:first], early, early_wait, between, late, wait, tail, carry, starts[0], operand, makers[0])
+
+    def nodes(self) -> tuple[ir.Node, ...]:
+        """The late product adds to the carry itself. Its operand is in float32 until the product of the block before is complete,
+        and is packed then: ptxas serialises products whose operands are made while others are in flight (C7513)."""
+        wide, packed = self.operand.ref, ir.Ref("c", self.operand.ref.of, "_late")
+        ((source, first_block, done),) = self.late.feeds
+        feeds = ((dataclasses.replace(source, ref=packed, owner=packed), first_block, done),)
+        early = dataclasses.replace(self.early, awaited=True)
+        late = dataclasses.replace(self.late, ref=self.carry, feeds=feeds, registers=0, awaited=True)
+        late_wait = dataclasses.replace(self.late_wait, ref=self.carry, owners=(packed, self.carry))
+        early_wait = dataclasses.replace(self.early_wait, pending=1)
+        between = ir.rebuild(self.between, lambda x: self._unpacked(x, wide))
+        head = (*self.head, dataclasses.replace(self.operand, form="word", dtype="float32", count=2 * self.operand.count))
+        pack = ir.rebuild(_kept(self.maker, wide)[0], lambda x: _with_keep(x, wide, packed, "pair"))
+        pack = dataclasses.replace(pack, x=ir.Read("word", wide, "float32"))
+        start = ir.rebuild(self.start, lambda x: self.carry if x == self.late.ref else x)
+        whole = dataclasses.replace(self.maker, steps=(pack,), reads=(wide,))
+        kept = (start, *self.tail, whole, ir.Alive(packed), st.Pin(packed), st.Pin(self.carry))
+        first = (*head, early, self.early_wait, *between, *kept)
+        body = (*head, early, late, early_wait, *between, late_wait, *kept)
+        loop = dataclasses.replace(self.loop, first=first, body=body, last=(late, late_wait))
+        return dataclasses.replace(self.operand, ref=packed), ir.Alive(packed, self.operand.count), loop
+
+    def _unpacked(self, x: ir.Node, wide: ir.Ref) -> ir.Node:
+        if isinstance(x, ir.Put) and (made := _with_keep(x.action, wide, wide, "word")) is not x.action:
+            return dataclasses.replace(x, action=made, dtype="float32")
+        return dataclasses.replace(x, registers=2 * self.operand.count) if x == ir.Alive(wide, self.operand.count) else x
+
+
+def _with_keep(action: ir.Node, ref: ir.Ref, to: ir.Ref, form: str) -> Any:
+    """``action``; one that keeps a value in ``ref`` keeps it in ``to``."""
+    return dataclasses.replace(action, ref=to, form=form) if isinstance(action, ir.Keep) and action.ref == ref else action
+
+
+def _kept(loop: ir.BlockLoop, ref: ir.Ref) -> list[ir.Put]:
+    """The steps of ``loop`` that keep elements in ``ref``."""
+    puts = [step for step in loop.steps if isinstance(step, ir.Put)]
+    return [put for put in puts if isinstance(put.action, ir.Keep) and put.action.ref == ref]
+
+
+def _packs(loop: ir.BlockLoop, ref: ir.Ref) -> bool:
+    """Does ``loop`` pack all elements of the 16-bit value ``ref``, which it computes in float32?"""
+    kinds = [(p.action.form, p.action.to, p.action.first, p.pair) for p in _kept(loop, ref) if isinstance(p.action, ir.Keep)]
+    return kinds == [("pair", None, 0, False)] and loop.first == 0 and loop.count == tiles.blocks(loop.width)
+
+
+def _names(node: ir.Node, ref: ir.Ref) -> bool:
+    found = False
+
+    def see(x: object) -> object:
+        nonlocal found
+        found |= x == ref
+        return x
+
+    ir.rebuild(node, see)
+    return found
+
+
+def _copied_to(node: ir.Node, ref: ir.Ref) -> ir.Ref | None:
+    """The registers to which ``node`` copies ``ref``, or None if it does something else."""
+    match node:
+        case ir.BlockLoop(steps=(ir.Put(ir.Keep(ref=to, form="word", to=None, first=0), ir.Read("word", source, _, 0)),)):
+            return to if source == ref else None
+    return None
+
+
 # --- Ping-pong: while one lane multiplies, the others run the code between their products -----------------------------------------
 
 
@@ -351,14 +487,17 @@ def with_ping_pong(nodes: Sequence[ir.Node]) -> tuple[tuple[ir.Node, ...], bool]
     all lanes would multiply at the same time, and then all be in their softmax. All lanes of the CTA must run the loops equally
     often, as lanes on tiles of one batch do.
     """
-    found = [changed for node in nodes for changed in _with_turns(node)]
-    return tuple(found), len(found) > len(nodes)
+    found = tuple(changed for node in nodes for changed in _with_turns(node))
+    return found, found != tuple(nodes)
 
 
 def _with_turns(node: ir.Node) -> tuple[ir.Node, ...]:
-    """``node``; a loop with two products or more, which the lane enters and leaves with the turn, has ``Turn``s."""
+    """``node``; a loop with two products or more, which the lane enters and leaves with the turn, has ``Turn``s. Where the second
+    product is late, each iteration has one turn, for all that it issues."""
     if not isinstance(node, st.CountedLoop):
         return (node,)
+    if node.first:
+        return (dataclasses.replace(node, first=_one_turn(node.first), body=_one_turn(node.body), last=_one_turn(node.last)),)
     products = [(k, inner.weight) for k, inner in enumerate(node.body) if isinstance(inner, st.Issue)]
     first = [k for k, weight in products if weight == products[0][1]]
     later = [k for k, weight in products if weight != products[0][1]]
@@ -367,3 +506,9 @@ def _with_turns(node: ir.Node) -> tuple[ir.Node, ...]:
     between = (st.Turn("give"), *node.body[first[-1] + 1 : later[0]], st.Turn("take"))
     body = (*node.body[: first[-1] + 1], *between, *node.body[later[0] :])
     return st.Turn("take"), dataclasses.replace(node, body=body), st.Turn("give")
+
+
+def _one_turn(nodes: Sequence[ir.Node]) -> tuple[ir.Node, ...]:
+    issues = [k for k, node in enumerate(nodes) if isinstance(node, st.Issue)]
+    first, end = issues[0], issues[-1] + 1
+    return (*nodes[:first], st.Turn("take"), *nodes[first:end], st.Turn("give"), *nodes[end:])

@@ -94,7 +94,8 @@ def _product_events(nodes: Iterable[Node]) -> Iterator[Node]:
     for node in nodes:
         if isinstance(node, st.CountedLoop | st.LayerLoop):
             body = list(_product_events(node.body))
-            yield from (*body, *body)
+            first, last = (node.first, node.last) if isinstance(node, st.CountedLoop) else ((), ())
+            yield from (*_product_events(first), *body, *body, *_product_events(last))
         elif isinstance(node, st.Complete | st.Turn) or (isinstance(node, st.Issue) and node.weights is None):
             yield node
 
@@ -294,6 +295,8 @@ class _Fitter:
         instructions.release_entries(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         nodes = chunks.expand_chunks(at.nodes, at.weights, 0 if self.resident else depth, shape.overlap)
+        if shape.late:
+            nodes = chunks.with_late_products(nodes, at.weights)
         if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
             nodes, takes_turns = chunks.with_ping_pong(nodes)
             at.setup += [st.Turn("first")] if takes_turns else []
@@ -335,7 +338,12 @@ class _Fitter:
             if found.peak <= limit - (_HELD_MARGIN if found.held >= _HELD_MARGIN else 0):
                 break
         assert best is not None
-        return self._with_images(*best, limit)
+        shape, lowered = self._with_images(*best, limit)
+        if self.a.sm >= 900 and not self.resident and self.a.batch_tiles(self.program):
+            late = dataclasses.replace(shape, late=True)
+            if (found := self.lower_stage(late)).liveness.peak <= limit:
+                return late, found
+        return shape, lowered
 
     def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
         """Turn values into images until the others fit ``limit`` registers; then return the small ones that are not needed."""
@@ -377,6 +385,9 @@ class _Fitter:
             if depth < _MIN_DEPTH:
                 raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
             if depth < MAX_DEPTH:
+                lowered = self.lower_stage(shape, depth)
+            if shape.late and depth < least_ring_depth(lowered.nodes):
+                shape = dataclasses.replace(shape, late=False)  # chunks of one product at a time
                 lowered = self.lower_stage(shape, depth)
             if depth < least_ring_depth(lowered.nodes):
                 lowered = self.lower_stage(shape, depth, in_turns=False)  # without turns lanes release chunks sooner

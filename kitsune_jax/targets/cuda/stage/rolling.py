@@ -25,7 +25,8 @@ def rolled(nodes: Iterable[ir.Node], loops: bool = True) -> tuple[ir.Node, ...]:
     found: list[ir.Node] = []
     for node in nodes:
         if isinstance(node, st.CountedLoop | st.LayerLoop):
-            node = dataclasses.replace(node, body=rolled(node.body, loops))
+            parts = ("first", "body", "last") if isinstance(node, st.CountedLoop) else ("body",)
+            node = dataclasses.replace(node, **{part: rolled(getattr(node, part), loops) for part in parts})
         if not isinstance(node, ir.Alive):
             found.append(dataclasses.replace(node, chunk=0) if isinstance(node, st.Issue) else node)  # the number is the loader's
     if not loops:
