@@ -18,10 +18,14 @@ import pytest
 import kitsune_jax as kj
 from kernel_checks import sass
 from kernel_checks.lint import flow, in_flight, skipped
+from kitsune_jax.errors import CannotLower
 from kitsune_jax.planning.plan import NO_CONTEXT
+from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.planning.machines import H200
+from kitsune_jax.targets.cuda.planning.planner import plans_in_batches
+from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
 from kitsune_jax.targets.cuda.target import CUDA
 from tests.support.checks import in_float64
 from tests.support.cuda_attention_cases import ATTENTION
@@ -366,6 +370,74 @@ def test_attention_is_chosen(name: str, is_causal: bool) -> None:
     (region,) = report.regions
     assert region.seconds < region.baseline_seconds
     assert report.coverage > 0.9
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("dim, dtype", [(64, "bfloat16"), (80, "float16"), (128, "bfloat16"), (128, "float32"), (256, "bfloat16")])
+def test_the_model_knows_which_products_are_late(dim: int, dtype: str, is_causal: bool) -> None:
+    """Of every extent of a block and number of lanes. A kernel with late values is modelled as faster than the same without."""
+    arrays = [jax.ShapeDtypeStruct((1, 4096, 16, dim), dtype)] * 3
+    of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays, batches=True)
+    in_time = {(p.lanes, p.blocks): p.seconds for p in plans_in_batches(of.graph, of.region, H200, in_time=True)}
+    some = 0
+    for plan in plans_in_batches(of.graph, of.region, H200):
+        program = of.program(plan)
+        try:
+            source = lower.generate_kernel(program, lower.arrangement(plan, program), "test").source
+        except CannotLower:
+            continue
+        loops = [i for i in walk(program.stages[0].body) if i.kind == "loop"]
+        late = [ProgramWork(program, H200, plan.lanes).late_products(loop) is not None for loop in loops]
+        assert late == ["AwaitedWeights" in source] * len(loops), (plan.lanes, plan.blocks)
+        some += all(late)
+        if all(late):
+            assert plan.seconds < in_time[plan.lanes, plan.blocks]
+    assert some or dtype == "float32" or dim == 256
+
+
+def test_the_model_issues_what_the_machine_code_of_a_block_does() -> None:
+    """Two lanes, 128 keys, heads of 128: NVRTC 13.5 makes 559 instructions of a block."""
+    arrays = [jax.ShapeDtypeStruct((1, 4096, 16, 128), "bfloat16")] * 3
+    of = subject(masked, *arrays, batches=True)
+    plan = next(p for p in plans_in_batches(of.graph, of.region, H200) if (p.lanes, p.blocks[2:]) == (2, (128,)))
+    program = of.program(plan)
+    work = ProgramWork(program, H200, 2)
+    blocks = [work.of(program.stages[0].body, lambda loop, n=n: float(n)).issue for n in (11, 12)]
+    issued = (blocks[1] - blocks[0]) * H200.rate(H200.simt_rates, "other") / 128
+    assert 0.85 * 559 < issued < 1.15 * 559
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_of_any_size_are_scaled_in_the_exponential(dtype: str) -> None:
+    """Equal ones, large ones, and infinite ones. A row with infinite scores is NaN, as with ``jax.jit``, and no other row is."""
+    q, k, v = (x.astype(dtype) for x in qkv(heads=1, kv_heads=1, dim=64))
+    q = q.at[:, 3].set(0).at[:, 5].mul(100).at[:, 7].mul(3e3).at[:, 9].set(math.inf)
+    got, want = one_kernel(masked, q, k, v), wanted(q, k, v)
+    rows = np.arange(70) != 9
+    assert np.isnan(got[:, 9]).all() and np.isnan(masked(q, k, v)[:, 9].astype("float32")).all()
+    assert error(got[:, rows], want[:, rows]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("scale, fused", [(0.25, True), (-0.25, False), (1.5, False)])
+def test_only_scales_without_a_danger_are_part_of_the_exponential(scale: float, fused: bool) -> None:
+    """The largest scaled score is not the largest score, scaled, for a negative scale; with scales above ln 2 it may overflow."""
+
+    def scaled(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+
+    q, k, v = (x[0] for x in qkv(heads=2, kv_heads=2))
+    of = subject(scaled, q, k, v, batches=True)
+    plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes2-blocks64"]
+    sources = []
+
+    def seen(source: str) -> str:
+        sources.append(source)
+        return source
+
+    (got,) = run_program(of.program(plan), *of.args, lanes=2, resident=False, change=seen)
+    assert error(got.astype(np.float64), in_float64(scaled, q, k, v)) < TOLERANCE["bfloat16"]
+    assert [bool(re.search(r"exp_coarse\(.*, [\d.-]+f, ", s)) for s in sources] == [fused]
 
 
 # (heads, head size, dtype, products of a block of keys in the machine code of a loop)

@@ -185,6 +185,10 @@ KITSUNE_DEVICE float logistic(float x) {
 // The same for results of 8 significant bits: tanh.approx is good to 2**-11 (PTX ISA, tanh).
 // Off by up to |x| 2^-23, relative: for results of 16 bits.
 KITSUNE_DEVICE float exp_coarse(float x) { return fast_exp2(x * 1.4426950408889634f); }
+// e^(x scale - from). The product of `from` is the same for all elements of a row.
+KITSUNE_DEVICE float exp_coarse(float x, float scale, float from) {
+  return fast_exp2(fmaf(x, scale * 1.4426950408889634f, -from * 1.4426950408889634f));
+}
 KITSUNE_DEVICE float logistic_coarse(float x) { return fmaf(0.5f, fast_tanh(0.5f * x), 0.5f); }
 
 template <class V>

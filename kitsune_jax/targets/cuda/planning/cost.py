@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from kitsune_jax.ops.graph import Graph, Op
@@ -22,10 +21,9 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, Access, DotWork, RegionCost, itemsize, round_up
 from kitsune_jax.planning.plan import KIB
 from kitsune_jax.planning.streams import Region
-from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary, rounded_results
+from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
 from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct, queue_form
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, TILE_ROWS, padded, table_bytes
 
@@ -722,7 +720,7 @@ QUAD = 4  # threads that share a row: each has a copy of every number of the row
 # instructions. On an H200 (2026-11-26, ncu) 2.1 to 5.3 for one of issue in eight kernels.
 DEPENDENT = 2.8
 # Instructions for one that is counted on an element of a tile: addresses, predicates, biases, moves. ncu: 1.2 to 2.4.
-_OVERHEAD = 1.5
+OVERHEAD = 1.5
 _MOVE_SLOTS = 8.0  # instructions to load or store 16 bytes: an address, a predicate, the access, its place in a tile
 _LOAD_BYTES = 128  # of a row that a lane asks for at once: a chunk of K, four loads of 16 bytes in each thread
 PRODUCT_CYCLES = 200  # from the last issue of a product to its results: wgmma of 128 columns, a fence, a commit, a wait
@@ -733,8 +731,9 @@ K_BYTES = 32  # the K of one wgmma in bytes (PTX ISA)
 class TileWork:
     """Seconds of one tile, for each engine by itself: tensor cores, instruction issue, shared memory. ``alone``: the lane waits
     while engines are free for other lanes. ``between``: transfers between SMs; the part that a lane waits for is in ``alone`` too.
+    ``beside``: the part of ``tensor`` that runs beside instructions of the same lane.
 
-    Engines overlap only across lanes: one lane does its matmuls and its epilogues one after the other.
+    Apart from that, engines overlap only across lanes: one lane does its matmuls and its epilogues one after the other.
     """
 
     tensor: float
@@ -742,6 +741,7 @@ class TileWork:
     shared: float
     alone: float = 0.0
     between: float = 0.0
+    beside: float = 0.0
 
     def period(self, lanes: int, wait: float = 0.0, together: int = 1) -> float:
         """Seconds between two tiles of an SM with ``lanes`` busy lanes, or groups ``together``, by its slowest engine or lane."""
@@ -750,13 +750,14 @@ class TileWork:
     def latency(self, wait: float = 0.0, together: int = 1) -> float:
         """Seconds from a tile's first instruction to its last, where a warp waits for its own instructions. Of lanes ``together``,
         which take the same weights, one multiplies after the other; they wait for all else at once."""
-        return max(self.tensor + max(DEPENDENT / together, 1.0) * self.issue, self.shared) + (self.alone + wait) / together
+        own = self.tensor - self.beside + max(DEPENDENT / together, 1.0) * self.issue
+        return max(own, self.shared) + (self.alone + wait) / together
 
     def plus(self, times: float, step: TileWork) -> TileWork:
         """This work and ``times`` times ``step``."""
         tensor, issue = self.tensor + times * step.tensor, self.issue + times * step.issue
         alone, between = self.alone + times * step.alone, self.between + times * step.between
-        return TileWork(tensor, issue, self.shared + times * step.shared, alone, between)
+        return TileWork(tensor, issue, self.shared + times * step.shared, alone, between, self.beside + times * step.beside)
 
     def busy(self, tiles: int, lanes: int, wait: float = 0.0, together: int = 1) -> float:
         """Seconds of an SM for ``tiles`` tiles: full rounds, and a last round of the remaining tiles."""
@@ -879,7 +880,7 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")
         size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
-        elements = TILE_ROWS * (size // split) * (_OVERHEAD if size > 1 else 1.0)
+        elements = TILE_ROWS * (size // split) * (OVERHEAD if size > 1 else 1.0)
         if family == "dot" and i in cost.sinks:
             dot = cost.work(i).dot
             assert dot is not None
@@ -910,75 +911,3 @@ def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool, lan
     if arrangement == "spatial":
         return of_lanes * machine.rate(machine.spatial_efficiency, "other")
     return of_lanes * machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")
-
-
-# --- Work of a tile program -------------------------------------------------------------------------------------------------------
-
-_MOVED_SLOTS = 4.0  # instructions for an element that changes its place in a row: to shared memory and back, with the addresses
-
-
-class ProgramWork:
-    """The work of a tile of a program of one stage. Where the program has loops, ``times`` says how often a tile runs each body.
-
-    Unlike ``tile_work``, which counts the ops of a graph under the same assumptions, this counts instructions, so that blocks that
-    a loop skips cost nothing. ``coarse``: exponentials that only the special function unit computes (``stage/facts.py``).
-    """
-
-    def __init__(self, program: TileProgram, machine: GpuMachine, efficiency: float, coarse: frozenset[int]):
-        self.program, self.machine, self.efficiency, self.coarse = program, machine, efficiency, coarse
-        self.rounded = rounded_results(program)
-
-    def of(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> TileWork:
-        found = TileWork(0.0, 0.0, 0.0)
-        slots = special = 0.0
-        for i in body:
-            if i.block is not None:
-                found = found.plus(times(i), self.of(i.block.body, times))
-            elif i.kind == "matmul":
-                found = found.plus(1, self._product(i))
-            else:
-                each, functions = self._slots(i)
-                slots, special = slots + each, special + functions
-        issue = max(slots, special * SPECIAL_SLOTS) / self.machine.rate(self.machine.simt_rates, "other")
-        return found.plus(1, TileWork(0.0, issue, 0.0))
-
-    def weight_bytes(self, body: Sequence[Instr], times: Callable[[Instr], float]) -> float:
-        """Of packed weights that a tile multiplies with."""
-        inside = sum(times(i) * self.weight_bytes(i.block.body, times) for i in body if i.block is not None)
-        return inside + sum(self._weight(i)[1] for i in body if i.kind == "matmul")
-
-    def _weight(self, instr: Instr) -> tuple[int, int]:
-        """(columns, bytes) of the packed weight of a product."""
-        x, (out,) = self.program.values[instr.inputs[0]], instr.outputs
-        k = math.prod(x.rows_first[d] for d in instr["x_contract"])
-        columns = padded(math.prod(self.program.values[out].shape))
-        return columns, columns * round_up(k * itemsize(x.dtype), K_BYTES)
-
-    def _product(self, instr: Instr) -> TileWork:
-        columns, size = self._weight(instr)
-        dtype, out = self.program.values[instr.inputs[0]].dtype, self.program.values[instr.outputs[0]]
-        machine = self.machine
-        tensor = 2.0 * TILE_ROWS * size / itemsize(dtype) / machine.rate(machine.tensor_rates, dtype) / self.efficiency
-        tensor += PRODUCT_CYCLES / machine.clock  # lanes take turns, and keep theirs until the product has ended
-        slots = TILE_ROWS * columns * CONVERT_SLOTS * (itemsize(out.dtype) < 4)
-        return TileWork(tensor, slots / machine.rate(machine.simt_rates, "other"), size / machine.place("smem").bandwidth)
-
-    def _slots(self, instr: Instr) -> tuple[float, float]:
-        """(instructions, special function results) of an instruction on a tile."""
-        spec = OPS.get(instr.kind)
-        if spec is None or not instr.outputs or not self.program.values[instr.outputs[0]].tile:
-            return 0.0, 0.0
-        read = [self.program.values[v] for v in instr.inputs]
-        n = math.prod(self.program.values[instr.outputs[0]].shape)
-        numbers = n == 1 and all(math.prod(t.shape) == 1 for t in read)
-        elements = float(TILE_ROWS * n * (QUAD if numbers else 1))  # each thread of a row computes the numbers of the row
-        if spec.family == "reduce" and not numbers:
-            return TILE_ROWS * math.prod(read[0].shape) + 128 * ROW_SLOTS, 0.0
-        if spec.family == "convert":
-            return elements * CONVERT_SLOTS, 0.0
-        if spec.family == "pointwise":
-            fast = spec.fast if instr.outputs[0] in self.coarse and spec.fast else spec.flops
-            out = instr.outputs[0]
-            rounding = ROUND_SLOTS[self.program.values[out].dtype] if out in self.rounded else 0.0
-            return elements * (fast + rounding), elements * bool(spec.special)
-        return elements * _MOVED_SLOTS if spec.family in ("transpose", "slice", "pad", "concatenate", "rev") else 0.0, 0.0

@@ -31,7 +31,6 @@ from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
 from kitsune_jax.targets.cuda.planning.arrangements import Arranged, GpuRegion, over_clusters, spatial
 from kitsune_jax.targets.cuda.planning.cost import (
     GpuCost,
-    ProgramWork,
     StageSteps,
     Storage,
     dots_of,
@@ -45,8 +44,8 @@ from kitsune_jax.targets.cuda.planning.cost import (
     tile_work,
 )
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
 from kitsune_jax.targets.cuda.planning.xla import baseline
-from kitsune_jax.targets.cuda.stage import facts
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS
 
 # --- Streams with batch axes, and rows processed in blocks: attention -------------------------------------------------------------
@@ -58,13 +57,16 @@ _AS_GOOD = 1.15
 _SAMPLE = 16  # rounds of tiles whose work is modelled
 
 
-def plans_in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: bool = False) -> list[GpuPlan]:
+def plans_in_batches(
+    graph: Graph, region: Region, machine: GpuMachine, layers: bool = False, in_time: bool = False
+) -> list[GpuPlan]:
     """Plans for a stream with batch axes, or with a dimension of its rows that is folded in blocks, fastest first; else [].
 
     One plan for each extent of a block and number of lanes. Weights that change with the batch or the block, as keys and values
     do, pass through the ring of streamed weights, from which all lanes of a CTA multiply. The lanes work on neighbouring tiles of a
     batch, and run the blocks that any of them needs. ``layers``: also take dimensions that only products fold, as the width of a
-    layer; for when there is no other plan, which would not stream such weights. Raises ``Infeasible``.
+    layer; for when there is no other plan, which would not stream such weights. ``in_time``: as in ``ProgramWork``. Raises
+    ``Infeasible``.
     """
     cost = GpuCost(graph, region, machine)
     inner = inner_of(graph, region)
@@ -85,7 +87,7 @@ def plans_in_batches(graph: Graph, region: Region, machine: GpuMachine, layers: 
     plans, reasons = list[GpuPlan](), dict[str, None]()
     for blocks in tried:
         try:
-            plans += _plans_of_blocks(cost, _with_blocks(graph, inner, blocks), blocks)
+            plans += _plans_of_blocks(cost, _with_blocks(graph, inner, blocks), blocks, in_time)
         except (NotBlocked, Infeasible) as no:
             reasons[str(no)] = None
     if not plans and region.space.batch:
@@ -107,7 +109,7 @@ def _with_blocks(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int]
     return dataclasses.replace(graph, values=tuple(values))
 
 
-def _plans_of_blocks(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None) -> list[GpuPlan]:
+def _plans_of_blocks(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None, in_time: bool) -> list[GpuPlan]:
     region, machine = cost.region, cost.machine
     of_block = GpuCost(cut, region, machine)
     widest = max((of_block.row_size(v) for v in of_block.labels), default=0)
@@ -119,14 +121,14 @@ def _plans_of_blocks(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | N
     sketch = GpuPlan(machine.name, "vertical", TILE_ROWS, 1, (stage,), (), 1, 0.0, 0.0, 0, 0, "", blocks=blocks)
     program = build(cost.graph, region, sketch)
     gpu = GpuRegion(cost)
-    return [_plan_of_lanes(gpu, program, stage, blocks, lanes) for lanes in range(1, len(machine.lane_registers) + 1)]
+    works = [ProgramWork(program, machine, lanes, in_time) for lanes in range(1, len(machine.lane_registers) + 1)]
+    return [_plan_of_lanes(gpu, work, stage, blocks) for work in works]
 
 
-def _plan_of_lanes(gpu: GpuRegion, program: TileProgram, stage: Stage, blocks: tuple[int, int, int] | None, lanes: int) -> GpuPlan:
-    """The plan of CTAs with ``lanes`` lanes, which take ``lanes`` tiles of one batch in a round."""
-    machine, body = gpu.machine, program.stages[0].body
-    coarse = facts.coarse_exponentials(program, body)
-    work = ProgramWork(program, machine, matmul_efficiency(machine, "vertical", False, lanes), coarse)
+def _plan_of_lanes(gpu: GpuRegion, work: ProgramWork, stage: Stage, blocks: tuple[int, int, int] | None) -> GpuPlan:
+    """The plan of CTAs with as many lanes as ``work`` is for, which take as many tiles of one batch in a round."""
+    machine, program, lanes = gpu.machine, work.program, work.lanes
+    body = program.stages[0].body
     wide = dataclasses.replace(program, tile_rows=lanes * TILE_ROWS)
     sample, rounds, seconds, fetched = _sample_rounds(wide), wide.tiles, list[float](), 0.0
     for round_rows in sample:

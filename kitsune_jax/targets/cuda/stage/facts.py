@@ -97,8 +97,8 @@ _SCALES = frozenset({"mul", "neg", "select_n", "broadcast_in_dim", "transpose"})
 
 
 def coarse_exponentials(program: TileProgram, body: Sequence[Instr]) -> frozenset[int]:
-    """Exponentials that need only the precision of bfloat16: their readers are bfloat16 forms of them or of their multiples, and
-    sums of columns, as for the probabilities of an attention in bfloat16."""
+    """Exponentials that need only the precision of 16 bits: their readers are 16-bit forms of them or of their multiples, and sums
+    of columns, as for the probabilities of an attention in 16 bits."""
     instrs = tuple(walk(body))
     names = _aliases(program, instrs)
     exponentials = {v for i in instrs if i.kind == "exp" for v in i.outputs}
@@ -106,7 +106,7 @@ def coarse_exponentials(program: TileProgram, body: Sequence[Instr]) -> frozense
     for i in reversed(instrs):  # readers come after makers
         read = {names.get(x, x) for x in _read(i)}
         multiple = i.kind in _SCALES and i.outputs[0] in rounded and i.outputs[0] not in others
-        if multiple or (is_rounding(program, i) and program.values[i.outputs[0]].dtype == "bfloat16"):
+        if multiple or is_rounding(program, i):
             rounded |= read
         elif i.kind == "reduce_sum":
             others |= read - exponentials

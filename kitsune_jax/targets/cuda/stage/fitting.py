@@ -165,6 +165,11 @@ _MOST_RETURNED = 64
 _SMALLEST_IMAGE = 32  # columns of a value that may become an image
 
 
+def value_registers(lanes: int) -> int:
+    """Registers for the values of a loop over blocks of keys."""
+    return _VALUE_REGISTERS[lanes] - (_CARRIED_MARGINS[0] if lanes == 3 else 0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lowered:
     """A stage as nodes. ``must_be_images``: values that a loop over layers or a product for each row writes to images."""
@@ -341,8 +346,8 @@ class _Fitter:
         shape, lowered = self._with_images(*best, limit)
         if self.a.sm >= 900 and not self.resident and self.a.batch_tiles(self.program):
             late = dataclasses.replace(shape, late=True)
-            if (found := self.lower_stage(late)).liveness.peak <= limit:
-                return late, found
+            if (with_late := self.lower_stage(late)).liveness.peak <= limit:
+                return late, with_late
         return shape, lowered
 
     def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:

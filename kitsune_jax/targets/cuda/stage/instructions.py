@@ -403,10 +403,35 @@ def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
         raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
     if compared or v in at.facts.rounded_results:
         template = pointwise.rounded(instr.kind, template, value.dtype)
+    elif not value.row and v in at.facts.coarse and (scaled := _scaled_exponential(at, at.root(instr.inputs[0]))):
+        at.settle(v, scaled)
+        return
     if value.row:
         at.set_row(v, ir.Apply(template, tuple(at.row(x) for x in instr.inputs)))
     else:
         at.settle(v, st.Expression(template, tuple(at.root(x) for x in instr.inputs)))
+
+
+def _scaled(at: StageCodeBuilder, v: int) -> tuple[int, float] | None:
+    """(float32 value, positive number) whose product the pending value ``v`` of a loop is, or None."""
+    match at.value(v).home:
+        case st.Expression("({0} * {1})", (x, y)) if at.repeated and at.value(v).dtype == "float32":
+            for a, b in ((x, y), (y, x)):
+                home = at.value(b).home
+                if isinstance(home, st.Number) and isinstance(home.value, float) and 0 < home.value < math.inf:
+                    return at.root(a), home.value
+    return None
+
+
+def _scaled_exponential(at: StageCodeBuilder, x: int) -> st.Expression | None:
+    """The exponential of ``x``, if that is a scaled value less a number of the row, and nothing else reads either of them: the
+    multiplication and the subtraction are one instruction. With scales above ln 2, scores that float32 holds could overflow."""
+    match at.value(x).home:
+        case st.Expression("({0} - {1})", (a, b)) if at.value(b).row or isinstance(at.value(b).home, st.Splat):
+            scaled, alone = _scaled(at, a), at.uses[x] == at.uses[at.root(a)] == 1
+            if alone and scaled is not None and scaled[1] <= math.log(2):
+                return st.Expression(f"exp_coarse({{0}}, {pointwise.literal(scaled[1], 'float')}, {{1}})", (scaled[0], at.root(b)))
+    return None
 
 
 def _added_to(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
@@ -449,8 +474,16 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
     if math.prod(at.program.values[v].shape) > 1:
         columns.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
-    how = REDUCTIONS[instr.kind]
-    at.fold_row(v, x, how, at.new(instr).dtype)
+    how, dtype = REDUCTIONS[instr.kind], at.new(instr).dtype
+    if how == "Max" and (scaled := _scaled(at, at.root(x))) and isinstance(at.value(scaled[0]).home, st.Multiply):
+        # Rounding keeps the order, so the largest scaled score is the largest score, scaled.
+        product, factor = scaled
+        at.uses[product] += 1
+        at.uses[at.root(x)] -= 1
+        at.fold_row(v, product, how, dtype)
+        at.set_row(v, ir.Apply("({0} * {1})", (at.row(v), ir.Literal(pointwise.literal(factor, "float")))), "_scaled")
+        return
+    at.fold_row(v, x, how, dtype)
     if how not in _ORDERED:
         _rounded(at, v)
 

@@ -24,9 +24,11 @@ def rolled(nodes: Iterable[ir.Node], loops: bool = True) -> tuple[ir.Node, ...]:
     left out."""
     found: list[ir.Node] = []
     for node in nodes:
-        if isinstance(node, st.CountedLoop | st.LayerLoop):
-            parts = ("first", "body", "last") if isinstance(node, st.CountedLoop) else ("body",)
-            node = dataclasses.replace(node, **{part: rolled(getattr(node, part), loops) for part in parts})
+        if isinstance(node, st.CountedLoop):
+            first, body, last = (rolled(part, loops) for part in (node.first, node.body, node.last))
+            node = dataclasses.replace(node, first=first, body=body, last=last)
+        elif isinstance(node, st.LayerLoop):
+            node = dataclasses.replace(node, body=rolled(node.body, loops))
         if not isinstance(node, ir.Alive):
             found.append(dataclasses.replace(node, chunk=0) if isinstance(node, st.Issue) else node)  # the number is the loader's
     if not loops:
