@@ -418,6 +418,19 @@ def test_scores_of_any_size_are_scaled_in_the_exponential(dtype: str) -> None:
     assert error(got[:, rows], want[:, rows]) < TOLERANCE[dtype]
 
 
+def test_weights_that_are_read_twice() -> None:
+    """The sum is of the rounded weights, which the product with the values reads as well."""
+
+    def rounded(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
+        p = jnp.exp(scores - scores.max(-1, keepdims=True)).astype(q.dtype)
+        out = jnp.einsum("hqk,khd->hqd", p, v, preferred_element_type=jnp.float32)
+        return (out / p.astype(jnp.float32).sum(-1, keepdims=True)).astype(q.dtype)
+
+    args = [x[0] for x in qkv(heads=2, kv_heads=2)]
+    assert error(one_kernel(rounded, *args), in_float64(rounded, *args)) < TOLERANCE["bfloat16"]
+
+
 @pytest.mark.parametrize("scale, fused", [(0.25, True), (-0.25, False), (1.5, False)])
 def test_only_scales_without_a_danger_are_part_of_the_exponential(scale: float, fused: bool) -> None:
     """The largest scaled score is not the largest score, scaled, for a negative scale; with scales above ln 2 it may overflow."""

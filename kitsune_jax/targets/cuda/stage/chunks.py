@@ -404,8 +404,8 @@ class _LateProduct:
         carry = _copied_to(stores[0], late.ref) if len(stores) == 1 else None
         if operand is None or carry is None or any(o.ref in declared for o, _, _ in early.feeds):
             return None
-        changing = [n for n in body if _names(n, carry) and not isinstance(n, ir.Alive)]
-        if len(makers) != 1 or len(starts) != 1 or changing != [*starts, *stores]:
+        scaled, packed = ([n for n in body if _names(n, ref) and not isinstance(n, ir.Alive)] for ref in (carry, source.ref))
+        if len(makers) != 1 or len(starts) != 1 or scaled != [*starts, *stores] or packed != [operand, *makers, late, wait]:
             return None
         between = tuple(n for n in body[after + 1 : second] if n not in starts and not _names(n, late.ref) and n != operand)
         tail = tuple(n for n in body[last + 1 :] if n not in stores)
@@ -426,8 +426,8 @@ class _LateProduct:
         pack = ir.rebuild(_kept(self.maker, wide)[0], lambda x: _with_keep(x, wide, packed, "pair"))
         pack = dataclasses.replace(pack, x=ir.Read("word", wide, "float32"))
         start = ir.rebuild(self.start, lambda x: self.carry if x == self.late.ref else x)
-        whole = dataclasses.replace(self.maker, steps=(pack,), reads=(wide,))
-        kept = (start, *self.tail, whole, ir.Alive(packed), st.Pin(packed), st.Pin(self.carry))
+        pack_all = dataclasses.replace(self.maker, steps=(pack,), reads=(wide,))
+        kept = (start, *self.tail, pack_all, ir.Alive(packed), st.Pin(packed), st.Pin(self.carry))
         first = (*head, early, self.early_wait, *between, *kept)
         body = (*head, early, late, early_wait, *between, late_wait, *kept)
         loop = dataclasses.replace(self.loop, first=first, body=body, last=(late, late_wait))
