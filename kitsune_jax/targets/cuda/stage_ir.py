@@ -411,11 +411,16 @@ class Exchange(Node):
     stamped: bool = False
 
     def lines(self, at: Spelling) -> list[str]:
-        name, queue = at.name(self.ring), f"ClusterQueue<{self.vectors}, {self.depth}>"
+        name, queue = at.name(self.ring), f"ClusterQueue<{self.vectors}, {self.depth}, {self.size}>"
         type_ = f"SummedWaits<{queue}, 1>" if self.stamped else queue
         ends = f"{self.ctas}u, {self.ctas}u, 1 + group"
         slots = f"reinterpret_cast<U4*>(scratch + {self.at})"
         return [f"const {type_} {name}{{&header.{name}[group], {slots}, {ends}}};", f"u32 n_{name} = 0;"]
+
+    @property
+    def size(self) -> int:
+        """The number of CTAs."""
+        return self.ctas.bit_count()
 
     @property
     def bytes(self) -> int:
