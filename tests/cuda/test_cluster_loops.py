@@ -73,7 +73,11 @@ BUGS: dict[str, tuple[tuple[str, ...], str, tuple[str, str]]] = {
     "no wait for a free entry": (("exchange", ".wr_acquire("), "race|write", ("", "")),
     "a wait for the wrong phase of columns": (("exchange", ".rd_acquire("), "an asynchronous write", ("(n_", "(2 + n_")),
     "a wait for the wrong phase of a free entry": (("exchange", ".wr_acquire("), "deadlock", ("(n_", "(2 + n_")),
-    "a CTA that leaves before the others have written": (("cluster_sync();  // no CTA leaves",), "the cta exits.*cluster_sync is missing", ("", "")),
+    "a CTA that leaves before the others have written": (
+        ("cluster_sync();  // no CTA leaves",),
+        "the cta exits.*cluster_sync is missing",
+        ("", ""),
+    ),
 }
 
 
@@ -97,6 +101,19 @@ def check_bug(case: Case, words: tuple[str, ...], told: str, instead: tuple[str,
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_told(bug: str) -> None:
     check_bug(lstm(64, 7, 5, 64, "bfloat16"), *BUGS[bug])
+
+
+def test_rows_of_the_next_step_are_loaded_ahead() -> None:
+    """A step's rows are in registers when it begins; a kernel that loads the rows of the same step again is wrong."""
+    case = lstm(67, 4, 40, 64, "bfloat16")
+    operands = case.operands(np.random.default_rng(5))
+
+    def stale(source: str) -> str:
+        assert "RegisterSource<Bf16, 64>{ahead" in source and "RowSource" not in source
+        return changed(source, ("const i32 next",), (" + 1;", ";"))
+
+    errors = case.errors(run_program(tiled(case), *operands, cluster=2, lanes=1, change=stale), operands)
+    assert max(errors) > 4 * TOLERANCE["bfloat16"]
 
 
 def test_what_is_no_slab_is_refused() -> None:

@@ -715,6 +715,20 @@ class CountedLoop(Node):
         yield from (event for node in self.last for event in node.events())
 
 
+class NextStep(Node):
+    """``ref``: the number of the iteration after ``number``, or of the last one. The iterations are those of a ``CountedLoop``."""
+
+    ref: Ref
+    number: Ref
+    count: int
+    reverse: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        n = at.name(self.number)
+        last, next_ = (f"{n} == 0", f"{n} - 1") if self.reverse else (f"{n} == {self.count - 1}", f"{n} + 1")
+        return [f"const i32 {at.name(self.ref)} = {last} ? {n} : {next_};"]
+
+
 class Turn(Node):
     """The lanes of a CTA take turns at the tensor cores. ``what``: "take" (wait for this lane's turn), "give" (pass it to the next
     lane); "first" and "last" start and end the turns at the beginning and end of the kernel."""

@@ -33,6 +33,7 @@ from kitsune_jax.targets.cuda.planning.cost import (
     StageSteps,
     Storage,
     TileWork,
+    ahead_seconds,
     dots_of,
     entry_bytes,
     is_splittable,
@@ -627,8 +628,8 @@ def _source(body: GpuCost, v: int) -> int:
 
 
 def _loaded_seconds(body: GpuCost, loaded: frozenset[int], size: int) -> float:
-    """Seconds of a tile's loads in a step, and of its products with loaded values."""
-    seconds = load_seconds(body, body.region.ops)
+    """Seconds that a lane waits for a tile's loads in a step, and of its products with loaded values."""
+    seconds = load_seconds(body, body.region.ops) - ahead_seconds(body, size)
     for i in body.region.ops:
         dot = body.work(i).dot
         if dot is not None and not dot.per_row and _source(body, body.graph.ops[i].inputs[0]) in loaded:

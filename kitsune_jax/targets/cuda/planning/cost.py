@@ -848,6 +848,17 @@ def repeated_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
     return cost.region.space.rows * sum(size for (v, size), (w, _) in itertools.pairwise(loads) if v == w)
 
 
+def ahead_seconds(body: GpuCost, split: int) -> float:
+    """Seconds of a step's loads that the lane does not wait for, because they are made a step ahead: all, where the registers have
+    room for the rows beside accumulators, an operand on its way to them, and carries (``stage/loops.py``)."""
+    rows = sum(body.row_bytes(v) for v in body.slices or ()) / 8  # registers of a thread: 64 rows in 128 threads
+    carried = sum(body.row_bytes(v) for v in body.carried or ()) / 8 / split
+    dots = dots_of(body, body.region.ops)
+    working = [min(padded(dot.n // split), tiles.CHUNK_COLUMNS) / 2 + 16 * itemsize(dot.dtype) * (split > 1) for dot in dots]
+    room = body.machine.lane_registers[0] - _WORKING_REGISTERS - carried - max(working, default=0.0)
+    return load_seconds(body, body.region.ops) if rows <= min(tiles.MOST_AHEAD, room) else 0.0
+
+
 def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> TileWork:
     """The work of one step of a loop on a tile.
 
@@ -855,13 +866,14 @@ def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> Til
     has rows of its own).
     """
     work = tile_work(body, body.region.ops, storage, efficiency, split)
+    hidden = min(ahead := ahead_seconds(body, split), dataclasses.replace(work, alone=work.alone - ahead).latency())
     alone = [i for i in body.region.ops if body.graph.ops[i].body is None and not body.is_maker(i)]
     numbers = [i for i in alone if body.row_size(body.graph.ops[i].outputs[0]) == 1]
     numbers = [] if len(numbers) == len(alone) else numbers  # a thread has rows of its own (``stage/facts.py``)
     again, special = _slots(body, numbers, 1)
     machine = body.machine
     issue = work.issue + (QUAD - 1) * max(again, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    return dataclasses.replace(work, issue=issue)
+    return dataclasses.replace(work, issue=issue, alone=work.alone - hidden)
 
 
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:

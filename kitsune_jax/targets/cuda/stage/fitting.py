@@ -334,8 +334,9 @@ class _Fitter:
         """The first shape that fits the registers, or the one that needs fewest, with images until it fits."""
         best: tuple[Shape, Lowered] | None = None
         copying = (True, False) if self.a.lanes < 3 else (False,)  # three lanes have no registers for a copied operand
-        for copies, (overlap, columns) in itertools.product(copying, self._shapes()):
-            shape = Shape(columns, overlap, copies, staged=staged)
+        recurs = any(i.block is not None and i.block.carries for i in walk(self.instrs))
+        for copies, (overlap, columns), ahead in itertools.product(copying, self._shapes(), (True, False) if recurs else (False,)):
+            shape = Shape(columns, overlap, ahead, copies, staged=staged)
             lowered = self.lower_stage(shape)
             found = lowered.liveness
             if best is None or found.peak < best[1].liveness.peak:

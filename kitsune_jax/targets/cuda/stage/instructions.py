@@ -101,7 +101,7 @@ def lower_load(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``load`` or a ``load_slice``: one number of a row is read at once, columns by the loop or the product that needs
     them."""
     value, (v,) = at.new(instr), instr.outputs
-    rows = at.rows("in", instr["array"]) if instr.kind == "load" else _slice_rows(at, instr, "in", instr.inputs)
+    rows = at.rows("in", instr["array"]) if instr.kind == "load" else slice_rows(at, instr, "in", instr.inputs)
     if value.row:
         at.load_row(v, rows)
     else:
@@ -111,7 +111,7 @@ def lower_load(at: StageCodeBuilder, instr: Instr) -> None:
 def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
     """Lower a ``store_slice``. Raises ``CannotLower``."""
     (x, *numbers) = instr.inputs
-    value, rows = at.value(x), _slice_rows(at, instr, "out", numbers)
+    value, rows = at.value(x), slice_rows(at, instr, "out", numbers)
     if value.row:
         at.add(st.StoreRow(rows, at.row(x), at.split.ctas > 1))
     elif at.split.ctas > 1 and not value.slab:
@@ -120,7 +120,7 @@ def lower_store_slice(at: StageCodeBuilder, instr: Instr) -> None:
         at.evaluate(value.width, [Store(x, rows, value.part)])
 
 
-def _slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: Sequence[int]) -> ir.Rows:
+def slice_rows(at: StageCodeBuilder, instr: Instr, role: str, numbers: Sequence[int]) -> ir.Rows:
     """The rows of a slice. An access is as wide as the slice's pitch, its width and every step of the loop allow."""
     k = instr["array"]
     array = at.program.inputs[k] if role == "in" else at.program.outputs[k]

@@ -13,7 +13,7 @@ from typing import Any
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
-from kitsune_jax.targets.cuda import ir, pack
+from kitsune_jax.targets.cuda import ir, pack, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
 from kitsune_jax.targets.cuda.stage import columns, instructions
@@ -46,11 +46,14 @@ def _lower_counted_loop(at: StageCodeBuilder, instr: Instr) -> None:
     row_tiles, repeated = dict(at.row_tiles), at.repeated
     at.repeated = True
     known = at.gathered
+    ahead = _RowsAhead(at, instr)
     with at.body_of_loop() as body:
+        ahead.begin_step()
         instructions.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
         instructions.release_entries(at, known)
+        ahead.end_step()
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
     at.add(st.CountedLoop(number, instr["count"], bool(instr.get("reverse")), tuple(body), seen, which))
@@ -276,6 +279,126 @@ def _copy(at: StageCodeBuilder, carry: int, made: int) -> None:
     source = at.value(made).home
     assert isinstance(to.home, st.InRegisters) and isinstance(source, st.InRegisters)
     at.add(ir.CopyRegisters(to.home.ref, source.ref, to.registers), ir.Alive(source.owner), ir.Alive(to.home.owner))
+
+
+# --- Rows of the next step --------------------------------------------------------------------------------------------------------
+
+
+class _RowsAhead:
+    """The rows that a step of a recurrence reads from arrays, loaded while the step before it runs.
+
+    A lane has no other tile to work on while it waits for rows, and a step begins with them: the product of an LSTM's inputs, the
+    actions of a simulator. So they stay in registers from step to step. Those of the next step replace them as soon as nothing in
+    this one reads them any more, and arrive during the rest of it. The last step loads its own rows again.
+    """
+
+    def __init__(self, at: StageCodeBuilder, instr: Instr):
+        self.at, self.instr, self.block = at, instr, instr.block
+        assert self.block is not None
+        self.loads = [i for i in self.block.body if i.kind == "load_slice" and self._may_be_ahead(i)]
+        wide = sum(tiles.registers(self._width(i), self._form(i)) for i in self.loads if not self._is_row(i))
+        if not at.shape.ahead or wide > tiles.MOST_AHEAD or not instr["count"] or instr.get("within") is not None:
+            self.loads = []
+        self.rows = [i for i in self.loads if self._is_row(i)]
+        self.tiles = [i for i in self.loads if not self._is_row(i)]
+        first = instr["count"] - 1 if instr.get("reverse") else 0
+        for i in self.loads:
+            (v,) = i.outputs
+            at.new(i)
+            loaded = self._load(i, st.Number(first), "_first")
+            if self._is_row(i):
+                at.set_row(v, at.row(loaded))
+            else:
+                home = _registers(Ref("ahead", v), at.value(v).form)
+                _copy_to_new(at, loaded, home)
+                at.settle(v, home)
+        at.done.update(self.loads)
+
+    def _may_be_ahead(self, i: Instr) -> bool:
+        at, (v,) = self.at, i.outputs
+        assert self.block is not None
+        made = {x for k in walk(self.block.body) for x in k.outputs} | {k.block.index for k in walk(self.block.body) if k.block}
+        if not at.program.values[v].tile or self.block.index not in i.inputs or made & {*i.inputs}:
+            return False
+        if at.facts.slices.makers or (not self._is_row(i) and self._form(i) == "bit"):
+            return False
+        # Of a slab that a product contracts, every CTA reads all columns from the array (``all_gather``).
+        pieces = {at.root(p) for k in walk(self.block.body) if k.kind == "matmul" for p in at.split.pieces(k.inputs[0])}
+        return at.root(v) not in pieces or v not in at.split.slabs
+
+    def _columns(self, i: Instr) -> int:
+        return math.prod(self.at.program.values[i.outputs[0]].shape)
+
+    def _is_row(self, i: Instr) -> bool:
+        return self._columns(i) == 1
+
+    def _width(self, i: Instr) -> int:
+        return tiles.padded(self._columns(i) // self.at.split.parts(i.outputs[0]))
+
+    def _form(self, i: Instr) -> str:
+        (v,) = i.outputs
+        return st.StageValue(2, self.at.program.values[v].dtype, False, slab=self.at.split.slabs.get(v, 0)).form
+
+    def _load(self, i: Instr, number: st.Home, part: str = "_next") -> int:
+        """A value with the rows of ``i`` in the step of ``number``."""
+        at, (v,) = self.at, i.outputs
+        assert self.block is not None
+        index = at.values[self.block.index]
+        at.values[self.block.index] = dataclasses.replace(index, home=number)
+        rows, loaded = instructions.slice_rows(at, i, "in", i.inputs), at.unnamed(at.values[v])
+        if self._is_row(i):
+            at.load_row(loaded, rows, ref=Ref("r", v, part))
+        else:
+            at.settle(loaded, st.InArray(rows))
+        at.values[self.block.index] = index
+        return loaded
+
+    def begin_step(self) -> None:
+        """Load the numbers of the next step, which take two registers each."""
+        if not self.loads:
+            return
+        at, count = self.at, self.instr["count"]
+        assert self.block is not None
+        self.number = Ref("next", self.block.index)
+        at.add(st.NextStep(self.number, Ref("number", self.block.index), count, bool(self.instr.get("reverse"))))
+        self.next_rows = [(i.outputs[0], self._load(i, st.LoopNumber(self.number))) for i in self.rows]
+
+    def end_step(self) -> None:
+        """Move the numbers to their registers, and put the loads of wide rows behind the last node that reads the rows before."""
+        at = self.at
+        for v, loaded in self.next_rows if self.loads else ():
+            to, source = at.value(v).home, at.value(loaded).home
+            assert isinstance(to, st.InRegisters) and isinstance(source, st.InRegisters)
+            at.add(ir.CopyRegisters(to.ref, source.ref, 2))
+        for i in self.tiles:
+            (v,) = i.outputs
+            home = at.value(v).home
+            assert isinstance(home, st.InRegisters)
+            before, at.nodes = at.nodes, []
+            loaded = self._load(i, st.LoopNumber(self.number))
+            at.evaluate(at.value(v).width, [_written(loaded, home, over=True)])
+            at.add(ir.Alive(home.owner))
+            last = max((k for k, node in enumerate(before) if _multiplies(node) or _mentions(node, home.ref)), default=-1)
+            before[last + 1 : last + 1] = at.nodes
+            at.nodes = before
+
+
+def _multiplies(node: ir.Node) -> bool:
+    """Does the node run products? Rows that arrive beside one take registers that ptxas then spills."""
+    match node:
+        case st.CountedLoop(body=body) | st.LayerLoop(body=body):
+            return any(map(_multiplies, body))
+        case st.Evaluate(products=products):
+            return bool(products)
+    return isinstance(node, st.SingleColumn)
+
+
+def _mentions(node: Any, ref: Ref) -> bool:
+    """Is ``ref`` part of ``node``?"""
+    if node == ref:
+        return True
+    parts = node if isinstance(node, tuple) else map(node.__getattribute__, node.fields()) if isinstance(node, ir.Node) else ()
+    return any(_mentions(part, ref) for part in parts)
 
 
 # --- Equal layers -----------------------------------------------------------------------------------------------------------------
