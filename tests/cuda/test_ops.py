@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
 from kitsune_jax.ops.graph import Op, Value
 from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import OPS
@@ -37,6 +39,20 @@ def test_pointwise(dtype: str) -> None:
     got, want = run_program(program, *arrays), interpret(program, arrays)
     found = [disagreement(name, g, w, "cuda") for name, g, w in zip(names, got, want, strict=True)]
     assert not any(found), "\n".join(filter(None, found))
+
+
+def test_a_division_by_a_constant_is_rounded_correctly() -> None:
+    """Bit for bit, special values included, though there is no division in it."""
+    divisors = (1.1, -3.0, 0.7, 1e-9, 16777215.0)
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((512, 32)) * 2.0 ** rng.integers(-40, 90, (512, 32))).astype(np.float32)
+    x[:2, :6] = [[0.0, -0.0, np.inf, -np.inf, np.nan, 1.1], [3e38, -3e38, 3.0, 0.7, -1.0, 1.0]]
+    found = jax.jit(kj.pipeline(lambda x: [x / d for d in divisors], target="emulator", force=True))(x)
+    for quotient, d in zip(found, divisors, strict=True):
+        with np.errstate(over="ignore"):
+            want = x / np.float32(d)
+        np.testing.assert_array_equal(quotient, want)
+        assert (np.signbit(quotient) == np.signbit(want))[x == 0].all()
 
 
 def test_most_of_the_table_has_code() -> None:

@@ -84,6 +84,14 @@ KITSUNE_DEVICE float magnitude(float x) { return fabsf(x); }
 KITSUNE_DEVICE i32 magnitude(i32 x) { return x < 0 ? static_cast<i32>(0u - static_cast<u32>(x)) : x; }
 
 KITSUNE_DEVICE float divide(float x, float y) { return x / y; }
+// The same for a constant y, of 2**-60 to 2**60: no branch and no call for special cases. The remainder of x * RN(1 / y) is exact, so
+// the correction rounds correctly (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990), except that a
+// quotient below 2**-60 may be one unit off.
+KITSUNE_DEVICE float divide_by(float x, float y) {
+  const float inverse = 1.0f / y;
+  const float q = x * inverse, left = fmaf(-q, y, x);
+  return left != 0.0f && fabsf(left) <= 3.402823466e38f ? fmaf(left, inverse, q) : q;  // keeps -0, infinities, NaN
+}
 KITSUNE_DEVICE i32 divide(i32 x, i32 y) {
   if (y == 0) return -1;
   return y == -1 ? static_cast<i32>(0u - static_cast<u32>(x)) : x / y;
@@ -177,18 +185,20 @@ KITSUNE_DEVICE u32 to_u32(float x) {
   return x >= 4294967296.0f ? 0xffffffffu : static_cast<u32>(x);
 }
 
-// 1 / (1 + e**-x) in a form that neither overflows nor loses small results.
+// 1 / (1 + e**-x) in a form that neither overflows nor loses small results. The divisor is 1 to 2, so an approximate reciprocal is
+// within a unit in the last place, and needs no branch for special cases as a division does.
 KITSUNE_DEVICE float logistic(float x) {
   float e = expf(-fabsf(x));
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+  return (x < 0.0f ? e : 1.0f) * fast_rcp(1.0f + e);
 }
-// The same for results of 8 significant bits: tanh.approx is good to 2**-11 (PTX ISA, tanh).
 // Off by up to |x| 2^-23, relative: for results of 16 bits.
 KITSUNE_DEVICE float exp_coarse(float x) { return fast_exp2(x * 1.4426950408889634f); }
 // e^(x scale - from). The product of `from` is the same for all elements of a row.
 KITSUNE_DEVICE float exp_coarse(float x, float scale, float from) {
   return fast_exp2(fmaf(x, scale * 1.4426950408889634f, -from * 1.4426950408889634f));
 }
+// For results of 8 significant bits: tanh.approx is good to 2**-11 (PTX ISA, tanh).
+KITSUNE_DEVICE float tanh_coarse(float x) { return fast_tanh(x); }
 KITSUNE_DEVICE float logistic_coarse(float x) { return fmaf(0.5f, fast_tanh(0.5f * x), 0.5f); }
 
 template <class V>

@@ -318,7 +318,7 @@ inline float min_nan(float x, float y) {
 }
 inline float fast_exp2(float v) { return exp2f(v); }
 inline float fast_rcp(float v) { return 1.0f / v; }
-inline float fast_tanh(float v) { return tanhf(v); }
+inline float fast_tanh(float v) { return from_bits(bits(tanhf(v)) & 0xfffff000u); }  // off by up to 2^-11, as on a device
 inline float fast_rsqrt(float v) { return 1.0f / sqrtf(v); }
 
 // --- warps, barriers

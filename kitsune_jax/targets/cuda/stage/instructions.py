@@ -401,6 +401,9 @@ def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], dtype)
     if template is None:
         raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
+    match at.value(instr.inputs[-1]).home:
+        case st.Number(number) if instr.kind == "div" and types[1] == "float" and 2.0**-60 <= abs(number) <= 2.0**60:
+            template = template.replace("divide(", "divide_by(")
     if compared or v in at.facts.rounded_results:
         template = pointwise.rounded(instr.kind, template, value.dtype)
     elif not value.row and v in at.facts.coarse and (scaled := _scaled_exponential(at, at.root(instr.inputs[0]))):
