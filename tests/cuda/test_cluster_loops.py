@@ -37,15 +37,15 @@ pytestmark = pytest.mark.usefixtures("kernel_cache")
 TOLERANCE = {"float32": 1e-2, "bfloat16": 2e-2, "float16": 3e-3}
 
 
-def tiled(case: Case) -> TileProgram:
+def tiled(case: Case, rows: int = tiles.TILE_ROWS) -> TileProgram:
     program = case.program.only
     assert program is not None
-    return dataclasses.replace(program, tile_rows=tiles.TILE_ROWS)
+    return dataclasses.replace(program, tile_rows=rows)
 
 
-def check_case(case: Case, dtype: str, seeds: int = 1, **how: Any) -> None:
+def check_case(case: Case, dtype: str, seeds: int = 1, rows: int = tiles.TILE_ROWS, **how: Any) -> None:
     operands = case.operands(np.random.default_rng(5))
-    found = list(map(runner(tiled(case), *operands, **how), range(seeds)))
+    found = list(map(runner(tiled(case, rows), *operands, **how), range(seeds)))
     errors = case.errors(found[0], operands)
     assert max(errors) < TOLERANCE[dtype], errors
     for other in found[1:]:
@@ -58,6 +58,14 @@ def check_case(case: Case, dtype: str, seeds: int = 1, **how: Any) -> None:
 def test_every_cta_has_columns_of_its_own(dtype: str, hidden: int, features: int, lanes: int, cluster: int) -> None:
     """131 rows are three tiles for the lanes of one cluster: some lane has two of them, or one with three rows."""
     check_case(lstm(131, 3, features, hidden, dtype), dtype, seeds=4, lanes=lanes, cluster=cluster)
+
+
+@pytest.mark.parametrize("dtype, hidden, rows, steps, cluster", [
+    ("bfloat16", 64, 131, 3, 2), ("float16", 128, 1, 4, 4), ("float32", 64, 67, 3, 2),
+])  # fmt: skip
+def test_tiles_of_32_rows(dtype: str, hidden: int, rows: int, steps: int, cluster: int) -> None:
+    """A thread has one row; half as much passes between the CTAs."""
+    check_case(lstm(rows, steps, 33, hidden, dtype), dtype, 3, tiles.HALF_TILE_ROWS, lanes=1, cluster=cluster, replicas=3)
 
 
 @pytest.mark.parametrize("rows, steps, reverse", [(1, 1, False), (67, 0, False), (193, 6, True)])
@@ -267,7 +275,7 @@ def test_what_a_step_may_do(loop: Callable[..., Any], dtype: str) -> None:
 def test_the_planner_takes_it_where_xla_is_slower(cell: str, width: int, dtype: str, size: int) -> None:
     """128 steps of 256 sequences: modelled, at most 0.75 of XLA's time."""
     plan = planned(cell, width, dtype).phases[0].plan
-    assert plan.cluster == plan.stages[0].split == size and plan.replicas == 4
+    assert plan.cluster == plan.stages[0].split == size and (plan.tile_rows, plan.replicas) == (32, 8)
     assert plan.seconds < 0.75 * plan.baseline_seconds
 
 

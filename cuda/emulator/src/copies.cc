@@ -118,25 +118,27 @@ void copy_push(void* dst, u32 rank, const void* src, u32 bytes, Mbar& bar) {
 
 // An ordinary store that completes on a barrier. Whether the async proxy sees it without a fence the PTX manual does not say, so a
 // bulk copy or wgmma of its bytes needs fence_proxy_async after the wait.
-void store_async(void* p, u32 rank, const U4& v, Mbar& bar, const Site& at) {
-  check_bulk(p, p, 16, "st_async");
+void store_async(void* p, u32 rank, const void* v, u32 bytes, Mbar& bar, const Site& at) {
+  if (reinterpret_cast<u64>(p) % bytes) fail("st_async: the address %p is no multiple of %u", p, bytes);
   Thread& t = self();
-  if (counters::on) counters::access(counters::Op::st_async, p, 16, at);
+  if (counters::on) counters::access(counters::Op::st_async, p, bytes, at);
   preempt();
-  u32 offset = offset_in(own_cta(p, 16, "st_async"), p);
+  u32 offset = offset_in(own_cta(p, bytes, "st_async"), p);
   std::vector<Destination> all;
   remote_cta(rank, "st_async");
   destinations(all, bar, 1u << rank, "st_async");
   Destination to = all[0];
   Actor a = copy_actor(t, *to.barrier, "st_async");
   a.flags = kGeneric;
-  begin_write(to, offset, 16, a);
+  begin_write(to, offset, bytes, a);
   ++to.cta->in_flight;
+  U4 held = {};
+  memcpy(&held, v, bytes);
   post(machine->step + random_delay(), [=] {
-    memcpy(to.cta->memory + offset, &v, 16);
-    end_write(to, offset, 16);
+    memcpy(to.cta->memory + offset, &held, bytes);
+    end_write(to, offset, bytes);
     --to.cta->in_flight;
-    barrier_complete(*to.barrier, 16);
+    barrier_complete(*to.barrier, bytes);
   });
 }
 

@@ -99,6 +99,13 @@ inline void each_granule(Region& region, size_t offset, size_t bytes, F visit) {
   }
 }
 
+// Is an asynchronous write to bytes of the mask in flight, other than additions beside an addition?
+inline bool being_written(const Granule& g, u16 mask, bool add) {
+  for (int half = 0; half < 2; ++half)
+    if (mask >> 8 * half & 0xff && g.writing[half] && !(add && g.adding[half] == g.writing[half])) return true;
+  return false;
+}
+
 [[noreturn]] void race(const Region& region, size_t at, const Actor& actor, const char* how, const Access& other, const char* did) {
   fail("race: %s %s %s, which nothing orders after the %s by %s", actor.what, how, describe(region, at).c_str(), did,
        agent_name(other.agent).c_str());
@@ -123,7 +130,8 @@ inline void check_after_write(Region& region, size_t at, const Access& write, co
 
 void check_read(Region& region, size_t offset, size_t bytes, const Actor& actor) {
   each_granule(region, offset, bytes, [&](Granule& g, u16 mask, size_t at) {
-    if (g.writing) fail("%s reads %s while an asynchronous write to it is in flight", actor.what, describe(region, at).c_str());
+    if (being_written(g, mask, false))
+      fail("%s reads %s while an asynchronous write to it is in flight", actor.what, describe(region, at).c_str());
     if (region.cta && (g.initialised & mask) != mask)
       fail("%s reads %s, which nothing has written (or whose write has not been waited for)", actor.what,
            describe(region, at).c_str());
@@ -146,7 +154,7 @@ void check_read(Region& region, size_t offset, size_t bytes, const Actor& actor)
 void check_write(Region& region, size_t offset, size_t bytes, const Actor& actor) {
   bool add = actor.flags & kReduce;
   each_granule(region, offset, bytes, [&](Granule& g, u16 mask, size_t at) {
-    if (g.writing && !(add && g.adding == g.writing))
+    if (being_written(g, mask, add))
       fail("%s writes %s while an asynchronous write to it is in flight", actor.what, describe(region, at).c_str());
     if (g.reading) fail("%s writes %s while an asynchronous operation still reads it", actor.what, describe(region, at).c_str());
     if (g.constant & mask)
@@ -167,9 +175,12 @@ void check_write(Region& region, size_t offset, size_t bytes, const Actor& actor
 }
 
 void mark_writing(Region& region, size_t offset, size_t bytes, int by, bool add) {
-  each_granule(region, offset, bytes, [&](Granule& g, u16, size_t) {
-    g.writing = static_cast<u16>(g.writing + by);
-    if (add) g.adding = static_cast<u16>(g.adding + by);
+  each_granule(region, offset, bytes, [&](Granule& g, u16 mask, size_t) {
+    for (int half = 0; half < 2; ++half) {
+      if (!(mask >> 8 * half & 0xff)) continue;
+      g.writing[half] = static_cast<u16>(g.writing[half] + by);
+      if (add) g.adding[half] = static_cast<u16>(g.adding[half] + by);
+    }
   });
 }
 
@@ -183,7 +194,7 @@ void mark_written(Region& region, size_t offset, size_t bytes) {
 
 void check_constant_read(Region& region, size_t offset, size_t bytes) {
   each_granule(region, offset, bytes, [&](Granule& g, u16 mask, size_t at) {
-    if (g.written & mask || g.writing)
+    if (g.written & mask || being_written(g, mask, false))
       fail("ld_global reads %s, which this launch writes: use ld_l2, ld_global may be served by a cache that is not coherent",
            describe(region, at).c_str());
     g.constant |= mask;

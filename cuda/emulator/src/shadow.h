@@ -37,7 +37,7 @@ struct AccessList {
 struct Granule {
   AccessList writes, reads;
   u16 initialised, written, constant;  // written during the launch; read by ld_global
-  u16 writing, reading, adding;        // asynchronous operations in flight
+  u16 writing[2], adding[2], reading;  // asynchronous operations in flight; writes by halves, the size of the smallest st.async
 };
 
 struct Region {

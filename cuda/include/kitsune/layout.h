@@ -40,6 +40,11 @@ struct Lane {
     u32 t = thread_id() % kGroupThreads, lane = t % 32;
     return {t, lane % 4, t / 32 * 16 + lane / 4};
   }
+  // Of a tile of 32 rows: each thread has the first of its two rows, the other stays empty.
+  static KITSUNE_DEVICE Lane with_one_row() {
+    u32 t = thread_id() % kGroupThreads, lane = t % 32;
+    return {t, lane % 4, t / 32 * 8 + lane / 4};
+  }
   // Where there are no columns: a tile of kOwnRows rows, of which the thread shares none.
   static KITSUNE_DEVICE Lane with_own_rows() {
     u32 t = thread_id() % kGroupThreads;

@@ -84,9 +84,9 @@ KITSUNE_DEVICE float magnitude(float x) { return fabsf(x); }
 KITSUNE_DEVICE i32 magnitude(i32 x) { return x < 0 ? static_cast<i32>(0u - static_cast<u32>(x)) : x; }
 
 KITSUNE_DEVICE float divide(float x, float y) { return x / y; }
-// The same for a constant y, of 2**-60 to 2**60: no branch and no call for special cases. The remainder of x * RN(1 / y) is exact, so
-// the correction rounds correctly (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990), except that a
-// quotient below 2**-60 may be one unit off.
+// The same for a constant y, of 2**-60 to 2**60: no branch and no call for special cases. The remainder of x * RN(1 / y) is exact,
+// so the correction rounds correctly (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990), except
+// that a quotient below 2**-60 may be one unit off.
 KITSUNE_DEVICE float divide_by(float x, float y) {
   const float inverse = 1.0f / y;
   const float q = x * inverse, left = fmaf(-q, y, x);

@@ -108,6 +108,7 @@ KITSUNE_DEVICE u32 use_cluster(Storage& s) {
   st_cluster(reinterpret_cast<U2*>(s.words), 1, U2{1, 1});
   st_cluster(reinterpret_cast<U4*>(s.words), 1, U4{1, 1, 1, 1});
   st_async(reinterpret_cast<U4*>(s.words), 1, U4{2, 2, 2, 2}, s.bar);
+  st_async(reinterpret_cast<U2*>(s.words), 1, U2{2, 2}, s.bar);
   fence_cluster();
   mbar_arrive_remote(s.bar, 1);
   fence_release_own_shared();

@@ -338,8 +338,8 @@ class TileStamp(Node):
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles are consecutive in the stream, not
     strided. ``order``: the array with the element that each row of the stream reads. ``prefetched``: (input, bytes of a row) to
-    prefetch for the next tile. ``batches``: tiles keep within a batch. ``scalar_rows``: a thread has whole rows
-    (``stage/facts.py``). ``stamp``: records each tile in a timeline."""
+    prefetch for the next tile. ``batches``: tiles keep within a batch. ``tile_rows``: 64, 256 where a
+    thread has whole rows (``stage/facts.py``), or 32 where it has one row, not two. ``stamp``: records each tile in a timeline."""
 
     uniform: bool
     consecutive: bool
@@ -348,15 +348,25 @@ class TileLoop(Node):
     prefetched: tuple[tuple[Constant, int], ...]
     vectors: bool
     batches: bool
-    scalar_rows: bool
+    tile_rows: int
     body: tuple[Node, ...]
     stamp: TileStamp | None = None
+
+    @property
+    def scalar_rows(self) -> bool:
+        return self.tile_rows > tiles.TILE_ROWS
+
+    @property
+    def one_row(self) -> bool:
+        return self.tile_rows < tiles.TILE_ROWS
 
     def lines(self, at: Spelling) -> list[str]:
         # Computing a lane's tile from ``n`` needs no register for its number.
         lines, more, tile = list[str](), "n * workers + worker < kTiles", "static_cast<i64>(n) * workers + worker"
         first, following = "worker", "(tile + workers)"
         tile_rows, apart = ("kOwnRows", "kOwnRows / 2") if self.scalar_rows else ("kTileRows", "8")
+        if self.one_row:
+            tile_rows, apart = "kTileRows / 2", "0"
         if self.uniform or self.consecutive:
             lines.append("const u32 rounds = rounds_of(workers, kTiles);")
         if self.consecutive:
@@ -374,7 +384,8 @@ class TileLoop(Node):
         else:
             lines += ["KITSUNE_NO_UNROLL", f"for (u32 n = 0; {more}; ++n) {{"]
             body = [f"const i64 tile = {tile};", f"const i64 first_row = tile * {tile_rows} + lane.row;"]
-            body.append(f"const bool valid[2] = {{first_row < kRows, first_row + {apart} < kRows}};")
+            second = "false" if self.one_row else f"first_row + {apart} < kRows"
+            body.append(f"const bool valid[2] = {{first_row < kRows, {second}}};")
         rows = ["first_row", f"first_row + {apart}"]
         if self.order is not None:
             rows = [f"row_of({at.constant(self.order)}, {row}, valid[{h}])" for h, row in enumerate(rows)]
@@ -485,6 +496,8 @@ class Consumer(Node):
         rows, worker = "mine", "instance * kLanes + group" if self.ctas else "share.block * kLanes + group"
         if self.loop.scalar_rows:
             rows, worker = "with_own_rows", "group * share.blocks + share.block"
+        elif self.loop.one_row:
+            rows = "with_one_row"
         lines = [f"const Lane lane = Lane::{rows}();", "(void)slab, (void)shared, (void)share, (void)instance;"]
         lines += [f"const u32 worker = {worker};", _workers(self.ctas), *at.lines(self.setup), *self.loop.lines(at)]
         finish = ["finishing();", *at.lines(self.finish)] if self.finish else []

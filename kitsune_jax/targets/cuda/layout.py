@@ -211,6 +211,8 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0) ->
         raise CannotLower(f"the kernel needs {shared} bytes of shared memory; a CTA has {a.shared_bytes}")
     if a.cluster != a.ctas and any(fitting.exchanges_of(stage.lowered) for stage in stages):
         raise CannotLower("the CTAs that split the weights of a loop must be one cluster")
+    if program.tile_rows < tiles.TILE_ROWS and not all(map(fitting.allows_half_tiles, stages)):
+        raise CannotLower("a tile of 32 rows has code only in loops over a cluster that keep their values in place")
     return Layout(program, a, name, stages, header, shared, queue_at, _operands(program, stages), _workspace(program, a, stages))
 
 
@@ -334,12 +336,13 @@ def place_stage(at: Layout, s: int) -> StageCode:
     loops = at.a.sm >= 900 or not at.a.spatial  # spatial kernels for sm_80 spill up to 164 bytes more with loops over chunks
     body = _with_places(at, s, rolled((*stage.lowered.prologue, *stage.lowered.nodes), loops))
     vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
-    prefetched = () if scalar else _prefetched(at, s)
+    rows = facts.SCALAR_TILE_ROWS if scalar else at.program.tile_rows
+    prefetched = _prefetched(at, s) if rows == tiles.TILE_ROWS else ()
     order = None if at.program.order is None else parameter("in", at.program.order)
     # A wait for each end of a queue; the tile, and the sums of its waits for weights and for other CTAs.
     waits = sum((s == q.producer) + (s in q.consumers) for q in at.program.queues)
     stamp = frame.TileStamp(number("stage_number", "stamp", s), waits + 3) if at.stamped else None
-    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, scalar, body, stamp)
+    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, rows, body, stamp)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     sliced = any(r.slices is not None for r in stage.lowered.weights)

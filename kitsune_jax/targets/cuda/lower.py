@@ -122,7 +122,7 @@ def _check(program: TileProgram) -> None:
         raise CannotLower("sums of each batch, as the gradients of an attention's keys and values, have no code on the GPU")
     if any(i.kind in SINKS and i.get("dims") is not None for stage in program.stages for i in walk(stage.body)):
         raise CannotLower("sums into a part of a sink have no code on the GPU")
-    if program.tile_rows != tiles.TILE_ROWS:
+    if program.tile_rows not in (tiles.TILE_ROWS, tiles.HALF_TILE_ROWS):
         raise CannotLower(f"tiles of {program.tile_rows} rows have no code on the GPU: a tile has {tiles.TILE_ROWS}")
 
 

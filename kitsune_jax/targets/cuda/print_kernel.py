@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import TileProgram, walk
-from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import prefetch
 from kitsune_jax.targets.cuda.call_layout import CallLayout, PartLayout, Source
 from kitsune_jax.targets.cuda.ir import Spelling, indented
 from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
-from kitsune_jax.targets.cuda.stage import facts
 
 # --- The functions of a kind of stages: consumer and loader -----------------------------------------------------------------------
 
@@ -66,7 +64,7 @@ def _comment(program: TileProgram, kind: Kind) -> list[str]:
     """The comment of a kind of stages: their operators, the rows of a tile, and their queues."""
     counts = Counter(_WORDS.get(i.kind, i.kind) for i in walk(program.stages[kind.number].body) if i.kind not in _MOVES)
     computed = ", ".join(word if n == 1 else f"{n} {word}" for word, n in counts.items()) or "copies"
-    rows = facts.SCALAR_TILE_ROWS if kind.code.consumer.loop.scalar_rows else tiles.TILE_ROWS
+    rows = kind.code.consumer.loop.tile_rows
     text = f"{_listed('Stage', kind.stages)}: {computed}; a tile has {rows} rows."
     queues = [(word, [k for k, q in enumerate(program.queues) if set(ends(q)) & {*kind.stages}]) for word, ends in _ENDS]
     text += "".join(f" {word} {_listed('queue', found)}." for word, found in queues if found)

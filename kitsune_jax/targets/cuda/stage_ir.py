@@ -400,21 +400,22 @@ class BeginSegments(Node):
 
 class Exchange(Node):
     """A ring of ``depth`` entries for a value, ``vectors`` per thread, whose slabs the CTAs of a cluster pass to one another. The
-    layout sets ``at``, its offset in the lane's memory, and ``ctas``, the mask of the cluster's CTAs. ``stamped``: the waits for
-    the others are summed for a timeline."""
+    layout sets ``at``, its offset in the lane's memory, and ``ctas``, the mask of the cluster's CTAs. ``one_row_of``: the form of a
+    value of which a thread has one row, else empty. ``stamped``: the waits for the others are summed for a timeline."""
 
     ring: Ref
     vectors: int
     depth: int
     at: int = -1
     ctas: int = 0
+    one_row_of: str = ""
     stamped: bool = False
 
     def lines(self, at: Spelling) -> list[str]:
-        name, queue = at.name(self.ring), f"ClusterQueue<{self.vectors}, {self.depth}, {self.size}>"
+        name, queue = at.name(self.ring), f"ClusterQueue<{self.vectors}, {self.depth}, {self.size}{self.rows}>"
         type_ = f"SummedWaits<{queue}, 1>" if self.stamped else queue
         ends = f"{self.ctas}u, {self.ctas}u, 1 + group"
-        slots = f"reinterpret_cast<U4*>(scratch + {self.at})"
+        slots = f"reinterpret_cast<{self.vector}*>(scratch + {self.at})"
         return [f"const {type_} {name}{{&header.{name}[group], {slots}, {ends}}};", f"u32 n_{name} = 0;"]
 
     @property
@@ -423,8 +424,16 @@ class Exchange(Node):
         return self.ctas.bit_count()
 
     @property
+    def rows(self) -> str:
+        return f", Held::kOneRowOf{self.one_row_of.title()}s" if self.one_row_of else ""
+
+    @property
+    def vector(self) -> str:
+        return "U2" if self.one_row_of else "U4"
+
+    @property
     def bytes(self) -> int:
-        return self.depth * self.vectors * tiles.GROUP_THREADS * 16
+        return self.depth * self.vectors * tiles.GROUP_THREADS * (8 if self.one_row_of else 16)
 
 
 def _count(queue: Ref) -> str:
@@ -482,7 +491,7 @@ class PushRow(Node):
 class Operand(Node):
     """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the product)
     or "image". ``dtype``: of the product. ``owner``: the object that must stay alive until the product is complete. ``awaited``:
-    the image is an entry of ring ``owner``, and this is the first wait for it."""
+    the image is an entry of ring ``owner``, and this is the first wait for it. ``one_row``: a thread has one row of it, not two."""
 
     kind: str
     ref: Ref
@@ -491,6 +500,7 @@ class Operand(Node):
     owner: Ref
     rows: Rows | None = None
     awaited: bool = False
+    one_row: bool = False
 
     @property
     def fetched(self) -> bool:
@@ -498,6 +508,9 @@ class Operand(Node):
 
     def source(self, at: Spelling) -> str:
         """The C++ object from which the product reads the operand."""
+        return f"one_row({self._source(at)})" if self.one_row else self._source(at)
+
+    def _source(self, at: Spelling) -> str:
         type_ = pointwise.OPERAND[self.dtype]
         if self.kind == "image":
             return f"image_source<{type_}, {self.width}>([&](int i) {{ return {at.vectors(self.ref, 'get')}(i); }})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 TILE_ROWS = 64
+HALF_TILE_ROWS = 32  # of a loop over a cluster: each thread has one row, not two
 GROUP_THREADS = 128
 ROW_BYTES = 128  # bytes of K in a chunk: the span of the 128-byte swizzle
 CHUNK_COLUMNS = 128  # columns of the widest chunk of weights

@@ -178,7 +178,10 @@ template <class T>
 inline T ld_cluster(const T* p, u32 rank, const emu::Site& at = emu::site()) {
   return detail::get<T>(emu::remote_load(p, rank, sizeof(T), at));
 }
-inline void st_async(U4* p, u32 rank, U4 v, Mbar& bar, const emu::Site& at = emu::site()) { emu::store_async(p, rank, v, bar, at); }
+template <class Vector>  // U2 or U4
+inline void st_async(Vector* p, u32 rank, Vector v, Mbar& bar, const emu::Site& at = emu::site()) {
+  emu::store_async(p, rank, &v, sizeof(Vector), bar, at);
+}
 inline void fence_cluster() { emu::fence_wide("fence.acq_rel.cluster"); }
 inline void mbar_expect_tx(Mbar& bar, u32 bytes) { emu::barrier_arrive(bar, bytes); }
 inline void fence_release_own_shared() { emu::fence_release_own_shared(); }

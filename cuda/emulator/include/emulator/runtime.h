@@ -50,7 +50,7 @@ void load_ordinary(const void* p, u32 bytes, const Site& at);
 void load_global(const void* p, u32 bytes, const Site& at);
 void store_global(void* p, u32 bytes, const Site& at);
 void add_global(void* p, u32 bytes, const Site& at);  // atomically: relaxed, at gpu scope
-void store_async(void* p, u32 rank, const U4& v, Mbar& bar, const Site& at);
+void store_async(void* p, u32 rank, const void* v, u32 bytes, Mbar& bar, const Site& at);
 
 // --- synchronisation through global memory
 void flag_add(u32* p, u32 v);

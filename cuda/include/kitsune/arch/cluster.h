@@ -19,14 +19,21 @@ KITSUNE_DEVICE T ld_cluster(const T* p, u32 rank) {
   return v;
 }
 
-// A store that adds 16 to the completed bytes of rank's copy of the barrier; that completion releases it at cluster scope, so no
-// fence goes before. It is performed in the generic proxy ("PTX ISA, st.async"): where wgmma or a bulk copy reads the data, the
+// A store that adds its bytes to the completed ones of rank's copy of the barrier; that completion releases it at cluster scope, so
+// no fence goes before. It is performed in the generic proxy ("PTX ISA, st.async"): where wgmma or a bulk copy reads the data, the
 // receiving threads execute fence_proxy_async after their wait.
 KITSUNE_DEVICE void st_async(U4* p, u32 rank, U4 v, Mbar& bar) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    cluster_address(p, rank)),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(cluster_address(&bar, rank))
                : "memory");
+}
+
+KITSUNE_DEVICE void st_async(U2* p, u32 rank, U2 v, Mbar& bar) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(cluster_address(p, rank)),
+      "r"(v.x), "r"(v.y), "r"(cluster_address(&bar, rank))
+      : "memory");
 }
 
 // Releases all earlier accesses to the cluster, stores to other CTAs' shared memory too, when a mbar_arrive_remote follows. Dear

@@ -128,6 +128,26 @@ struct RowSource {
   }
 };
 
+// A tile of 32 rows: the tensor core multiplies each thread's row twice, and nobody reads the second product. A row of zeros would
+// be registers of A that ptxas knows (arch/wgmma.h).
+template <class Source>
+struct OneRow {
+  using Type = typename Source::Type;
+  static constexpr int kBlocks = Source::kBlocks, kStepsPerBlock = Source::kStepsPerBlock;
+  static constexpr bool kFetched = Source::kFetched;
+  Source source;
+
+  KITSUNE_DEVICE void block(u32 (&a)[kStepsPerBlock][4], int b) const {
+    source.block(a, b);
+    KITSUNE_UNROLL
+    for (int s = 0; s < kStepsPerBlock; ++s) a[s][1] = a[s][0], a[s][3] = a[s][2];
+  }
+};
+template <class Source>
+KITSUNE_DEVICE OneRow<Source> one_row(const Source& source) {
+  return {source};
+}
+
 // --- where B comes from: chunks of K in order. `N`: columns of a chunk.
 
 template <int N>

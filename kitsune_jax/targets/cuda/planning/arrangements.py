@@ -48,7 +48,7 @@ from kitsune_jax.targets.cuda.planning.cost import (
     tile_work,
 )
 from kitsune_jax.targets.cuda.planning.xla import baseline
-from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, FAN_IN, SUM_BYTES, TILE_ROWS, padded
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, FAN_IN, HALF_TILE_ROWS, SUM_BYTES, TILE_ROWS, padded
 
 # --- All plans of a region: tiles, traffic, and seconds that the kernel's own work does not account for ---------------------------
 
@@ -67,6 +67,7 @@ class Arranged:
     busy: float
     l2_bytes: float
     bound: str
+    tile_rows: int = TILE_ROWS
 
 
 class GpuRegion:
@@ -99,8 +100,8 @@ class GpuRegion:
         return GpuPlan(
             machine=machine.name,
             arrangement=a.arrangement,
-            tile_rows=TILE_ROWS,
-            tiles=self.tiles,
+            tile_rows=a.tile_rows,
+            tiles=-(-self.cost.region.space.rows // a.tile_rows),
             stages=a.stages,
             queues=a.queues,
             replicas=a.replicas,
@@ -496,6 +497,9 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
     every value, and passes those that the next product contracts to the others through their shared memory
     (``stage/instructions.py``). A product that contracts more than it makes, as in a gradient through time, passes partial sums
     instead (``stage/split.py``).
+
+    A tile has 64 rows, or 32, of which a thread has one: the tensor cores then multiply every row twice, but twice as many CTAs
+    work, each of them executes half of the pointwise instructions, and half as much passes between them.
     Raises ``Infeasible`` with the reason where no cluster holds the weights.
     """
     cost, machine = region.cost, region.machine
@@ -512,6 +516,7 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
         weights = packed_bytes(cost, ops, size)
         rings = sum(x.ring_bytes for x in _exchanged(cost, ops))
         busy = -(-region.tiles // machine.clusters(size))  # more lanes would have no tile
+        heights = (TILE_ROWS, HALF_TILE_ROWS) if _keeps_in_place(cost, ops, size) else (TILE_ROWS,)
         for lanes, registers in enumerate(machine.lane_registers[: max(1, busy)], 1):
             bodies = [StageSteps(body, body.region.ops, size, True) for _, body in loops_of(cost, ops)]
             storage = largest_storage(bodies, registers, lanes)
@@ -520,10 +525,12 @@ def over_clusters(region: GpuRegion, ops: Ops) -> list[Arranged]:
             need = shared_bytes(cost, ops, storage, lanes, weights, rings)
             least = need if least is None else min(least, need)
             if need <= machine.local_bytes:
-                work = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True, lanes), size)
-                for exchanged in _exchanged(cost, ops):
-                    work = work.plus(exchanged.steps, exchanged.work(size))
-                found.append(_arranged(region, ops, work, size, lanes))
+                whole = tile_work(cost, ops, storage, matmul_efficiency(machine, "spatial", True, lanes), size)
+                for rows in heights:
+                    work = dataclasses.replace(whole, issue=whole.issue * rows / TILE_ROWS)
+                    for exchanged in _exchanged(cost, ops):
+                        work = work.plus(exchanged.steps, exchanged.work(size, rows))
+                    found.append(_arranged(region, ops, work, size, lanes, rows))
     if not found and least is not None:
         raise Infeasible(
             f"weights split over the CTAs of a cluster need {size_text(least)} of shared memory in each; "
@@ -538,6 +545,18 @@ def _has_slabs(cost: GpuCost, ops: Ops, size: int) -> bool:
     """Does every CTA have whole blocks of the columns of each product? (The code generator checks the pieces of a product.)"""
     dots = [body.work(i).dot for _, body in loops_of(cost, ops) for i in body.region.ops if i not in body.sinks]
     return all(dot is None or dot.n % (size * BLOCK_COLUMNS) == 0 for dot in dots)
+
+
+def _keeps_in_place(cost: GpuCost, ops: Ops, size: int) -> bool:
+    """Does every element stay with its thread, so that a tile may have 32 rows (``fitting.allows_half_tiles``)?"""
+    for of, numbers in ((cost, ops), *((body, body.region.ops) for _, body in loops_of(cost, ops))):
+        for i in numbers:
+            op, family = of.graph.ops[i], of.family(i)
+            whole = all(of.row_size(v) % (BLOCK_COLUMNS * size) == 0 for v in (*op.inputs, *op.outputs) if of.streamed(v))
+            stays = family in ELEMENTWISE | {"dot", "reshape"} or (family in ("slice", "concatenate") and whole)
+            if op.body is None and not of.is_maker(i) and not stays:
+                return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -557,11 +576,11 @@ class _Exchanged:
         entries = sum((EXCHANGE_DEPTH if v in self.body.region.inputs else 1) * entry_bytes(self.body, v) for v in self.values)
         return entries + sum(_sum_bytes(dot) for group in self.products for dot in group)
 
-    def work(self, size: int) -> TileWork:
-        """The work of a tile in a step: transfers, and round trips of barriers. Carried values are transferred while the lane
-        multiplies the loaded ones; otherwise the lane waits."""
+    def work(self, size: int, rows: int) -> TileWork:
+        """The work of a tile of ``rows`` in a step: transfers, and round trips of barriers. Carried values are transferred while
+        the lane multiplies the loaded ones; otherwise the lane waits."""
         body, machine = self.body, self.body.machine
-        bandwidth = machine.rate(machine.cluster_bandwidth, str(size)) / machine.workers * size / (size - 1)
+        bandwidth = machine.rate(machine.cluster_bandwidth, str(size)) / machine.workers * size / (size - 1) * TILE_ROWS / rows
         moved = {v: entry_bytes(body, v) / bandwidth for v in self.values}
         carried = [v for v in self.values if v in body.region.inputs]
         alone = sum(moved[v] + machine.tile_seconds for v in self.values if v not in carried)
@@ -571,7 +590,7 @@ class _Exchanged:
             later = sum(_tensor_seconds(body, dot, size) for dot in group[1:])
             alone += max(sum(map(_sum_bytes, group)) / bandwidth - later, _sum_bytes(group[-1]) / bandwidth) + machine.tile_seconds
         sums = sum(_sum_bytes(dot) for group in self.products for dot in group)
-        issue = _SUM_SLOTS * sums / SUM_BYTES / machine.rate(machine.simt_rates, "other")
+        issue = _SUM_SLOTS * sums / SUM_BYTES / machine.rate(machine.simt_rates, "other") * rows / TILE_ROWS
         return TileWork(0.0, issue, 0.0, alone, sum(moved.values()) + sums / bandwidth)
 
 
@@ -644,11 +663,12 @@ def _tensor_seconds(body: GpuCost, dot: DotWork, size: int) -> float:
     return flops / machine.rate(machine.tensor_rates, dot.dtype) / matmul_efficiency(machine, "spatial", True, 1)
 
 
-def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int) -> Arranged:
+def _arranged(region: GpuRegion, ops: Ops, work: TileWork, size: int, lanes: int, rows: int) -> Arranged:
     cost, machine = region.cost, region.machine
-    replicas = max(1, min(machine.clusters(size), region.tiles))
+    tiles = -(-cost.region.space.rows // rows)
+    replicas = max(1, min(machine.clusters(size), tiles))
     fetched = replicas * size * packed_bytes(cost, ops, size)
     name = stage_name(cost, 0, ops)
     stage = Stage(name, ops, resource_of(cost, ops), size, work.period(lanes, machine.tile_seconds), split=size)
-    busy = work.busy(-(-region.tiles // replicas), lanes, machine.tile_seconds) + fetched / machine.shared_bandwidth
-    return Arranged("spatial", (stage,), (), replicas, size, lanes, busy, float(fetched), name)
+    busy = work.busy(-(-tiles // replicas), lanes, machine.tile_seconds) + fetched / machine.shared_bandwidth
+    return Arranged("spatial", (stage,), (), replicas, size, lanes, busy, float(fetched), name, rows)

@@ -328,7 +328,8 @@ class StageCodeBuilder:
         """Give the operands of product ``v`` their homes."""
         home = self.value(v).home
         if isinstance(home, st.Multiply) and not home.operands:  # preparing another product may have done so
-            operands = tuple(self._operand(piece, home.shape) for piece in home.pieces)
+            one_row = self.program.tile_rows == tiles.HALF_TILE_ROWS
+            operands = tuple(dataclasses.replace(self._operand(p, home.shape), one_row=one_row) for p in home.pieces)
             self.settle(v, dataclasses.replace(home, operands=operands))
 
     def single_column(self, v: int) -> None:

@@ -278,6 +278,8 @@ def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: i
 
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
     """The arrays whose tiles stage ``s`` should copy to shared memory."""
+    if program.tile_rows < tiles.TILE_ROWS:
+        return frozenset()
     loads = {i["array"] for i in program.stages[s].body if i.kind == "load"}
     return frozenset(k for k in loads if frame.is_staged(program, program.inputs[k]))
 
@@ -426,6 +428,12 @@ def _summed_products(instrs: Sequence[Instr]) -> tuple[frozenset[int], bool]:
                 own += 1
         most = max(most, own)
     return frozenset(found), most > 1
+
+
+def allows_half_tiles(stage: Fitted) -> bool:
+    """May a tile of the stage have 32 rows? Memory of a lane other than that of exchanges is by rows of 64."""
+    memory = stage.memory
+    return bool(exchanges_of(stage.lowered)) and stage.resident and memory.rows == memory.exchanges
 
 
 def exchanges_of(lowered: Lowered) -> list[st.Exchange]:

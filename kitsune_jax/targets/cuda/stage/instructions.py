@@ -306,7 +306,7 @@ def begin_all_gathers(at: StageCodeBuilder, body: Sequence[Instr], carries: Coll
 def _exchanged(at: StageCodeBuilder, v: int, value: st.StageValue, depth: int) -> st.InImage:
     ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
     vectors = tiles.image_vectors(value.width, value.form)
-    at.setup.append(st.Exchange(ring, vectors * at.split.ctas, depth))
+    at.setup.append(_exchange(at, ring, vectors, depth, value.form))
     at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
     at.evaluate(value.width, [ir.Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
     at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
@@ -337,11 +337,18 @@ def _send_partial_sums(at: StageCodeBuilder, v: int, product: st.Multiply) -> Re
     ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split.ctas
     mine = at.unnamed(st.StageValue(n, "float32", False, product))
     vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split.ctas
-    at.setup.append(st.Exchange(ring, vectors * at.split.ctas, 1))
+    at.setup.append(_exchange(at, ring, vectors, 1, "word"))
     at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
     at.evaluate(at.value(mine).width, [ir.Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
     at.add(st.QueueCall(ring, "wr_release"))
     return ring
+
+
+def _exchange(at: StageCodeBuilder, ring: Ref, vectors: int, depth: int, form: str) -> st.Exchange:
+    half = at.program.tile_rows == tiles.HALF_TILE_ROWS
+    if half and form == "bit":
+        raise CannotLower("masks have no code in a tile of 32 rows")
+    return st.Exchange(ring, vectors * at.split.ctas, depth, one_row_of=form if half else "")
 
 
 def _name(at: StageCodeBuilder, kind: str) -> Ref:
