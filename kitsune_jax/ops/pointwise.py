@@ -287,7 +287,7 @@ _ENTRIES = (
     _unary("cbrt", 15, "cube root", cuda="cbrtf({0})", like=("pow", 1.0)),
     _unary("logistic", 14, "1 / (1 + e**-x)", cuda={"any": "logistic({0})", "coarse": "logistic_coarse({0})"}, fast=2,
            special=True),
-    _unary("tanh", 14, "hyperbolic tangent", cuda={"any": "tanhf({0})", "coarse": "tanh_coarse({0})"}, fast=1, special=True),
+    _unary("tanh", 14, "hyperbolic tangent", cuda="tanhf({0})", fast=1, special=True),
     _unary("sin", 15, "sine", cuda="sinf({0})", special=True),
     _unary("cos", 15, "cosine", cuda="cosf({0})", special=True, like=("sin", 1.0)),
     _unary("tan", 22, "tangent", cuda="tanf({0})", special=True, like=("sin", 2.0)),

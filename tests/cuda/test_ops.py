@@ -42,15 +42,20 @@ def test_pointwise(dtype: str) -> None:
 
 
 def test_a_division_by_a_constant_is_rounded_correctly() -> None:
-    """Bit for bit, special values included, though there is no division in it."""
+    """Bit for bit, special values included, though the steps of a loop have no division."""
     divisors = (1.1, -3.0, 0.7, 1e-9, 16777215.0)
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((512, 32)) * 2.0 ** rng.integers(-40, 90, (512, 32))).astype(np.float32)
     x[:2, :6] = [[0.0, -0.0, np.inf, -np.inf, np.nan, 1.1], [3e38, -3e38, 3.0, 0.7, -1.0, 1.0]]
-    found = jax.jit(kj.pipeline(lambda x: [x / d for d in divisors], target="emulator", force=True))(x)
+
+    def twice(x: jax.Array) -> tuple[jax.Array, ...]:
+        step = lambda _, xs: tuple(x / d for x, d in zip(xs, divisors, strict=True))  # noqa: E731
+        return jax.lax.fori_loop(0, 2, step, (x,) * len(divisors))
+
+    found = jax.jit(kj.pipeline(twice, target="emulator", force=True))(x)
     for quotient, d in zip(found, divisors, strict=True):
         with np.errstate(over="ignore"):
-            want = x / np.float32(d)
+            want = x / np.float32(d) / np.float32(d)
         np.testing.assert_array_equal(quotient, want)
         assert (np.signbit(quotient) == np.signbit(want))[x == 0].all()
 

@@ -185,9 +185,14 @@ KITSUNE_DEVICE u32 to_u32(float x) {
   return x >= 4294967296.0f ? 0xffffffffu : static_cast<u32>(x);
 }
 
-// 1 / (1 + e**-x) in a form that neither overflows nor loses small results. The divisor is 1 to 2, so an approximate reciprocal is
-// within a unit in the last place, and needs no branch for special cases as a division does.
+// 1 / (1 + e**-x) in a form that neither overflows nor loses small results.
 KITSUNE_DEVICE float logistic(float x) {
+  float e = expf(-fabsf(x));
+  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+// The same without a division, which has a branch for special cases: of a divisor of 1 to 2 an approximate reciprocal is within a
+// unit in the last place.
+KITSUNE_DEVICE float logistic_straight(float x) {
   float e = expf(-fabsf(x));
   return (x < 0.0f ? e : 1.0f) * fast_rcp(1.0f + e);
 }

@@ -408,9 +408,8 @@ def _pointwise(at: StageCodeBuilder, instr: Instr) -> None:
     template = pointwise.instruction(instr, places, types, pointwise.COMPUTE[value.dtype], dtype)
     if template is None:
         raise CannotLower(f"{instr.kind} of {types[0]} has no code on the GPU")
-    match at.value(instr.inputs[-1]).home:
-        case st.Number(number) if instr.kind == "div" and types[1] == "float" and 2.0**-60 <= abs(number) <= 2.0**60:
-            template = template.replace("divide(", "divide_by(")
+    if at.repeated and not at.facts.slices.makers:
+        template = _straight(at, instr, template, dtype)
     if compared or v in at.facts.rounded_results:
         template = pointwise.rounded(instr.kind, template, value.dtype)
     elif not value.row and v in at.facts.coarse and (scaled := _scaled_exponential(at, at.root(instr.inputs[0]))):
@@ -442,6 +441,19 @@ def _scaled_exponential(at: StageCodeBuilder, x: int) -> st.Expression | None:
             if alone and scaled is not None and scaled[1] <= math.log(2):
                 return st.Expression(f"exp_coarse({{0}}, {pointwise.literal(scaled[1], 'float')}, {{1}})", (scaled[0], at.root(b)))
     return None
+
+
+def _straight(at: StageCodeBuilder, instr: Instr, template: str, dtype: str) -> str:
+    """The form of ``template`` for a step of a recurrence: without branches, which would cut the step into pieces that a lane runs
+    one after the other. (Outside of loops ptxas serialised the products of a SwiGLU that had it.)"""
+    if instr.kind == "tanh" and dtype == "bfloat16":
+        return template.replace("tanhf(", "tanh_coarse(")
+    if instr.kind == "logistic":
+        return template.replace("logistic(", "logistic_straight(")
+    match at.value(instr.inputs[-1]).home:
+        case st.Number(number) if instr.kind == "div" and dtype in pointwise.OPERAND and 2.0**-60 <= abs(number) <= 2.0**60:
+            return template.replace("divide(", "divide_by(")
+    return template
 
 
 def _added_to(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:

@@ -297,7 +297,8 @@ class _RowsAhead:
         assert self.block is not None
         self.loads = [i for i in self.block.body if i.kind == "load_slice" and self._may_be_ahead(i)]
         wide = sum(tiles.registers(self._width(i), self._form(i)) for i in self.loads if not self._is_row(i))
-        if not at.shape.ahead or wide > tiles.MOST_AHEAD or not instr["count"] or instr.get("within") is not None:
+        most = tiles.MOST_AHEAD if at.lanes < 3 else 0  # three lanes have no registers for them, and wait while others work
+        if not at.shape.ahead or wide > most or not instr["count"] or instr.get("within") is not None:
             self.loads = []
         self.rows = [i for i in self.loads if self._is_row(i)]
         self.tiles = [i for i in self.loads if not self._is_row(i)]
