@@ -30,8 +30,8 @@ _NARROW = 2
 class Shape:
     """Choices that make a stage fit. ``columns``: most columns of a chunk; ``overlap``: two chunks of a product may be in flight;
     ``ahead``: a loop loads the rows of the next step; ``late``: a loop may issue its second product an iteration later; ``copies``:
-    matmuls of several chunks read a queue's entry from registers; ``images``: values kept in shared memory; ``staged``: input arrays
-    whose tiles are copied to shared memory."""
+    matmuls of several chunks read a queue's entry from registers; ``images``: values kept in shared memory; ``staged``: input
+    arrays whose tiles are copied to shared memory."""
 
     columns: int = tiles.CHUNK_COLUMNS
     overlap: bool = True
