@@ -35,7 +35,7 @@ from kitsune_jax.targets import get
 from kitsune_jax.targets.cuda import lower
 from kitsune_jax.targets.cuda.planning.arrangements import GpuRegion, SpatialBuilder
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, fed_by, panel_sums_of
-from kitsune_jax.targets.cuda.planning.machines import gpu
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine, gpu
 from kitsune_jax.targets.cuda.planning.planner import candidates, plans_in_batches
 
 RECORD = store.RESULTS / "h200" / "2026-11-26.json"
@@ -153,8 +153,13 @@ def _regions(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Graph, 
     return captured.graph, [r.phases[0].region for r in route(captured.graph, "cuda", asked).regions]
 
 
+def _machine() -> GpuMachine:
+    """The device as the kernels of the record used it: these had no rings of tiles."""
+    return dataclasses.replace(gpu(DEVICE), tile_rings=False)
+
+
 def _plan_as(graph: Graph, region: Region, ran: Ran) -> tuple[GpuRegion, GpuPlan]:
-    machine = gpu(DEVICE)
+    machine = _machine()
     order = next(iter(orders_of(graph, region)), None)
     cost = GpuCost(graph, region, machine, order)
     found = GpuRegion(cost)
@@ -183,7 +188,7 @@ def compare_plans(name: str, plans: list[dict[str, Any]]) -> Iterator[Comparison
     title, rows, dtype = name.rsplit(", ", 2)
     app = next(app for app in APPS.values() if app.title == title)
     graph, regions = _regions(*_of_rows(app.name, jnp.dtype(dtype), int(rows.removesuffix(" rows").replace(" ", ""))))
-    made = candidates(GpuCost(graph, max(regions, key=lambda r: len(r.ops)), gpu(DEVICE)))
+    made = candidates(GpuCost(graph, max(regions, key=lambda r: len(r.ops)), _machine()))
     found = {
         f"{lower.kind(p, gradients=False)} cluster{p.cluster} stages{len(p.stages)} split{max(s.split for s in p.stages)}": p
         for p in reversed(made)

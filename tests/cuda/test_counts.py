@@ -91,6 +91,9 @@ CONFLICTS = {
     (FLOAT, "stage/scratch.h", "st_shared", 4): 1.1,
     (HALF, "global.h", "ld_shared", 4): 2.2,
     (FLOAT, "global.h", "ld_shared", 4): 1.7,
+    # Tiles in the ring, whose rows lie a multiple of 128 bytes apart: two of the rows that a quarter of a warp reads are in a bank.
+    (HALF, "global.h", "ld_shared", 16): 2.0,
+    (FLOAT, "global.h", "ld_shared", 16): 2.0,
     # Addresses of rows and results of products for each row, 64 and 128 wavefronts a tile; a row of 16 numbers that is copied.
     ("interaction-small", "stage/row_product.h", "st_shared", 8): 2.0,
     ("interaction-small", "stage/scratch.h", "st_shared", 4): 2.0,

@@ -1,7 +1,7 @@
 """How rows reach and leave a lane, in the emulator: every width, dtype and number of rows, bit for bit.
 
-Rows whose pitch allows 16-byte accesses are read where they lie; others come through shared memory, tile by tile (*staged*). The
-tile programs are written by hand and compared with the interpreter.
+Rows whose pitch allows 16-byte accesses are read where they lie, or come through a ring of tiles (test_tile_ring.py); others come
+through shared memory, tile by tile (*staged*). The tile programs are written by hand and compared with the interpreter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_arrays_are_staged_where_their_accesses_would_be_narrow() -> None:
     source = generated(program)
     staged = {n for k, n in enumerate(WIDTHS) if f" staged{k}{{" in source}
     assert staged == {27, 63, 65, 127}, "rows of a few bytes, or of whole words, need few accesses"
-    for n, bytes_ in ((8, 4), (12, 8), (24, 16), (40, 16), (2, 4)):
+    for n, bytes_ in ((8, 4), (12, 8), (24, 16), (40, "kInRing"), (2, 4)):
         assert f"{bytes_}>" in next(line for line in source.splitlines() if f", {n}, valid[h])" in line and "load" in line), n
 
 

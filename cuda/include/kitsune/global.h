@@ -86,6 +86,8 @@ KITSUNE_DEVICE float unpack<F16>(u32 pair, int e) {
 // How many bytes an access to a row has (`Bytes`): 16, or as many as the pitch and the width of the array allow. Rows that a lane
 // has brought to shared memory first (stage/rows.h) start on any byte of theirs, and are read word by word.
 constexpr int kStaged = 0;
+// Rows of an entry of the ring of tiles, whose pitch allows 16 bytes at once.
+constexpr int kInRing = -16;
 
 template <int Bytes>
 struct Access;
@@ -159,11 +161,27 @@ KITSUNE_DEVICE void load_staged_halves(u32 (&out)[C / 2], const u16* row, int co
   }
 }
 
+// C columns of a row in the ring of tiles, as the words that they fill. Every load is made here too. Rows beyond the stream have
+// the address of one that is there, so nothing is looked at where the row is as wide as the tile.
+template <class Bits, int C>
+KITSUNE_DEVICE void load_ring_words(u32* out, const Bits* row, int column, int columns) {
+  constexpr int kEach = 16 / sizeof(Bits);
+  static_assert(C % kEach == 0);
+  KITSUNE_UNROLL
+  for (int i = 0; i < C / kEach; ++i) {
+    const bool inside = column + i * kEach < columns;
+    const U4 v = ld_shared(reinterpret_cast<const U4*>(inside ? row + column + i * kEach : row));
+    Access<16>::split(out + 4 * i, inside ? v : U4{});
+  }
+}
+
 // C columns of a row of 16-bit elements, as C / 2 pairs.
 template <int C, int Bytes>
 KITSUNE_DEVICE void load_halves(u32 (&out)[C / 2], const void* row, int column, int columns, bool valid) {
   if constexpr (Bytes == kStaged) {
     load_staged_halves<C>(out, static_cast<const u16*>(row), column, columns);
+  } else if constexpr (Bytes == kInRing) {
+    load_ring_words<u16, C>(out, static_cast<const u16*>(row), column, columns);
   } else if constexpr (Bytes == 2) {
     const u16* const from = static_cast<const u16*>(row) + column;
     KITSUNE_UNROLL
@@ -192,6 +210,12 @@ KITSUNE_DEVICE void load_row(typename Element<E>::Value (&out)[C], const void* r
     load_staged<Bits, C>(raw, static_cast<const Bits*>(row), column, columns);
     KITSUNE_UNROLL
     for (int c = 0; c < C; ++c) out[c] = Element<E>::load(raw[c]);
+  } else if constexpr (Bytes == kInRing) {
+    static_assert(kSize == 4, "rows of bytes are not copied to the ring");
+    u32 words[C];
+    load_ring_words<Bits, C>(words, static_cast<const Bits*>(row), column, columns);
+    KITSUNE_UNROLL
+    for (int c = 0; c < C; ++c) out[c] = Element<E>::load(words[c]);
   } else if constexpr (Bytes < 4) {
     const Bits* const from = static_cast<const Bits*>(row) + column;
     KITSUNE_UNROLL

@@ -68,6 +68,9 @@ KITSUNE_DEVICE bool fetches() {
 #endif
 }
 
+// The thread that fills the ring of tiles, in a warp of its own: it waits for lanes to read while the other one waits for weights.
+KITSUNE_DEVICE bool fetches_tiles() { return thread_id() == 32; }
+
 // Weights that stay: `full` completes once all of `total` bytes are there.
 KITSUNE_DEVICE void init_resident(Mbar& full) {
 #if KITSUNE_SM >= 900

@@ -210,10 +210,11 @@ def lay_out_call(
     programs = programs_of_call(call)
     barriers = [layout.barrier_bytes(p, a) for p, a in zip(programs, arrangements, strict=True)]
     all_bytes = sum(barriers) + first.lanes * layout.RECORDER_BYTES * stamped
-    found = [layout.lay_out(p, a, name, all_bytes - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
+    each = list(zip(programs, arrangements, barriers, strict=True))
+    found = [layout.lay_out(p, a, name, all_bytes - own, alone=False) for p, a, own in each]
     if len({at.header_bytes for at in found}) > 1:  # one of them fits only without staging
         most = max(at.header_bytes for at in found)
-        found = [layout.lay_out(p, a, name, most - own) for p, a, own in zip(programs, arrangements, barriers, strict=True)]
+        found = [layout.lay_out(p, a, name, most - own, alone=False) for p, a, own in each]
     return _assemble(call, [dataclasses.replace(at, stamped=stamped) for at in found], name, ahead)
 
 

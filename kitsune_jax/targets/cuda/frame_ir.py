@@ -295,6 +295,43 @@ class StagedArray(Node):
     )
 
 
+class TileRing(Node):
+    """The ring of tiles of inputs: ``depth`` entries of ``bytes`` from byte ``at`` of the CTA's shared memory on. ``arrays``:
+    (input, its byte in an entry, bytes of its row)."""
+
+    depth: int
+    bytes: int
+    at: int
+    arrays: tuple[tuple[Constant, int, int], ...]
+
+    @property
+    def type(self) -> str:
+        return f"TileRing<{self.depth}, {self.bytes}, kLanes>"
+
+    code = ("const {type} tiles{{&header.tiles, shared + {at}}};",)
+
+
+class TileEntry(Node):
+    """``call``: rd_acquire or rd_release, of the entry of the lane's tile."""
+
+    call: str
+
+    code = ("tiles.{call}(entry);",)
+
+
+class RingRows(Node):
+    """The addresses of the thread's rows of an input in the entry of the lane's tile, at byte ``at`` of it."""
+
+    ref: Ref
+    at: int
+    bytes: int
+
+    code = (
+        "const u8* const {ref}_row[2] = {{tiles.row(entry, {at}, lane.row, {bytes}, valid[0]), "
+        "tiles.row(entry, {at}, lane.row + 8, {bytes}, valid[1])}};",
+    )
+
+
 class WeightRing(Node):
     """The ring of streamed weights, after a header of ``header_bytes``."""
 
@@ -338,8 +375,9 @@ class TileStamp(Node):
 class TileLoop(Node):
     """``uniform``: every lane takes part in every round. ``consecutive``: a lane's tiles are consecutive in the stream, not
     strided. ``order``: the array with the element that each row of the stream reads. ``prefetched``: (input, bytes of a row) to
-    prefetch for the next tile. ``batches``: tiles keep within a batch. ``tile_rows``: 64, 256 where a
-    thread has whole rows (``stage/facts.py``), or 32 where it has one row, not two. ``stamp``: records each tile in a timeline."""
+    prefetch for the next tile. ``batches``: tiles keep within a batch. ``tile_rows``: 64, 256 where a thread has whole rows
+    (``stage/facts.py``), or 32 where it has one row, not two. ``stamp``: records each tile in a timeline. ``ring``: tiles come
+    through a ring."""
 
     uniform: bool
     consecutive: bool
@@ -351,6 +389,7 @@ class TileLoop(Node):
     tile_rows: int
     body: tuple[Node, ...]
     stamp: TileStamp | None = None
+    ring: bool = False
 
     @property
     def scalar_rows(self) -> bool:
@@ -390,6 +429,8 @@ class TileLoop(Node):
         if self.order is not None:
             rows = [f"row_of({at.constant(self.order)}, {row}, valid[{h}])" for h, row in enumerate(rows)]
         body += ["(void)valid;", f"const i64 row[2] = {{{', '.join(rows)}}};"]
+        if self.ring:
+            body.append("const u32 entry = n * kLanes + group;")
         if staged:
             body.append(f"{self.staged[0].type}::turn(1 + group);")
         body += [f"{s}.fetch(lane, n + 1, {following}, kRows);" for s in staged]
@@ -613,12 +654,35 @@ class LoadBlocks(Node):
         return [*self.ring.of_loader(), *_ROUNDS, *indented(body), "}"]
 
 
+class LoadTiles(Node):
+    """Fills the ring of tiles. ``uniform``: every lane takes part in every round, one without a tile with the last one of the
+    stream, whose rows it does not use; ``consecutive``: as in ``TileLoop``."""
+
+    ring: TileRing
+    uniform: bool
+    consecutive: bool
+
+    def lines(self, at: Spelling) -> list[str]:
+        whole = sum(size for _, _, size in self.ring.arrays)
+        round_, worker = "static_cast<i64>(i / kLanes)", "(share.block * kLanes + i % kLanes)"
+        tile = f"{worker} * static_cast<i64>(rounds) + i / kLanes" if self.consecutive else f"{round_} * workers + {worker}"
+        body = [f"const i64 tile = {tile};"]
+        if self.uniform:
+            body = [f"const i64 own = {tile};", "const i64 tile = own < kTiles ? own : kTiles - 1;"]
+        body += [f"const u32 count = tiles.begin(i, tile, kRows, {whole});", "if (count == 0) continue;"]
+        body += [f"tiles.fetch(i, {to}, {at.constant(array)}, tile, count, {size});" for array, to, size in self.ring.arrays]
+        head = [*self.ring.lines(at), _workers(0), "const u32 rounds = rounds_of(workers, kTiles);"]
+        loop = ["KITSUNE_NO_UNROLL", "for (u32 i = 0; i < rounds * kLanes; ++i) {", *indented(body), "}"]
+        return ["if (fetches_tiles()) {", *indented((*head, *loop, "return;")), "}"]
+
+
 class StageCode(Node):
     """``split``: CTAs that run the stage."""
 
     consumer: Consumer
     loader: LoadResident | LoadStreamed | LoadBlocks
     split: int
+    tiles: LoadTiles | None = None
 
 
 # --- Streamed arrays: how a thread accesses their rows ----------------------------------------------------------------------------
@@ -692,6 +756,12 @@ def is_staged(program: TileProgram, array: ArrayType) -> bool:
     width, wide = tiles.padded(columns.n), access_bytes(array)
     accesses = 2 * tiles.blocks(width) * tiles.owned(width) * pointwise.ITEM_SIZE[array.dtype] // wide  # of a thread, for a tile
     return wide < 16 and accesses > _FEW_ACCESSES
+
+
+def is_in_pieces(program: TileProgram, array: ArrayType) -> bool:
+    """Are the rows read in pieces of 64 bytes, 16 by each of the four threads that share a row? A tile of them is one piece of
+    memory, whose start and size are multiples of 16 bytes."""
+    return has_contiguous_tiles(program, array) and access_bytes(array) == 16 and row_bytes(array) > 64
 
 
 def staged_bytes(array: ArrayType) -> int:

@@ -807,6 +807,40 @@ class ArrayBlock(BlockStep):
         loop.before += each_row(rows.load(loop.at, self.ref, owned, f"{first}{loop.first_column(self.shift)}"))
 
 
+class KeptRows(Node):
+    """Registers ``ref`` with ``count`` blocks, from ``first`` on, of ``rows`` of 16-bit elements; ``width``: of a tile of them."""
+
+    ref: Ref
+    rows: Rows
+    width: int
+    first: int
+    count: int
+
+    def lines(self, at: Spelling) -> list[str]:
+        kept, row = at.name(self.ref), self.rows.name(at)
+        where = f"{kept}[b][h], {row}[h], first_column<{self.width}>(lane, {self.first} + b), {self.rows.columns}, valid[h]"
+        load = [*each_row(f"load_halves<8, {self.rows.access}>({where});")]
+        head = ["KITSUNE_UNROLL", f"for (int b = 0; b < {self.count}; ++b) {{"]
+        return [f"u32 {kept}[{self.count}][2][4];", *head, *indented(load), "}"]
+
+    @property
+    def registers(self) -> int:
+        return 8 * self.count
+
+
+class KeptBlock(BlockStep):
+    """Once per block: the columns of both rows in ``kept``, whose first block is ``first``."""
+
+    ref: Ref
+    kept: Ref
+    first: int
+    shift: int
+
+    def add_to(self, loop: LoopText) -> None:
+        index = _block(self.shift + self.first)
+        loop.before.append(f"const u32 (&{loop.at.name(self.ref)})[2][4] = {loop.at.name(self.kept)}[{index}];")
+
+
 class VectorBlock(BlockStep):
     ref: Ref
     address: Address

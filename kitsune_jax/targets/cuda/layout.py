@@ -25,7 +25,7 @@ from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
-from kitsune_jax.targets.cuda.stage import facts, fitting, simplify, split
+from kitsune_jax.targets.cuda.stage import facts, fitting, inputs, simplify, split
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
 from kitsune_jax.targets.cuda.stage.rolling import rolled
 from kitsune_jax.targets.cuda.stage_ir import queue_form
@@ -67,7 +67,8 @@ class Workspace:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``ahead``: what the kernel prefetches.
-    ``stamped``: it records when it runs which tile (``cuda/include/kitsune/timeline.h``)."""
+    ``stamped``: it records when it runs which tile (``cuda/include/kitsune/timeline.h``). ``ring``: of tiles of inputs, which the
+    only stage reads as ``reads`` says."""
 
     program: TileProgram
     a: Arrangement
@@ -80,6 +81,8 @@ class Layout:
     workspace: Workspace
     ahead: Ahead | None = None
     stamped: bool = False
+    ring: frame.TileRing | None = None
+    reads: inputs.RingReads | None = None
 
     @property
     def working(self) -> int:
@@ -194,17 +197,19 @@ def entry_vectors(program: TileProgram, a: Arrangement, q: int) -> int:
     return 1 if n == 1 else tiles.image_vectors(tiles.padded(n), queue_form(tile.dtype, q in a.slab_queues(program)))
 
 
-def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0) -> Layout:
-    """The layout of a kernel, or of a part of one; ``beside``: bytes of the barriers of other parts and of a timeline's recorders.
-    Raises ``CannotLower`` if it does not fit."""
+def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, alone: bool = True) -> Layout:
+    """The layout of a kernel, or of a part of one if not ``alone``; ``beside``: bytes of the barriers of other parts and of a
+    timeline's recorders. Raises ``CannotLower`` if it does not fit."""
     program = simplify.loop_values_as_tiles(program)
     if a.spatial and a.cluster > 1 and len(program.stages) == 1:  # a loop split over a cluster has few registers for a step
         program = simplify.sums_of_products_as_one(program)
     simpler = simplified(program)
+    # The loader of a later phase would have to wait for what the phases before it make.
+    arrays = inputs.ring_arrays(program, a) if alone else ()
     for staging in (True, False):
-        header = tiles.aligned(beside + barrier_bytes(program, a, staging))
+        header = tiles.aligned(beside + barrier_bytes(program, a, staging) + (tiles.RING_BARRIER_BYTES if arrays else 0))
         stages = tuple(fitting.fit((simpler, program), s, a, header, staging) for s in range(len(program.stages)))
-        queue_at, shared = _place_queues(program, a, [header + s.weight_bytes + a.lanes * s.memory.bytes for s in stages])
+        queue_at, shared = _place_queues(program, a, [_end(s, a, header) for s in stages])
         if shared <= a.shared_bytes or not any(stage.shape.staged for stage in stages):
             break
     if shared > a.shared_bytes:
@@ -213,7 +218,61 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0) ->
         raise CannotLower("the CTAs that split the weights of a loop must be one cluster")
     if program.tile_rows < tiles.TILE_ROWS and not all(map(fitting.allows_half_tiles, stages)):
         raise CannotLower("a tile of 32 rows has code only in loops over a cluster that keep their values in place")
-    return Layout(program, a, name, stages, header, shared, queue_at, _operands(program, stages), _workspace(program, a, stages))
+    ring, reads = None, None
+    # Fewer arrays where all have no room; held to the end of a tile where the ring has entries for that.
+    for count, held in itertools.product(range(len(arrays), 0, -1), (True, False)):
+        reads = _ring_reads(stages[0], a, arrays[:count], held)
+        stage, entries = _with_ring((simpler, program), stages[0], a, header, staging, inputs.entry_bytes(program, reads.arrays))
+        if entries >= (tiles.held_entries(a.lanes) if held else 1):
+            stages, reads = (stage,), _ring_reads(stage, a, arrays[:count], held)
+            ring = _ring(program, reads.arrays, entries, tiles.aligned(_end(stage, a, header), 128))
+            shared = ring.at + ring.depth * ring.bytes
+            break
+    made = _operands(program, stages), _workspace(program, a, stages)
+    return Layout(program, a, name, stages, header, shared, queue_at, *made, ring=ring, reads=reads if ring else None)
+
+
+def _ring_reads(stage: Fitted, a: Arrangement, arrays: Sequence[int], held: bool) -> inputs.RingReads:
+    room = inputs.room_for_kept(a.lanes, stage.lowered.liveness)
+    return inputs.through_ring(stage.lowered.nodes, arrays, held, room)
+
+
+def _end(stage: Fitted, a: Arrangement, header: int) -> int:
+    """The end of a stage's weights and tiles in shared memory."""
+    return header + stage.weight_bytes + a.lanes * stage.memory.bytes
+
+
+def _with_ring(
+    programs: tuple[TileProgram, TileProgram], stage: Fitted, a: Arrangement, header: int, staging: bool, entry: int
+) -> tuple[Fitted, int]:
+    """(the fit of the only stage beside a ring of tiles with entries of ``entry`` bytes, the ring's entries or 0).
+
+    Resident weights leave what they leave. Lanes that multiply weight gradients together need an entry each: one must not wait for
+    the entry of another that waits for it. A ring of streamed weights takes all that is left, and gives some of it back where it
+    keeps as many chunks as two lanes need that are a product apart. Its lanes wait for each other: a chunk is free when all have
+    multiplied with it. So the ring of tiles then needs an entry for each lane, too.
+    """
+    if not entry:
+        return stage, 0
+    if stage.resident:
+        entries = tiles.ring_entries(entry, a.lanes, a.shared_bytes - tiles.aligned(_end(stage, a, header), 128))
+        return stage, 0 if in_setup(stage, frame.GradientStart) and entries < a.lanes else entries
+    needed = max(fitting.STAGED_DEPTH, 2 * max((r.shape.k_chunks for r in stage.lowered.weights), default=0))
+    for entries in dict.fromkeys((2 * a.lanes, max(2, a.lanes))):
+        try:
+            found = fitting.fit(programs, 0, a, header + entries * entry, staging)
+        except CannotLower:
+            continue
+        if found.shape == stage.shape and found.depth >= min(stage.depth, needed):
+            return found, entries
+    return stage, 0
+
+
+def _ring(program: TileProgram, arrays: Sequence[int], entries: int, at: int) -> frame.TileRing:
+    """The ring of tiles of ``arrays``, which lie one behind the other in an entry."""
+    sizes = {k: frame.row_bytes(program.inputs[k]) for k in arrays}
+    places, size = offsets((k, tiles.TILE_ROWS * n) for k, n in sizes.items())
+    return frame.TileRing(entries, size, at, tuple((parameter("in", k), places[k], n) for k, n in sizes.items()))
 
 
 def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) -> int:
@@ -328,13 +387,14 @@ def place_stage(at: Layout, s: int) -> StageCode:
     stage = at.stages[s]
     ring = frame.WeightRing(at.header_bytes)
     staged = tuple(_staged(at, s))
-    setup = [*_memory(at, s), *_queues(at, s), *staged, *_with_places(at, s, stage.lowered.setup)]
+    tile_ring = [] if at.ring is None else [at.ring]
+    setup = [*_memory(at, s), *_queues(at, s), *staged, *tile_ring, *_with_places(at, s, stage.lowered.setup)]
     if not stage.resident:
         setup.append(ring)
     elif stage.fetches:
         setup.append(frame.AwaitWeights(at.stamped))
     loops = at.a.sm >= 900 or not at.a.spatial  # spatial kernels for sm_80 spill up to 164 bytes more with loops over chunks
-    body = _with_places(at, s, rolled((*stage.lowered.prologue, *stage.lowered.nodes), loops))
+    body = _with_places(at, s, rolled(_tile_nodes(at, s), loops))
     vectors, batches, scalar = bool(at.operands.vectors), bool(at.batch_tiles), facts.has_scalar_rows(at.program)
     rows = facts.SCALAR_TILE_ROWS if scalar else at.program.tile_rows
     prefetched = _prefetched(at, s) if rows == tiles.TILE_ROWS else ()
@@ -342,7 +402,8 @@ def place_stage(at: Layout, s: int) -> StageCode:
     # A wait for each end of a queue; the tile, and the sums of its waits for weights and for other CTAs.
     waits = sum((s == q.producer) + (s in q.consumers) for q in at.program.queues)
     stamp = frame.TileStamp(number("stage_number", "stamp", s), waits + 3) if at.stamped else None
-    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, rows, body, stamp)
+    ring_too = at.ring is not None
+    loop = frame.TileLoop(at.uniform, at.consecutive, order, staged, prefetched, vectors, batches, rows, body, stamp, ring_too)
     ctas = at.a.ctas if at.a.spatial else 0
     consumer = frame.Consumer(tuple(setup), ctas, loop, tuple(_finish(at, s)))
     sliced = any(r.slices is not None for r in stage.lowered.weights)
@@ -351,7 +412,19 @@ def place_stage(at: Layout, s: int) -> StageCode:
         loader = _resident(at, s)
     else:
         loader = _blocks(at, s, ring) if sliced else frame.LoadStreamed(ring, ctas, _runs(at, s, stage.fetches))
-    return StageCode(consumer, loader, at.a.split[s])
+    tiles_too = None if at.ring is None else frame.LoadTiles(at.ring, at.uniform, at.consecutive)
+    return StageCode(consumer, loader, at.a.split[s], tiles_too)
+
+
+def _tile_nodes(at: Layout, s: int) -> tuple[Node, ...]:
+    """The nodes of a tile, with the rows that come through the ring."""
+    prologue, nodes = at.stages[s].lowered.prologue, at.stages[s].lowered.nodes
+    if at.ring is None or at.reads is None:
+        return (*prologue, *nodes)
+    unread = {Ref("in", k) for k in at.reads.arrays if k not in at.reads.others}
+    kept = [node for node in prologue if not (isinstance(node, ir.RowAddresses) and node.ref in unread)]
+    rows = [frame.RingRows(Ref("ring", k), to, size) for k, (_, to, size) in zip(at.reads.arrays, at.ring.arrays, strict=True)]
+    return (*kept, *rows, *at.reads.nodes)
 
 
 def _with_places(at: Layout, s: int, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -424,8 +497,9 @@ def _prefetched(at: Layout, s: int) -> tuple[tuple[Constant, int], ...]:
     """(input, bytes of a row) of the next tiles to prefetch: of contiguous inputs that are not copied in bulk anyway, or of the
     stream's order if it has one."""
     loads = {i["array"] for i in at.program.stages[s].body if i.kind == "load"} - at.stages[s].shape.staged
-    inputs, order = at.program.inputs, at.program.order
-    contiguous = [(k, frame.row_bytes(inputs[k])) for k in sorted(loads) if frame.has_contiguous_tiles(at.program, inputs[k])]
+    loads.difference_update(() if at.reads is None else at.reads.arrays)
+    arrays, order = at.program.inputs, at.program.order
+    contiguous = [(k, frame.row_bytes(arrays[k])) for k in sorted(loads) if frame.has_contiguous_tiles(at.program, arrays[k])]
     return tuple((parameter("in", k), size) for k, size in ([(order, 4)] if order is not None else contiguous))
 
 
@@ -532,7 +606,7 @@ _FAMILIES = (
     ("v", "d", "c", "r", "e", "k", "s", "h", "index", "image", "gather", "work", "pick"),
     ("q", "queue", "pop", "push"),
     ("sink", "gradient", "panel", "columns"),
-    ("in", "staged"),
+    ("in", "staged", "ring", "kept"),
     ("out",),
 )
 _FAMILY = {kind: number for number, kinds in enumerate(_FAMILIES) for kind in kinds}

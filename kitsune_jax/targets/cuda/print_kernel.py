@@ -32,7 +32,9 @@ def functions(program: TileProgram, kind: Kind) -> tuple[str, str]:
         unused = ["(void)at;"] if place and not any("at." in line for line in lines) else []
         return _function(f"{title}, u32 slab{place})", [*unused, *lines])
 
-    loader = ["(void)slab, (void)p, (void)header, (void)shared, (void)share;", *kind.code.loader.lines(spelling)]
+    loader = ["(void)slab, (void)p, (void)header, (void)shared, (void)share;"]
+    loader += [] if kind.code.tiles is None else kind.code.tiles.lines(spelling)
+    loader += kind.code.loader.lines(spelling)
     consume = function(f"consume{kind.number}({given}, u32 group, u32 instance", kind.code.consumer.lines(spelling))
     return "\n".join([*_comment(program, kind), consume]), function(f"load{kind.number}({given}", loader)
 
@@ -173,6 +175,8 @@ def _barriers(at: Layout) -> list[tuple[str, list[str]]]:
         found.append(
             (f"Ring<{at.streaming.depth}> weights", ["Weights::init(header.weights);", 'name(&header.weights, "weights");'])
         )
+    if at.ring is not None:
+        found.append((f"{at.ring.type}::Barriers tiles", [f"{at.ring.type}::init(header.tiles);", 'name(&header.tiles, "tiles");']))
     queues = [(q, at.program.queues[q]) for q in at.queue_at]
     rings = [(f"queue{q}", entry_vectors(at.program, at.a, q), queue.depth, f"{at.mask(queue.consumers)}") for q, queue in queues]
     rings += [(x.ring.name, x.vectors, x.depth, f"{(1 << at.a.ctas) - 1}u") for x in at.exchanges]
@@ -214,7 +218,8 @@ def _entry(at: Layout) -> str:
     # CTAs beyond those that have tiles only prefetch weights.
     share, mine = ("Share::all()", "") if at.grid == at.working else (f"Share::of(0, {at.working}, {at.a.ctas})", "share.is_mine()")
     declared, section = [_GROUP, f"const Share share = {share};"], f"section(share.block % {at.a.ctas}, group);"
-    load = f"if ({mine and f'{mine} && '}fetches()) load(p, header, base, share);"
+    fetches = "fetches()" if at.ring is None else "(fetches() || fetches_tiles())" if mine else "fetches() || fetches_tiles()"
+    load = f"if ({mine and f'{mine} && '}{fetches}) load(p, header, base, share);"
     consume = f"{mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);"
     stamped = _stamped(at.stamped, [consume])
     return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [*stamped, *prefetch(at.ahead)])

@@ -158,6 +158,47 @@ def tops_bytes(columns: int) -> int:
     return 4 * (16 * columns + TILE_ROWS * (columns | 1))
 
 
+RING_ENTRIES = 16  # most entries of a ring of tiles
+KEPT_REGISTERS = 32  # most registers of a thread for rows that are kept when their entry is released: 128 columns of 16 bits
+RING_BARRIER_BYTES = 8 * (2 * RING_ENTRIES + 2)  # its barriers: with three lanes there are up to two more full ones than entries
+_RING_BYTES = 96 << 10  # of a ring of tiles where there is room: half of it may be on its way, which DRAM's rate needs
+
+
+def ring_entries(entry_bytes: int, lanes: int, free: int) -> int:
+    """Entries of a ring of tiles for which ``free`` bytes of shared memory have room, or 0 if these are too few: two, so that one
+    is on its way while lanes read the other.
+
+    >>> ring_entries(49152, 3, 100000), ring_entries(49152, 3, 90000), ring_entries(8192, 2, 1 << 17)
+    (2, 0, 12)
+    """
+    most = min(RING_ENTRIES, max(2 * lanes, -(-_RING_BYTES // entry_bytes)))
+    found = min(most, free // entry_bytes)
+    return found if found >= 2 else 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputRing:
+    """A ring of tiles by the planner's estimate: of the inputs ``values``, of each of which it has what a lane reads first, or,
+    ``held``, all of it. ``bytes``: of the ring."""
+
+    values: tuple[int, ...] = ()
+    held: bool = False
+    bytes: int = 0
+
+    def rest(self, loads: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+        """Those of ``loads``, by (value, step), that are from memory."""
+        first = {v: min(step for w, step in loads if w == v) for v in self.values}
+        return {(v, step): size for (v, step), size in loads.items() if v not in first or (not self.held and step > first[v])}
+
+
+NO_RING = InputRing()
+
+
+def held_entries(lanes: int) -> int:
+    """Entries of a ring of which every lane may hold one to the end of its tile: as many again are then on their way."""
+    return 2 * lanes
+
+
 FAN_IN = 16  # lanes whose tables are folded into one first (``Table::kFanIn``)
 MOST_TABLE_BYTES = 192 << 10  # of a lane's table of sums by unsorted indices; one lane has room for it beside its stage
 

@@ -9,6 +9,9 @@
 // A tile that goes beyond the array, and arrays that do not start on 16 bytes, are copied element by element, with zeros for rows
 // that are not there. Only the last tile of a lane can be such a tile of an array that is copied in bulk, so the phases of the
 // barriers go on without a gap.
+//
+// Rows of more than 64 bytes whose pitch allows 16 bytes at once come through a ring of tiles instead, which all lanes of the CTA
+// share (`TileRing`).
 #pragma once
 
 #include "kitsune/global.h"
@@ -77,5 +80,66 @@ struct StagedRows {
   }
   KITSUNE_DEVICE const u8* row(u32 n, u32 r) const { return buffer(n) + r * kRow; }
 };
+
+#if KITSUNE_SM >= 900
+
+// A ring of `Depth` entries of `Bytes` bytes: an entry has the rows of one or several arrays for one tile, array after array. One
+// thread of the loader fills entries in the order of the tiles of its CTA, as far ahead as the ring is deep, so the bytes that are
+// on their way do not depend on what the lanes are doing. Entry i is the tile of lane i % Lanes in round i / Lanes.
+//
+// There are as many full barriers as are a multiple of the lanes, so that a lane shares none with others: of a barrier whose last
+// phase was another lane's it could not tell whether that has ended, and would take the parity of the one before it for its own.
+template <int Depth, u32 Bytes, int Lanes>
+struct TileRing {
+  static constexpr u32 kFull = (Depth + Lanes - 1) / Lanes * Lanes;
+  struct Barriers {
+    Mbar full[kFull];
+    Mbar empty[Depth];
+  };
+  Barriers* barriers;
+  u8* entries;
+
+  static KITSUNE_DEVICE void init(Barriers& barriers) {
+    for (u32 k = 0; k < kFull; ++k) mbar_init(barriers.full[k], 1);
+    for (u32 k = 0; k < Depth; ++k) mbar_init(barriers.empty[k], kGroupThreads / 32);
+  }
+  KITSUNE_DEVICE u8* entry(u32 i) const { return entries + i % Depth * Bytes; }
+  KITSUNE_DEVICE Mbar& full(u32 i) const { return barriers->full[i % kFull]; }
+  KITSUNE_DEVICE Mbar& empty(u32 i) const { return barriers->empty[i % Depth]; }
+
+  // By the loader's thread: waits until entry i is free, and expects the rows of `tile` that lie within the stream, `row_bytes` of
+  // all arrays together. Returns their number. 0: the tile is beyond the stream, and no lane will ask for it.
+  KITSUNE_DEVICE u32 begin(u32 i, i64 tile, i64 rows, u32 row_bytes) const {
+    mbar_wait(empty(i), i / Depth & 1 ^ 1);
+    const i64 left = rows - tile * kTileRows;
+    if (left <= 0) {
+      mbar_arrive(full(i));
+      for (int warp = 0; warp < kGroupThreads / 32; ++warp) mbar_arrive(empty(i));
+      return 0;
+    }
+    const u32 count = left < kTileRows ? static_cast<u32>(left) : kTileRows;
+    mbar_expect_tx(full(i), count * row_bytes);
+    return count;
+  }
+  // The rows of one array, to byte `at` of entry i.
+  KITSUNE_DEVICE void fetch(u32 i, u32 at, const void* array, i64 tile, u32 count, u32 row_bytes) const {
+    const u8* const from = static_cast<const u8*>(array) + tile * kTileRows * row_bytes;
+    bulk_load(entry(i) + at, from, count * row_bytes, full(i));
+  }
+
+  // By a lane.
+  KITSUNE_DEVICE void rd_acquire(u32 i) const { mbar_wait(full(i), i / kFull & 1); }
+  KITSUNE_DEVICE void rd_release(u32 i) const {
+    syncwarp();  // all threads of the warp have read
+    if (lane_id() == 0) mbar_arrive(empty(i));
+  }
+  // Row r of the array at byte `at` of entry i. One beyond the stream has the address of the tile's first row, whose values are
+  // used as little as those of any row that is not valid.
+  KITSUNE_DEVICE const u8* row(u32 i, u32 at, u32 r, u32 row_bytes, bool valid) const {
+    return entry(i) + at + (valid ? r : 0) * row_bytes;
+  }
+};
+
+#endif
 
 }  // namespace kitsune

@@ -48,7 +48,17 @@ from kitsune_jax.targets.cuda.planning.cost import (
     tile_work,
 )
 from kitsune_jax.targets.cuda.planning.xla import baseline
-from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, FAN_IN, HALF_TILE_ROWS, SUM_BYTES, TILE_ROWS, padded
+from kitsune_jax.targets.cuda.tiles import (
+    BLOCK_COLUMNS,
+    EXCHANGE_DEPTH,
+    FAN_IN,
+    HALF_TILE_ROWS,
+    NO_RING,
+    SUM_BYTES,
+    TILE_ROWS,
+    InputRing,
+    padded,
+)
 
 # --- All plans of a region: tiles, traffic, and seconds that the kernel's own work does not account for ---------------------------
 
@@ -56,7 +66,7 @@ from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, EXCHANGE_DEPTH, FAN_IN
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arranged:
     """An arrangement with its numbers. ``busy``: seconds of the slowest stage, of filling the pipeline, and of loading resident
-    weights; ``l2_bytes``: bytes that pass through the L2 in addition to the off-chip traffic."""
+    weights; ``l2_bytes``: bytes that pass through the L2 in addition to the off-chip traffic; ``ring``: of tiles of inputs."""
 
     arrangement: str
     stages: tuple[Stage, ...]
@@ -68,6 +78,7 @@ class Arranged:
     l2_bytes: float
     bound: str
     tile_rows: int = TILE_ROWS
+    ring: InputRing = NO_RING
 
 
 class GpuRegion:
@@ -87,8 +98,8 @@ class GpuRegion:
         ctas = a.replicas * (a.cluster if a.arrangement == "vertical" else 1)
         moved = self.traffic + far + self.cost.order_bytes() + self._partial_bytes(ctas, a.lanes)
         if moved > machine.shared_bytes // 2:
-            moved += sum(repeated_bytes(self.cost, stage.ops) for stage in a.stages)
-        pieces = min(moved, self.cost.piece_bytes())
+            moved += sum(repeated_bytes(self.cost, stage.ops, a.ring) for stage in a.stages)
+        pieces = min(moved, self.cost.piece_bytes() - sum(map(self.cost.bytes, a.ring.values)))
         whole = machine.bandwidth(moved)
         dram = (moved - pieces) / whole + pieces / min(whole, machine.transfers.piece_bandwidth)
         near_bytes = a.l2_bytes + gathered - far + self.cost.atomic_bytes()

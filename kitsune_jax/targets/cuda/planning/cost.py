@@ -25,7 +25,7 @@ from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
 from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct, queue_form
-from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, TILE_ROWS, padded, table_bytes
+from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, NO_RING, TILE_ROWS, InputRing, padded, table_bytes
 
 # --- Costs of single ops ----------------------------------------------------------------------------------------------------------
 
@@ -766,7 +766,13 @@ class TileWork:
 
 
 def tile_work(
-    cost: GpuCost, ops: Sequence[int], storage: Storage, efficiency: float, split: int = 1, place: str = "l2"
+    cost: GpuCost,
+    ops: Sequence[int],
+    storage: Storage,
+    efficiency: float,
+    split: int = 1,
+    place: str = "l2",
+    ring: InputRing = NO_RING,
 ) -> TileWork:
     """The work of ``ops`` on a tile whose matmuls reach ``efficiency`` of the tensor rate. ``place``: of rings that they read."""
     machine = cost.machine
@@ -790,7 +796,8 @@ def tile_work(
         tensor += flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
         slots, moved, cycles = slots + issued, moved + shared, cycles + waited
     issue = max(slots, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    alone = cycles / machine.clock + load_seconds(cost, ops, place)
+    moved += TILE_ROWS * sum(map(cost.row_bytes, ring.values)) * 2.0  # rows a multiple of 128 bytes apart: two to a bank
+    alone = cycles / machine.clock + load_seconds(cost, ops, place, ring)
     work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
     for steps, body in loops_of(cost, ops):
         work = work.plus(steps, _step(body, storage, efficiency, split))
@@ -825,10 +832,10 @@ def _loads(cost: GpuCost, ops: tuple[int, ...]) -> dict[tuple[int, int], int]:
     return found
 
 
-def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
+def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2", ring: InputRing = NO_RING) -> float:
     """Seconds that a lane waits for the rows of a tile that it loads and gathers, ``_LOAD_BYTES`` of each row at a time. Rows that
-    lie together were brought to the L2 while it worked on the tile before. ``place``: of rings."""
-    machine, loads = cost.machine, cost.loads_of(tuple(ops))
+    lie together were brought to the L2 while it worked on the tile before, or to ``ring``. ``place``: of rings between stages."""
+    machine, loads = cost.machine, ring.rest(cost.loads_of(tuple(ops)))
     near, far = machine.place("l2").latency, machine.transfers.load_seconds
     seconds = far if cost.order is not None and loads else 0.0
     for (v, _), size in loads.items():
@@ -840,10 +847,13 @@ def load_seconds(cost: GpuCost, ops: Sequence[int], place: str = "l2") -> float:
     return seconds
 
 
-def repeated_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
+def repeated_bytes(cost: GpuCost, ops: Sequence[int], ring: InputRing) -> int:
     """Bytes of arrays that the lanes of a stage load a second time, too much later to find them in the L2."""
+    held = ring.values if ring.held else ()
     loads = sorted(
-        (v, size) for (v, _), size in cost.loads_of(tuple(ops)).items() if v in cost.region.inputs and cost.slices is None
+        (v, size)
+        for (v, _), size in cost.loads_of(tuple(ops)).items()
+        if v in cost.region.inputs and v not in held and cost.slices is None
     )
     return cost.region.space.rows * sum(size for (v, size), (w, _) in itertools.pairwise(loads) if v == w)
 

@@ -40,6 +40,8 @@ class GpuMachine(Machine):
     CTAs of the largest cluster; ``cluster_counts``: (size, number of resident clusters) where this is less than ``workers`` //
     size; ``cluster_bandwidth``: total DSMEM bandwidth of all workers, by cluster size. ``tile_seconds``: to pick the next tile, or
     of a barrier's round trip. ``barrier_seconds``: from the last CTA that ends a phase to the first that begins the next.
+    ``tile_rings``: where there are bulk copies (as clusters, from sm_90 on), do vertical plans copy tiles of wide inputs to a
+    ring in shared memory (``stage/inputs.py``)?
     """
 
     clock: float
@@ -54,6 +56,7 @@ class GpuMachine(Machine):
     transfers: Transfers
     tile_seconds: float = 0.3e-6
     barrier_seconds: float = 2e-6
+    tile_rings: bool = True
 
     def clusters(self, size: int) -> int:
         """Clusters of ``size`` workers that are resident at once."""

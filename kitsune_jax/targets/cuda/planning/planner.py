@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from kitsune_jax.targets.cuda.planning.cost import (
     Storage,
     dots_of,
     fed_by,
+    gradients_of,
     largest_storage,
     loops_of,
     matmul_efficiency,
@@ -42,11 +43,13 @@ from kitsune_jax.targets.cuda.planning.cost import (
     panel_sums_of,
     shared_bytes,
     tile_work,
+    vector_bytes,
 )
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
 from kitsune_jax.targets.cuda.planning.xla import baseline
-from kitsune_jax.targets.cuda.tiles import TILE_ROWS
+from kitsune_jax.targets.cuda.stage.fitting import MAX_DEPTH, STAGED_DEPTH
+from kitsune_jax.targets.cuda.tiles import NO_RING, TILE_ROWS, InputRing
 
 # --- Streams with batch axes, and rows processed in blocks: attention -------------------------------------------------------------
 
@@ -340,11 +343,12 @@ def _vertical(region: GpuRegion, ops: Ops) -> list[Arranged]:
 def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights: _Weights, free: int) -> Arranged:
     """The arrangement. ``free``: bytes of a CTA's shared memory that nothing else uses."""
     cost, machine, cluster, resident = region.cost, region.machine, weights.cluster, weights.resident
-    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident, lanes))
+    ring = _ring(cost, ops, lanes, weights, free)
+    work = tile_work(cost, ops, storage, matmul_efficiency(machine, "vertical", resident, lanes), ring=ring)
     replicas = max(1, min(machine.clusters(cluster), -(-region.tiles // cluster)))
     ctas = replicas * cluster
     tiles = -(-region.tiles // ctas)
-    independent = lanes if resident or _can_drift(cost, ops, weights.bytes + free) else 1
+    independent = lanes if resident or _can_drift(cost, ops, weights.bytes + free - ring.bytes) else 1
     # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed_bytes(cost, ops) * (1.0 if resident else -(-tiles // lanes) / cluster)
     name = stage_name(cost, 0, ops)
@@ -352,7 +356,50 @@ def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights
     period = work.period(independent, machine.tile_seconds, together)
     stage = Stage(name, ops, resource_of(cost, ops), cluster, period, resident=resident)
     busy = work.busy(tiles, independent, machine.tile_seconds, together) + (fetched / machine.shared_bandwidth if resident else 0.0)
-    return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name)
+    return Arranged("vertical", (stage,), (), replicas, cluster, lanes, busy, fetched, name, ring=ring)
+
+
+def _ring(cost: GpuCost, ops: Ops, lanes: int, weights: _Weights, free: int) -> InputRing:
+    """The ring of tiles, as ``layout.lay_out`` makes it, by the estimate of shared memory."""
+    space, loads = cost.region.space, cost.loads_of(tuple(ops))
+    machine = cost.machine
+    if not machine.tile_rings or machine.max_cluster == 1 or len(space.sizes) != 1 or space.batch:
+        return NO_RING
+    if cost.order is not None or loops_of(cost, ops):
+        return NO_RING
+    first = {v: min(step for w, step in loads if w == v) for v, _ in loads if v in cost.region.inputs and _is_in_pieces(cost, v)}
+    free += vector_bytes(cost, ops)  # the estimate of shared memory counts them, but they are in none
+    for count, held in itertools.product(range(len(first), 0, -1), (True, False)):
+        values = tuple(v for v in list(first)[:count] if held or first[v] == min(first.values()))
+        entry = tiles.TILE_ROWS * sum(map(cost.row_bytes, values))
+        entries = tiles.ring_entries(entry, lanes, free) if entry else 0
+        if not weights.resident:
+            chunks = min(MAX_DEPTH, (weights.bytes + free) // _CHUNK_BYTES)
+            needed = min(chunks, max(STAGED_DEPTH, 2 * _most_chunks(cost, ops)))
+            room = weights.bytes + free - needed * _CHUNK_BYTES
+            entries = next((n for n in (2 * lanes, max(2, lanes)) if n * entry <= room), 0)
+        least = lanes if gradients_of(cost, ops) else 1
+        if entries >= (tiles.held_entries(lanes) if held else least):
+            return InputRing(values, held or _is_kept(cost, loads, values, first), entries * entry)
+    return NO_RING
+
+
+def _is_kept(cost: GpuCost, loads: Mapping[tuple[int, int], int], values: Sequence[int], first: Mapping[int, int]) -> bool:
+    """Are the registers few for what a lane reads of ``values`` after it has released their entry?"""
+    later = [(v, size) for (v, step), size in loads.items() if v in values and step > first[v]]
+    half = all(tiles.is_half(cost.graph.values[v].dtype) for v, _ in later)
+    return half and sum(size for _, size in later) <= 8 * tiles.KEPT_REGISTERS
+
+
+def _is_in_pieces(cost: GpuCost, v: int) -> bool:
+    """Is it an array of rows that lie together and are wider than the four threads that share a row read at once?"""
+    labels, size = cost.labels.get(v, ()), cost.row_bytes(v)
+    return labels[:1] == ((0,),) and not any(labels[1:]) and size > 64 and size % 16 == 0
+
+
+def _most_chunks(cost: GpuCost, ops: Ops) -> int:
+    """The chunks of K of the product that has most."""
+    return max(tiles.WeightShape((dot.k,), dot.n, dot.dtype).k_chunks for dot in dots_of(cost, ops))
 
 
 def _can_drift(cost: GpuCost, ops: Ops, ring: int) -> bool:
@@ -360,8 +407,7 @@ def _can_drift(cost: GpuCost, ops: Ops, ring: int) -> bool:
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring must hold the chunks of two.
     """
-    depth = max(tiles.WeightShape((dot.k,), dot.n, dot.dtype).k_chunks for dot in dots_of(cost, ops))
-    return ring // _CHUNK_BYTES >= 2 * depth
+    return ring // _CHUNK_BYTES >= 2 * _most_chunks(cost, ops)
 
 
 def _check_ops(cost: GpuCost) -> None:

@@ -143,7 +143,7 @@ def _chunks_in_turn(events: Sequence[Node]) -> int:
 
 MAX_DEPTH = 12  # chunks of 16 KiB: they hide an L2 round trip twice over
 _MIN_DEPTH = 2
-_STAGED_DEPTH = 6  # chunks of a ring of weights that staged arrays must leave room for: they hide an L2 round trip
+STAGED_DEPTH = 6  # chunks of a ring of weights that staged arrays must leave room for: they hide an L2 round trip
 # (two chunks of a product in flight, columns of a chunk), best first. With two in flight, one chunk's epilogue runs during the
 # other's product; narrow chunks need more barrier rounds, but from 64 columns on the tensor cores are as fast as with wide ones.
 _SHAPES = ((True, 128), (True, 64), (False, 128), (False, 64))
@@ -383,7 +383,7 @@ class _Fitter:
         lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
         resident = sum(r.shape.slab_bytes for r in lowered.weights)
         slot = max((c * tiles.ROW_BYTES for r in lowered.weights for c in r.shape.chunks), default=0)
-        if shape.staged and free - lanes * memory.bytes < (resident if self.resident else _STAGED_DEPTH * slot):
+        if shape.staged and free - lanes * memory.bytes < (resident if self.resident else STAGED_DEPTH * slot):
             shape = dataclasses.replace(shape, staged=frozenset())  # the rows are read from global memory
             lowered = self.lower_stage(shape)
             memory = _lane_memory(self.program, shape, lowered)

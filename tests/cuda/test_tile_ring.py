@@ -1,0 +1,323 @@
+"""Inputs through a ring of tiles that all lanes of a CTA share: results in the emulator at awkward shapes, planted bugs, the choice
+of arrays and entries, and the machine code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import gpu_model
+from kernel_checks import sass
+from kernel_checks.lint import flow, in_flight, skipped
+from kitsune_jax.program.ir import TileProgram
+from kitsune_jax.targets.cuda import compile as compilers
+from kitsune_jax.targets.cuda import layout, lower, nvrtc, tiles
+from kitsune_jax.targets.cuda.planning import planner
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
+from kitsune_jax.targets.cuda.planning.machines import H200
+from kitsune_jax.targets.cuda.planning.planner import candidates
+from reference.interpret import interpret
+from tests.support.checks import in_float64
+from tests.support.cuda_run import Kernel, arrangements, by_hand, kernel_cache, runner, subject
+from tests.support.tiles import Tiles
+
+__all__ = ["kernel_cache"]  # a fixture
+pytestmark = pytest.mark.usefixtures("kernel_cache")
+
+ROW = ((0,), ())
+Made = tuple[TileProgram, list[np.ndarray]]
+
+
+def numbers(*shape: int, dtype: str, share: float = 1.0) -> np.ndarray:
+    """Small integers, of which a ``share`` is not 0: their sums are exact in every dtype."""
+    rng = np.random.default_rng(len(shape) + shape[-1])
+    return (rng.integers(-1, 2, shape) * (rng.random(shape) < share)).astype(jnp.dtype(dtype))
+
+
+def edge_update(rows: int, widths: tuple[int, ...], dtype: str, hidden: int = 64) -> Made:
+    """relu(x W) V + x[:, :hidden] of inputs side by side, the first of which is added to the result."""
+    t = Tiles((rows,), tiles.TILE_ROWS)
+    xs = [t.load((rows, n), dtype, ROW) for n in widths]
+    w, v = t.load((sum(widths), hidden), dtype), t.load((hidden, widths[0]), dtype)
+    h = t.matmul(t.concat(*xs, dimension=1) if len(xs) > 1 else xs[0], w)
+    h = t.op("max", h, t.broadcast(t.literal(0.0, dtype), (hidden,), ()))
+    t.store(t.op("add", t.matmul(h, v), t.again(0)), (rows, widths[0]), ROW)
+    arrays = [numbers(rows, n, dtype=dtype) for n in widths]
+    weights = [numbers(sum(widths), hidden, dtype=dtype, share=0.05), numbers(hidden, widths[0], dtype=dtype, share=0.1)]
+    return t.program(), [*arrays, *weights]
+
+
+def check(made: Made, seeds: range = range(3), **how: Any) -> None:
+    program, arrays = made
+    run, want = runner(program, *arrays, **how), interpret(program, arrays)
+    for seed in seeds:
+        for g, w in zip(run(seed), want, strict=True):
+            np.testing.assert_array_equal(g, w, err_msg=f"seed {seed}")
+
+
+def generated(program: TileProgram, lanes: int = 2, resident: bool = True) -> str:
+    return lower.generate_kernel(program, by_hand(program, 900, lanes, 1, resident), "program").source
+
+
+def ring(source: str) -> tuple[int, int] | None:
+    """(entries, bytes of one) of the ring that a kernel has."""
+    found = re.search(r"TileRing<(\d+), (\d+), kLanes> tiles", source)
+    return found and (int(found[1]), int(found[2]))  # type: ignore[return-value]
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "rows, widths, dtype, lanes, resident",
+    [
+        (1, (64,), "bfloat16", 2, True),
+        (63, (64, 40), "float16", 3, True),
+        (64, (160,), "bfloat16", 1, False),
+        (65, (72, 64), "float32", 2, True),
+        (131, (64, 64, 64), "bfloat16", 3, False),
+        (1021, (64,), "bfloat16", 3, True),  # sixteen tiles through a ring of twelve entries, by one CTA
+        (1021, (128, 96), "float32", 2, False),
+        (1021, (384,), "bfloat16", 3, True),  # two entries for three lanes
+        (1021, (128, 256), "float16", 3, True),  # a residual that is kept in registers
+        (130, (256, 128), "bfloat16", 2, True),  # one that is read from memory again
+    ],
+)
+def test_rows_come_through_the_ring(rows: int, widths: tuple[int, ...], dtype: str, lanes: int, resident: bool) -> None:
+    made = edge_update(rows, widths, dtype)
+    assert ring(generated(made[0], lanes, resident)) is not None
+    check(made, lanes=lanes, resident=resident, replicas=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_tiles_of_a_lane_may_be_consecutive(replicas: int) -> None:
+    """Sums by sorted indices: a lane at the end of the stream has fewer tiles than others, whose entries come after."""
+    rows = 64 * 7 + 5
+    t = Tiles((rows,), tiles.TILE_ROWS)
+    x, w = t.load((rows, 64), "bfloat16", ROW), t.load((64, 32), "bfloat16")
+    t.sink_at(t.matmul(x, w, out="float32"), t.load((rows,), "int32", ((0,),)), "sum", 9, "float32", ids_sorted=True)
+    index = np.sort(np.random.default_rng(0).integers(0, 9, rows)).astype(np.int32)
+    made = t.program(), [numbers(rows, 64, dtype="bfloat16"), numbers(64, 32, dtype="bfloat16"), index]
+    source = generated(made[0], 3)
+    assert ring(source) is not None and "static_cast<i64>(rounds) + i / kLanes" in source
+    check(made, lanes=3, replicas=replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 131, 523])
+def test_clusters_share_weights_and_not_tiles(rows: int, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((rows, 96), (96, 128), (128, 96))
+    args = [jnp.asarray(rng.standard_normal(s) * s[0] ** -0.5, dtype) for s in shapes]
+    of = subject(lambda x, w, v: jax.nn.relu(x @ w) @ v + x, *args)
+    plan = arrangements(of)["sm90-vertical-streamed-cluster2-lanes2"]
+    kernel = Kernel(of, plan)
+    assert ring(kernel.code.kernel.source) is not None
+    want = in_float64(lambda x, w, v: jax.nn.relu(x @ w) @ v + x, *args)
+    for seed in range(3):
+        (got,) = kernel(seed=seed)
+        assert np.abs(got.astype(np.float64) - want).max() < 2e-2 * np.abs(want).max()
+
+
+# --- Planted bugs -----------------------------------------------------------------------------------------------------------------
+
+_RELEASE = "    tiles.rd_release(entry);\n"
+_BUGS = {
+    "a read before the tile is there": (lambda s: s.replace("    tiles.rd_acquire(entry);\n", ""), "written|in flight|race"),
+    "the wrong parity": (lambda s: s.replace("rd_acquire(entry)", "rd_acquire(entry + 2)"), "nothing has written|in flight|race"),
+    "an entry that is free before all have read": (
+        lambda s: s.replace(_RELEASE, "").replace("    tiles.rd_acquire(entry);\n", f"    tiles.rd_acquire(entry);\n{_RELEASE}"),
+        "race",
+    ),
+    "no release": (lambda s: s.replace(_RELEASE, ""), "deadlock"),
+    "fewer bytes expected than come": (
+        lambda s: s.replace("tiles.begin(i, tile, kRows, 768)", "tiles.begin(i, tile, kRows, 512)"),
+        "",
+    ),
+    "more bytes expected than come": (
+        lambda s: s.replace("tiles.begin(i, tile, kRows, 768)", "tiles.begin(i, tile, kRows, 784)"),
+        "deadlock",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", _BUGS)
+def test_the_emulator_finds_a_planted_bug(bug: str) -> None:
+    program, arrays = edge_update(300, (384,), "bfloat16")
+    change, message = _BUGS[bug]
+    source = generated(program)
+    assert change(source) != source
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run = runner(program, *arrays, lanes=2, change=change)
+        for seed in range(8):
+            run(seed)
+
+
+def test_lanes_share_no_full_barrier() -> None:
+    """Two entries for three lanes: the third lane would take the first one's barrier, which has not been passed, for passed."""
+    program, arrays = edge_update(300, (384,), "bfloat16")
+    shared = "TileRing<2, 49152, kLanes>"
+    assert shared in generated(program, 3)
+    run = runner(program, *arrays, lanes=3, change=lambda s: s.replace(shared, "TileRing<2, 49152, 1>"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="written|in flight|race"):
+        for seed in range(40):
+            run(seed)
+
+
+def test_streamed_weights_need_an_entry_for_each_lane() -> None:
+    """One lane's weights wait for another lane, whose tile waits for the entry of the first: with an entry less it hangs."""
+    t, rows = Tiles((300,), tiles.TILE_ROWS), 300
+    x = t.load((rows, 128), "bfloat16", ROW)
+    first = t.matmul(x, t.load((128, 256), "bfloat16"))
+    h = t.op("max", first, t.broadcast(t.literal(0.0, "bfloat16"), (256,), ()))
+    for _ in range(2):
+        h = t.matmul(h, t.load((256, 256), "bfloat16"))
+    t.store(h, (rows, 256), ROW)
+    arrays = [numbers(*s, dtype="bfloat16", share=0.05) for s in ((rows, 128), (128, 256), (256, 256), (256, 256))]
+    program = t.program()
+    entries, _ = ring(generated(program, 2, resident=False)) or (0, 0)
+    assert entries >= 2
+
+    def fewer(source: str) -> str:
+        # The one entry is also held until the lane has multiplied with all weights.
+        source = source.replace(f"TileRing<{entries}, ", "TileRing<1, ")
+        at = source.index("  }\n}\n\nKITSUNE_DEVICE void load0")
+        return source[:at].replace(_RELEASE, "") + _RELEASE + source[at:]
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="deadlock"):
+        runner(program, *arrays, lanes=2, resident=False, change=fewer)(0)
+
+
+def test_lanes_that_multiply_gradients_together_need_an_entry_each() -> None:
+    """They meet before x is read for the last time, which one of three cannot do while the others hold the two entries."""
+    t, rows = Tiles((300,), tiles.TILE_ROWS), 300
+    x, g = t.load((rows, 64), "bfloat16", ROW), t.load((rows, 32), "bfloat16", ROW)
+    t.matmul_sink(t.matmul(x, t.load((64, 32), "bfloat16")), g)
+    t.store(t.matmul(x, t.load((64, 32), "bfloat16")), (rows, 32), ROW)
+    program, shapes = t.program(), ((rows, 64), (rows, 32), (64, 32), (64, 32))
+    arrays = [numbers(*s, dtype="bfloat16", share=0.1) for s in shapes]
+    entries, size = ring(generated(program, 3)) or (0, 0)
+    assert entries >= 3
+    check((program, arrays), lanes=3)
+
+    def fewer(source: str) -> str:
+        return source.replace(f"TileRing<{entries}, {size}", f"TileRing<2, {size}")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="deadlock"):
+        runner(program, *arrays, lanes=3, change=fewer)(0)
+
+
+# --- The choice -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "widths, dtype, expected",
+    [
+        ((64,), "bfloat16", (64 * 64 * 2,)),
+        ((128, 128, 128), "bfloat16", (64 * 384 * 2,)),
+        ((32,), "bfloat16", None),  # rows of 64 bytes lie side by side in the accesses of a warp
+        ((36,), "bfloat16", None),  # a pitch that is no multiple of 16 bytes
+        ((100,), "float16", None),
+        ((20,), "float32", (64 * 20 * 4,)),
+        ((18,), "float32", None),
+    ],
+)
+def test_wide_rows_of_whole_pieces_have_a_ring(widths: tuple[int, ...], dtype: str, expected: tuple[int] | None) -> None:
+    found = ring(generated(edge_update(300, widths, dtype)[0]))
+    assert (found and found[1:]) == expected
+
+
+@pytest.mark.parametrize(
+    "widths, dtype, where",
+    [
+        ((64, 64), "bfloat16", "ring"),
+        ((128, 256), "bfloat16", "registers"),
+        ((256, 128), "bfloat16", "memory"),
+        ((64, 128), "float32", "memory"),
+    ],
+)
+def test_a_residual_stays_on_the_chip_if_there_is_room(widths: tuple[int, ...], dtype: str, where: str) -> None:
+    """Otherwise it is read again, so that the entry is free for the next tile while the lane works on."""
+    source = generated(edge_update(300, widths, dtype, 64)[0])
+    body = source[source.index("void consume0") : source.index("void load0")]
+    front, back = body.split("tiles.rd_release(entry);")
+    assert "kInRing" in front and "kInRing" not in back
+    assert ("in0_row[h]" in back) == (where == "memory") and "in1_row" not in body
+    assert ("kept0[b]" in back) == (where == "registers")
+    assert ("complete(" in front) == (where == "ring")
+    assert source.count("tiles.fetch(") == 2 and "prefetch_tile" not in source
+
+
+def test_no_room_means_rows_are_read_where_they_lie() -> None:
+    program, _ = edge_update(300, (384,), "bfloat16")
+    made = layout.lay_out(program, dataclasses.replace(by_hand(program, 900, 2, 1), shared_bytes=160 << 10), "program")
+    assert made.ring is None and made.shared_bytes <= 160 << 10
+    assert ring(lower.generate_kernel(program, by_hand(program, 800, 2, 1), "program").source) is None, "sm_80 has no bulk copies"
+
+
+# --- The model --------------------------------------------------------------------------------------------------------------------
+
+
+def dense(x: Any, w: Any, v: Any) -> Any:
+    return jax.nn.relu(x @ w) @ v
+
+
+@pytest.mark.parametrize("width, dtype", [(128, "bfloat16"), (384, "bfloat16"), (384, "float32"), (100, "bfloat16")])
+def test_the_planner_counts_with_the_rings_that_kernels_have(width: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = subject(dense, *(jnp.zeros(s, dtype) for s in ((20_000, width), (width, 128), (128, 128))))
+    found, choose = dict[str, bool](), planner._ring
+
+    def chosen(cost: GpuCost, ops: Any, lanes: int, weights: Any, free: int) -> Any:
+        made = choose(cost, ops, lanes, weights, free)
+        found[f"{'resident' if weights.resident else f'streamed-cluster{weights.cluster}'}-lanes{lanes}"] = bool(made.values)
+        return made
+
+    monkeypatch.setattr(planner, "_ring", chosen)
+    for plan in candidates(GpuCost(of.graph, of.region, H200)):
+        name, program = lower.kind(plan, False).removeprefix("sm90-vertical-"), of.program(plan)
+        if name in found and lower.check(program, plan, "program") is None:
+            has = ring(lower.generate_kernel(program, lower.arrangement(plan, program), "program").source) is not None
+            assert found.pop(name) == has, name
+    assert len(found) <= 3, "most plans have a kernel"
+
+
+def test_a_ring_shortens_the_time_of_memory() -> None:
+    """Of the edge update of a graph network: its rows come in pieces without a ring, and a third of them twice."""
+    function, args = gpu_model._of_rows("mgn", jnp.bfloat16, 200_000)
+    graph, regions = gpu_model._regions(function, args)
+    region = max(regions, key=lambda r: len(r.ops))
+    machines = (H200, dataclasses.replace(H200, tile_rings=False))
+    rings, pieces = (candidates(GpuCost(graph, region, machine))[0] for machine in machines)
+    assert pieces.bound == "dram" and rings.seconds < 0.8 * pieces.seconds
+
+
+# --- Machine code -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("lanes", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_machine_code(lanes: int) -> None:
+    """One bulk copy brings a tile, a product loads its rows from shared memory, and the residual is kept, without a spill or a
+    hazard."""
+    t = Tiles((300,), tiles.TILE_ROWS)
+    x, e = (t.load((300, n), "bfloat16", ROW) for n in (128, 256))
+    h = t.matmul(t.concat(x, e, dimension=1), t.load((384, 128), "bfloat16"))
+    h = t.op("max", h, t.broadcast(t.literal(0.0, "bfloat16"), (128,), ()))
+    t.store(t.op("add", t.matmul(h, t.load((128, 128), "bfloat16")), x), (300, 128), ROW)
+    source = generated(t.program(), lanes)
+    assert "kept0[b]" in source
+    code = sass.disassemble(compilers.cubin(source, "sm_90a").cubin, "kitsune_region")
+    assert not code.has_local_memory
+    assert code.count("UBLKCP.S.G") == 4, "two weights, and the tile of each input"
+    assert 2 * 384 // 32 <= code.count("LDS.128") <= 2 * (384 + 128) // 32, "two rows of twelve blocks, and the residual's"
+    assert code.count("LDG") == 0
+    paths = flow(code.instructions)
+    assert not in_flight(paths).hazards and not skipped(paths)
