@@ -149,6 +149,35 @@ def pruned(captured: Captured) -> Captured:
     )
 
 
+# Families of operators that are computed once. Views and constants cost nothing, and a conversion that is made again where it is
+# read is cheaper than its result in memory.
+_MERGED = frozenset({"pointwise", "dot", "reduce", "argreduce", "cumulative", "gather", "scatter"})
+
+
+def merged(captured: Captured) -> Captured:
+    """``captured`` with equal operators of equal operands computed once, as XLA computes them: a function and its derivatives in
+    one program (``jax.grad`` and ``jax.jvp`` of the same layers) compute the same layers again for each derivative."""
+    graph = captured.graph
+    equal: dict[int, int] = {}  # value -> the first one that equals it
+    names: dict[int, int] = {}  # value -> the one that is read instead of it
+    known: dict[Any, int] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.kind != "opaque" and op.body is None:
+            (made,) = op.outputs
+            key = (op.kind, tuple(equal.get(v, v) for v in op.inputs), op.params, graph.values[made])
+            first = known.setdefault(key, made)
+            if first != made:
+                equal[made] = first
+                if OPS[op.kind].family in _MERGED:
+                    names[made] = first
+        ops.append(dataclasses.replace(op, inputs=tuple(names.get(v, v) for v in op.inputs)) if names else op)
+    if not names:
+        return captured
+    outputs = tuple(names.get(v, v) for v in graph.outputs)
+    return dataclasses.replace(captured, graph=dataclasses.replace(graph, ops=tuple(ops), outputs=outputs))
+
+
 def needed_ops(ops: Sequence[Op], wanted: Iterable[int]) -> list[Op]:
     """Those of ``ops`` that the values ``wanted`` are made by, in order."""
     alive, needed = set(wanted), []

@@ -74,10 +74,10 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "literals": (lambda x: (x * 2 + 1.5 - x / 3, 1 - x, lax.pow(x, np.float32(2)), jnp.maximum(x, 0)), (X,)),
     "weak types": (lambda x: (2 * jnp.sin(1.5 * x), x.astype(jnp.bfloat16) * 2, lax.select(x > 0, x, x * 2.5) ** 2), (X,)),
     "convert": (lambda x: (x.astype(jnp.int8), x.astype(jnp.bfloat16), x > 0), (X,)),
-    "reduce": (lambda x: (x.sum(0), x.max((0, 1)), x.min(1), lax.reduce_prod(x, (0,)), (x > 0).any(1), (x > 0).all()), (X,)),
+    "reduce": (lambda x: (x.sum(0), x.max((0, 1)), x.min(1), lax.reduce_prod(x, (0,)), (x > 0).any(1), (x > 1).all()), (X,)),
     "argreduce": (lambda x: (lax.argmax(x, 0, jnp.int32), lax.argmin(x, 1, jnp.int8)), (X,)),
     "cumulative": (lambda x: (lax.cumsum(x, 0), lax.cummax(x, 1, True), lax.cumlogsumexp(x, 0)), (X,)),
-    "dot": (lambda x, w: (x @ w, lax.dot(x, w, precision="highest"), jnp.dot(x, w, preferred_element_type=jnp.float32)), (X, W)),
+    "dot": (lambda x, w: (x @ w, lax.dot(x, w, precision="highest"), jnp.dot(-x, w, preferred_element_type=jnp.float32)), (X, W)),
     "dot of half precision": (lambda x, w: x @ w, (f32(6, 4, dtype=jnp.bfloat16), f32(4, 3, dtype=jnp.bfloat16))),
     "dot accumulated": (
         lambda x: lax.dot_general(x, x, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32),

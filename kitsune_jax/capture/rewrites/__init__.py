@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kitsune_jax.capture.edit import Captured, pruned
+from kitsune_jax.capture.edit import Captured, merged, pruned
 from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_scores, repeat_scores, sum_results
 from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reductions
 from kitsune_jax.capture.rewrites.loops import move_constants, move_products, move_sums, recompute_cheap_slices
@@ -70,6 +70,7 @@ _ONLINE = Rewrite("summing a segment softmax online", sum_online, lambda c: c.ca
 
 # For a function, and for the body of each loop that stays in the Graph; in this order.
 OF_BODIES: Sequence[Rewrite] = (
+    Rewrite("merging equal operators", merged),
     _INDICES,
     Rewrite("summing rows of weights and their gradients by results", sum_results),
     Rewrite("folding transpositions into weight gradients", fold_transposes),
