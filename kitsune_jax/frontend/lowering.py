@@ -33,7 +33,7 @@ from kitsune_jax.frontend.route import PlannedRegion, Routed, RouteOptions, remo
 from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.planning.cost import SUMS_OVER_DEVICES
 from kitsune_jax.report.data import MeasuredTimes, plural, time_text
-from kitsune_jax.report.render import Report, merge_body_reports, repeated
+from kitsune_jax.report.render import Report, merge_body_reports, repeated, with_measured, with_measured_calls
 from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr
 from kitsune_jax.tuning.inputs import why_not_timed
 
@@ -486,6 +486,9 @@ def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser
     failures += (*plan.failures, *rewrite_bodies_left_to_xla(plan.captured, nodes))
     plan = dataclasses.replace(plan, routed=kept, nodes=nodes, failures=failures)
     found = _rebuilt(program, plan, options)
+    first, *bodies = found.reports
+    first = with_measured_calls(first, {name: times for name, choice in timed.items() if (times := _times_of(choice)) is not None})
+    found = dataclasses.replace(found, reports=(first, *bodies))
     return _noted(found, _times_of_calls(timed)) if timed else found
 
 
@@ -514,14 +517,21 @@ def _noted(chosen: Pipelined, note: str) -> Pipelined:
     return dataclasses.replace(chosen, reports=(dataclasses.replace(first, notes=(*first.notes, note)), *bodies))
 
 
+def _times_of(choice: tuning.Choice) -> MeasuredTimes | None:
+    """The times of the best plan with pipelines and of ``jax.jit``; ``None`` where no other plan was timed."""
+    seconds = min((s for name, s in choice.seconds.items() if name != tuning.JIT), default=None)
+    return None if seconds is None else MeasuredTimes(seconds, choice.seconds[tuning.JIT], choice.busy)
+
+
 def _measured(chosen: Pipelined, choice: tuning.Choice) -> Pipelined:
     """``chosen`` with the times of ``choice`` in the report of the program itself."""
-    seconds = min((s for name, s in choice.seconds.items() if name != tuning.JIT), default=None)
-    if seconds is None:
+    times = _times_of(choice)
+    if times is None:
         return chosen
     first, *bodies = chosen.reports
-    times = MeasuredTimes(seconds, choice.seconds[tuning.JIT], choice.busy)
-    return dataclasses.replace(chosen, reports=(dataclasses.replace(first, measured=times), *bodies))
+    if bodies:  # the regions of the function itself are not all that was timed
+        return dataclasses.replace(chosen, reports=(dataclasses.replace(first, measured=times), *bodies))
+    return dataclasses.replace(chosen, reports=(with_measured(first, times),))
 
 
 def options_of(choice: str, options: RouteOptions, measured: str = "") -> RouteOptions:

@@ -162,7 +162,8 @@ class Machine:
 
     ``tensor_rates``: peak operations per second of one worker in matmuls, by dtype; ``"other"`` stands for all other dtypes.
     ``local_bytes``: on-chip memory of one worker (L2 of a core; shared memory of a CTA); ``shared_bytes``: the cache that all
-    workers share. ``sources``: where each group of numbers is from.
+    workers share. ``sources``: where each group of numbers is from. ``gain_band``: what the measured gain of most programs is at
+    least and at most, as a part of the modelled one; ``None`` where they were not compared.
     """
 
     name: str
@@ -177,6 +178,7 @@ class Machine:
     call_seconds: float  # one pipeline call
     kernel_seconds: float  # gap between two kernels of the bulk-synchronous program
     sources: tuple[tuple[str, str], ...]
+    gain_band: tuple[float, float] | None = None
 
     def rate(self, rates: Rates, dtype: str) -> float:
         """The entry of ``rates`` for ``dtype``, or for "other"."""

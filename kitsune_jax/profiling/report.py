@@ -35,8 +35,9 @@ class KernelChain:
     """Kernels that run one after the other, and recur ``times`` times in a call.
 
     ``ops``: the JAX operators of each kernel. ``seconds``: of all occurrences together. ``sources``: the user's lines. ``bound``:
-    of its kernels. ``gain``: the modelled time of ``jax.jit`` over that of the pipelines that its operators are in, or ``None``
-    where they are in none. ``why``: the bottleneck and the bytes saved, or the reason why they are left to XLA.
+    of its kernels. ``gain``: the time of ``jax.jit`` over that of the pipelines that its operators are in, or ``None`` where they
+    are in none; ``measured``, or modelled, and then most measured ones are in the range ``likely``. ``why``: the bottleneck and the
+    bytes saved, or the reason why they are left to XLA.
     """
 
     ops: tuple[tuple[str, ...], ...]
@@ -46,6 +47,8 @@ class KernelChain:
     bound: Bound
     gain: float | None
     why: str
+    measured: bool = False
+    likely: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,8 +214,10 @@ def _joined(ops: Sequence[str]) -> str:
 
 def chain_gain(chain: KernelChain) -> str:
     """What a pipeline would give for a chain, and why."""
-    head = "left to XLA" if chain.gain is None else f"pipeline {chain.gain:.2f}x, modelled"
-    return f"{head}: {chain.why}"
+    if chain.gain is None:
+        return f"left to XLA: {chain.why}"
+    likely = "" if chain.likely is None else f", likely {chain.likely[0]:.2g}x to {chain.likely[1]:.2g}x"
+    return f"pipeline {chain.gain:.2f}x, {'measured' if chain.measured else f'modelled{likely}'}: {chain.why}"
 
 
 def _metric_rows(p: Profile) -> list[tuple[str, str]]:

@@ -27,8 +27,8 @@ from kitsune_jax.profiling.metrics import PeakRates, Recurring, chains, kernel_s
 from kitsune_jax.profiling.rates import rates_of
 from kitsune_jax.profiling.report import BatchSize, Gain, KernelChain, Profile
 from kitsune_jax.profiling.trace import CALL, Event, TracedCall, events_of, profile_data, runs_of
-from kitsune_jax.report.data import RegionReport, Rejected, byte_text, count_text, plural
-from kitsune_jax.report.render import Report
+from kitsune_jax.report.data import MeasuredTimes, RegionReport, Rejected, byte_text, count_text, plural
+from kitsune_jax.report.render import Report, with_measured
 from kitsune_jax.report.text import bottleneck_text
 
 _CHAINS = 6  # that a profile lists
@@ -64,8 +64,8 @@ def profile(
     *Other*: kernels whose operations are not known, such as sorts. Rates of a CPU are measured, as for plans (``KITSUNE_PROFILE``).
 
     What a pipeline gives is measured for the whole function: ``jit`` and ``pipeline`` called in turns, ``repeats`` times, without
-    the profiler. For a chain it is that of ``kj.explain``, modelled: of the regions that hold operators at the chain's source
-    lines.
+    the profiler. For a chain it is that of the regions that hold operators at the chain's source lines: the measured one where a
+    single region does almost all of the function, else as in ``kj.explain``.
 
     Args:
       fn: a function, pipelined or not; a pipelined one brings its own options.
@@ -255,6 +255,7 @@ class Profiler(Generic[P]):
                 began = time.perf_counter()
                 jax.block_until_ready(function())
                 spent.append(time.perf_counter() - began)
+        report = with_measured(report, MeasuredTimes(min(times[1]), min(times[0])))
         return Gain(min(times[0]), min(times[1]), *modelled, len(report.regions)), report
 
 
@@ -329,30 +330,39 @@ def chain_of(
     kernels, own = [run.kernels[k] for k in at], [works[k] for k in at]
     sources = tuple(dict.fromkeys(line for w in own for line in w.sources))
     gain, why = pipeline_of(report, sources, {op for w in own for op in w.ops})
+    measured = gain is not None and all(r.measured is not None for r in _at_lines(report, sources))
+    likely = None if gain is None or measured else report.likely(gain)
     if gain is None:  # the reason of the kernel that takes the most time
         heaviest = max(range(len(at)), key=lambda k: kernels[k].end - kernels[k].start)
         why = pipeline_of(report, own[heaviest].sources, set(own[heaviest].ops))[1]
     seconds = sum(k.end - k.start for k in kernels) * 1e-9
     first = tuple(works[recurring.starts[0] + k].ops for k in range(recurring.length))
-    return KernelChain(first, len(recurring.starts), seconds, sources, kernel_shares(kernels, own, rates).bound, gain, why)
+    bound = kernel_shares(kernels, own, rates).bound
+    return KernelChain(first, len(recurring.starts), seconds, sources, bound, gain, why, measured, likely)
 
 
 def pipeline_of(report: Report, sources: Sequence[str], ops: set[str]) -> tuple[float | None, str]:
-    """What the plan in ``report`` gives for operators ``ops`` at the lines ``sources``: the modelled ratio of their regions, or
-    ``None``; and why."""
-    inside = [r for r in report.regions if not set(sources).isdisjoint(r.sources)]
+    """What the plan in ``report`` gives for operators ``ops`` at the lines ``sources``: the ratio of the times of their regions,
+    measured where they were, else modelled, or ``None``; and why."""
+    inside = _at_lines(report, sources)
     left = [r for r in report.rejected if r.source in sources and r.op in ops]
     reason = _main_reason(left)
     if not inside:
         own = "XLA has left no source line with these kernels" if not sources else "the plan has no operator at these lines"
         return None, reason or (report.obstacles[0] if report.obstacles else own)
-    baseline, seconds = modelled_times(inside)
+    baseline = sum(r.jit_seconds * r.times for r in inside)
+    seconds = sum(r.pipeline_seconds * r.times for r in inside)
     names = ", ".join(r.name for r in inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
     bounds = "; ".join(dict.fromkeys(map(bottleneck_text, inside)))
     why = f"{names}, {bounds}, saves {byte_text(sum(r.bytes_saved * r.times for r in inside))} of memory traffic"
     if left:
         why += f"; {plural(sum(r.count for r in left), 'operator')} at these lines left to XLA: {reason}"
     return baseline / seconds if seconds > 0 else None, why
+
+
+def _at_lines(report: Report, sources: Sequence[str]) -> list[RegionReport]:
+    """The regions with operators at the lines ``sources``."""
+    return [r for r in report.regions if not set(sources).isdisjoint(r.sources)]
 
 
 def modelled_times(regions: Sequence[RegionReport]) -> tuple[float, float]:

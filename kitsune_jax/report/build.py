@@ -77,6 +77,7 @@ def build_report(
         platform=machine.platform,
         machine=machine.name,
         bandwidth=machine.dram_bandwidth,
+        gain_band=machine.gain_band,
         unknown=_unknown(graph, rejected),
         notes=tuple(dict.fromkeys((*notes, *_varying(graph, planned)))),
         # Reports of loop bodies are added later and count their own flops.

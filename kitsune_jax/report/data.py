@@ -109,7 +109,8 @@ class RegionReport:
     runs, the steps of the loops around it, as far as their number is known. ``flops`` are the useful operations of one run,
     ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as a pipeline and with ``jax.jit``; ``peak_flops`` is the
     most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not known). ``sources``:
-    the user's lines of its operators.
+    the user's lines of its operators. ``measured``: times of one run that were measured, of its call alone or of a function that
+    does little else; ``None`` where only the function around it was measured, or nothing.
     """
 
     name: str
@@ -142,6 +143,17 @@ class RegionReport:
     baseline_bytes: int = 0
     peak_flops: float = 0.0
     sources: tuple[str, ...] = ()
+    measured: MeasuredTimes | None = None
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Of one run as a pipeline: measured where it was, else modelled."""
+        return self.seconds if self.measured is None else self.measured.seconds
+
+    @property
+    def jit_seconds(self) -> float:
+        """Of one run with ``jax.jit``: measured where it was, else modelled."""
+        return self.baseline_seconds if self.measured is None else self.measured.jit_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,6 +251,7 @@ class ReportData:
     measured: MeasuredTimes | None = None
     bandwidth: float = 0.0
     unknown: int = 0
+    gain_band: tuple[float, float] | None = None
 
     @property
     def coverage(self) -> float:
@@ -270,6 +283,10 @@ class ReportData:
             return None
         jit = sum(region.baseline_seconds * region.times for region in self.regions)
         return (jit + left) / (self.seconds + left)
+
+    def likely(self, gain: float) -> tuple[float, float] | None:
+        """The range in which a modelled ``gain`` is measured in 8 of 10 programs; ``None`` where that is not known."""
+        return None if self.gain_band is None else (self.gain_band[0] * gain, self.gain_band[1] * gain)
 
     @property
     def bytes_saved(self) -> int:

@@ -29,6 +29,7 @@ from kitsune_jax.report.text import (
     residual_title,
     stage_table,
     summary_texts,
+    times_text,
 )
 
 _STYLE = (
@@ -53,7 +54,7 @@ def render_html(report: ReportData, *, every: bool = False) -> str:
     top = [f"<p><b>{escape(text)}</b></p>" for text in (*obstacle_texts(report), first)]
     shown, more = (report.regions, "") if every else longest_regions(report.regions)
     parts = ["<div>", *top, *(f"<p>{escape(text)}</p>" for text in rest)]
-    parts += [_region(region, report.bandwidth) for region in shown]
+    parts += [_region(region, report) for region in shown]
     if more:
         parts.append(f"<p>{escape(more)}</p>")
     if report.residuals:
@@ -74,10 +75,10 @@ def escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _region(region: RegionReport, bandwidth: float) -> str:
+def _region(region: RegionReport, report: ReportData) -> str:
     head = (
-        f"<p><b>{escape(region.name)}</b>{escape(in_phases(region))}: estimate: {time_text(region.seconds)}, with jax.jit "
-        f"{time_text(region.baseline_seconds)}; saves {byte_text(region.bytes_saved)}</p>"
+        f"<p><b>{escape(region.name)}</b>{escape(in_phases(region))}: {escape(times_text(region, report))}; saves "
+        f"{byte_text(region.bytes_saved)}</p>"
     )
     details = "".join(f"<p>{escape(text)}</p>" for text in detail_texts(region))
     tables = _table(*stage_table(region, ", ".join))
@@ -85,7 +86,7 @@ def _region(region: RegionReport, bandwidth: float) -> str:
     for text, spaces in phase_texts(region, ", ".join):
         tables += f"<p>{escape(text)}</p>" + _table(("rows", "operators"), spaces)
     label = f"the operators of its {plural(len(region.stages), 'stage')}"
-    return head + regions_svg([region], bandwidth) + details + _closed(label, tables)
+    return head + regions_svg([region], report.bandwidth) + details + _closed(label, tables)
 
 
 def _closed(label: str, inside: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ class Report(ReportData):
     pass, if the function has or could have one. ``obstacles`` are the reasons that keep all pipelines away from the function, or
     from some of its pipelined calls: no operator of those counts as pipelined. ``measured``: the times that the choice between
     plans was made by, if it was made by times. ``bandwidth``: of the machine's memory, bytes per second. ``unknown``: how many
-    operators left to XLA the model does not know; it counts them with the time to move their bytes.
+    operators left to XLA the model does not know; it counts them with the time to move their bytes. ``gain_band``: in most programs
+    a modelled gain times these two numbers holds the measured one between them.
 
     A notebook shows it as HTML with a picture of each region's plan.
 
@@ -102,6 +103,25 @@ def repeated(report: Report, times: int) -> Report:
         rejected=tuple(r if r.seconds is None else dataclasses.replace(r, seconds=r.seconds * times) for r in report.rejected),
         measured=None if report.measured is None else report.measured.times(times),
     )
+
+
+_SHARE_OF_ALL = 0.9  # of a function's time: a region with this much of it takes as long as the function
+
+
+def with_measured(report: Report, times: MeasuredTimes) -> Report:
+    """``report`` with the measured times of the whole function, which are also those of a region that does almost all of it."""
+    regions = report.regions
+    if len(regions) == 1:
+        (only,) = regions
+        alone = only.times == 1 and only.seconds >= _SHARE_OF_ALL * (only.seconds + (report.left_seconds or 0.0))
+        regions = (dataclasses.replace(only, measured=times),) if alone and report.left_seconds is not None else regions
+    return dataclasses.replace(report, measured=times, regions=regions)
+
+
+def with_measured_calls(report: Report, times: Mapping[str, MeasuredTimes]) -> Report:
+    """``report`` with the measured ``times`` of some of its regions, by name."""
+    regions = tuple(dataclasses.replace(r, measured=times[r.name]) if r.name in times else r for r in report.regions)
+    return dataclasses.replace(report, regions=regions)
 
 
 def merge_body_reports(reports: Sequence[Report]) -> Report:

@@ -42,7 +42,7 @@ def render_text(report: ReportData, verbose: bool = False) -> str:
     """The text of ``Report.text(verbose)``."""
     blocks = ["\n".join([line for text in (*obstacle_texts(report), *summary_texts(report)) for line in _wrap(text)])]
     shown, rest = (report.regions, "") if verbose else longest_regions(report.regions)
-    blocks += ["\n".join(_text_region(region, verbose)) for region in shown]
+    blocks += ["\n".join(_text_region(region, report, verbose)) for region in shown]
     if rest:
         blocks.append("\n".join(_wrap(rest)))
     if report.residuals:
@@ -74,6 +74,9 @@ def summary_texts(report: ReportData) -> list[str]:
             f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved "
             f"({percent_text(report.bytes_saved, report.traffic_bulk_sync)})"
         )
+        if report.gain_band is not None and report.measured is None:
+            low, high = report.gain_band
+            lines.append(f"likely: in 8 of 10 programs the measured gain is {low:g} to {high:g} times the modelled one")
     return lines
 
 
@@ -98,7 +101,7 @@ def verdict_text(report: ReportData) -> str:
     unknown = f", without the time of {plural(report.unknown, 'operator')} that the model does not know" if report.unknown else ""
     most = "at most " if report.unknown else ""
     return (
-        f"expected {most}{ratio:.2f}x as fast as jax.jit, modelled "
+        f"expected {most}{ratio:.2f}x as fast as jax.jit, modelled{likely_text(report, ratio)} "
         f"({time_text(seconds)} instead of {time_text(seconds * ratio)}{unknown})"
     )
 
@@ -124,16 +127,15 @@ def longest_regions(regions: Sequence[RegionReport]) -> tuple[Sequence[RegionRep
 EVERYTHING = "print(report.text(verbose=True)) shows everything"
 
 
-def _text_region(region: RegionReport, verbose: bool) -> list[str]:
+def _text_region(region: RegionReport, report: ReportData, verbose: bool) -> list[str]:
     order = f" in the order of {region.order}" if region.order else ""
     lines = _wrap(
         f"{region.name}: {plural(region.ops, 'operator')}{in_phases(region)} over {plural(region.rows, 'row')}{order}, "
         f"{plural(region.tiles, 'tile')} of {plural(region.tile_rows, 'row')}{repeats_text(region)}"
     )
-    gain = f" ({region.baseline_seconds / region.seconds:.2f}x)" if region.seconds > 0 else ""
     lines += _wrap(f"{arrangement_text(region)}; {bottleneck_text(region)}", "  ")
     lines += _wrap(
-        f"estimate: {time_text(region.seconds)}, with jax.jit {time_text(region.baseline_seconds)}{gain}; "
+        f"{times_text(region, report)}; "
         f"reads {byte_text(region.bytes_in)}, writes {byte_text(region.bytes_out)}, saves {byte_text(region.bytes_saved)}",
         "  ",
     )
@@ -149,6 +151,25 @@ def _text_region(region: RegionReport, verbose: bool) -> list[str]:
     if len(phases) > MOST_SHOWN and not verbose:
         lines += _wrap(f"and {plural(len(phases) - MOST_SHOWN, 'more kind')} of phases: {EVERYTHING}", "  ")
     return lines
+
+
+def times_text(region: RegionReport, report: ReportData) -> str:
+    """The times of one run of a region, measured or modelled, and their ratio."""
+    how = "estimate" if region.measured is None else "measured"
+    text = f"{how}: {time_text(region.pipeline_seconds)}, with jax.jit {time_text(region.jit_seconds)}"
+    if region.pipeline_seconds <= 0:
+        return text
+    gain = region.jit_seconds / region.pipeline_seconds
+    if region.measured is None:
+        return f"{text} ({gain:.2f}x{likely_text(report, gain)})"
+    busy = ", while other programs ran" if region.measured.busy else ""
+    return f"{text} ({gain:.2f}x{busy}); modelled: {time_text(region.seconds)} and {time_text(region.baseline_seconds)}"
+
+
+def likely_text(report: ReportData, gain: float) -> str:
+    """The range that a modelled ``gain`` stands for: ", likely 0.61x to 1.83x"; "" where it is not known."""
+    likely = report.likely(gain)
+    return "" if likely is None else f", likely {likely[0]:.2g}x to {likely[1]:.2g}x"
 
 
 def repeats_text(region: RegionReport) -> str:

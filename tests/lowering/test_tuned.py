@@ -15,7 +15,7 @@ import pytest
 import kitsune_jax as kj
 from kitsune_jax import tuning
 from kitsune_jax.frontend import lowering
-from kitsune_jax.report.data import time_text
+from kitsune_jax.report.data import MeasuredTimes, time_text
 from kitsune_jax.tuning import FORCED, JIT, MODELLED, OPTIMISTIC
 from tests.support.checks import count
 
@@ -75,6 +75,9 @@ def test_the_models_plan_stays_where_it_is_faster(measured: Callable[..., list[s
     report = kj.explain(fn)(WS, X)
     assert report.coverage == 1.0
     assert str(report).startswith("2.00x as fast as jax.jit, measured on this machine (1.00 ms instead of 2.00 ms); 6 of 6")
+    (region,) = report.regions
+    assert region.measured == report.measured
+    assert "measured: 1.00 ms, with jax.jit 2.00 ms (2.00x); modelled: " in str(report) and "likely" not in str(report)
     np.testing.assert_allclose(jax.jit(fn)(WS, X), mlp(WS, X), rtol=1e-4, atol=1e-4)
 
 
@@ -362,7 +365,9 @@ def test_of_a_program_with_effects_each_call_is_timed(doubts_everything: None, m
     seen = timed_calls(monkeypatch, lambda program: 2e-3 if "dot_general" in program else 0.5e-3)
     assert calls(fn, WS, X, IDS) == 1 and len(seen) == 2
     report = kj.explain(fn)(WS, X, IDS)
-    assert len(report.regions) == 1 and "dot_general" in str(report.regions[0])
+    (region,) = report.regions
+    assert "dot_general" in str(region) and region.measured == MeasuredTimes(1e-3, 2e-3)
+    assert report.measured is None and "measured: 1.00 ms, with jax.jit 2.00 ms (2.00x); modelled: " in str(report)
     assert any("1 call faster than XLA's code (2.00x), 1 slower and left to XLA" in note for note in report.notes), report.notes
     assert "measured on this machine: 1.00 ms with pipelines, 500 us with jax.jit (0.50x)" in {r.reason for r in report.rejected}
     for got, want in zip(jax.jit(fn)(WS, X, IDS), talking(WS, X, IDS), strict=True):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 import kitsune_jax as kj
+from benchmarks.cpu_model import RECORDS, in_band, recorded_gains
 from kitsune_jax import targets
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
@@ -22,7 +23,7 @@ from kitsune_jax.planning.plan import CpuPlan, Infeasible, Machine, Plan
 from kitsune_jax.planning.stages import Levels, Load, balance, finest, links
 from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
-from kitsune_jax.targets.cpu.planning.machines import cpu_at_hand, cpu_model
+from kitsune_jax.targets.cpu.planning.machines import GAIN_BAND, cpu_at_hand, cpu_model
 from kitsune_jax.targets.cpu.planning.planner import partial_bytes
 from kitsune_jax.targets.cpu.planning.xla import baseline
 from kitsune_jax.targets.cpu.profile import profile
@@ -297,6 +298,13 @@ def test_bulk_synchronous_kernels_end_at_matmuls_and_reductions():
 
 
 # Plans
+
+
+def test_the_band_of_gains_is_that_of_the_recorded_programs() -> None:
+    gains = recorded_gains(RECORDS)
+    assert len(gains) > 200
+    assert 0.75 < in_band(gains) < 0.85
+    assert CPU.gain_band == cpu_at_hand().gain_band == GAIN_BAND and H200.gain_band is None
 
 
 @pytest.mark.parametrize("machine", [CPU, cpu_model("avx2-8"), H200, H100, A100], ids=lambda m: m.name)

@@ -489,6 +489,13 @@ def test_the_text_names_chains_their_lines_and_what_a_pipeline_gives():
     assert "bound by kernels of unknown work: sort left to XLA: sorts need all rows" in text
 
 
+def test_the_gain_of_a_chain_is_told_as_measured_or_with_its_likely_range():
+    chain = PROFILE.chains[0]
+    known, modelled = dataclasses.replace(chain, measured=True), dataclasses.replace(chain, likely=(0.75, 2.25))
+    assert "pipeline 1.50x, measured: region0" in str(dataclasses.replace(PROFILE, chains=(known,)))
+    assert "pipeline 1.50x, modelled, likely 0.75x to 2.2x: region0" in str(dataclasses.replace(PROFILE, chains=(modelled,)))
+
+
 def test_a_kernel_of_many_operators_is_shortened():
     chain = KernelChain((tuple("abcdefghi"), ("dot_general",)), 2, 1e-4, (), "memory", None, "it is small")
     assert "a + b + c + d + e + f + 3 more, dot_general" in str(dataclasses.replace(PROFILE, chains=(chain,)))

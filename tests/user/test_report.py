@@ -16,7 +16,7 @@ from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.data import MeasuredTimes, Rejected, byte_text, percent_text, time_text
 from kitsune_jax.report.picture import regions_svg
-from kitsune_jax.report.render import Report, merge_body_reports, repeated
+from kitsune_jax.report.render import Report, merge_body_reports, repeated, with_measured
 from kitsune_jax.report.text import WIDTH, _repeats, short_operators
 from kitsune_jax.targets import get
 
@@ -260,6 +260,40 @@ def test_the_verdict_stands_first(report: Report) -> None:
     assert left.expected_speedup == 1.0
     told = " ".join(str(left).split())
     assert "measured as no faster (2.00 ms with pipelines, 1.00 ms with jax.jit, while other programs ran)" in told
+
+
+def test_a_modelled_gain_has_a_likely_range_and_a_measured_one_has_none(report: Report) -> None:
+    """A user must see how far a ratio can be trusted: the model's with its range, a measured one with both its times."""
+    assert report.gain_band is None and "likely" not in str(report)  # nothing is known of an H200
+    timed = dataclasses.replace(
+        report, gain_band=(0.5, 1.5), rejected=tuple(dataclasses.replace(r, seconds=1e-5) for r in report.rejected)
+    )
+    for text in (str(timed), timed._repr_html_()):
+        assert "estimate: 500 us, with jax.jit 1.00 ms (2.00x, likely 1x to 3x)" in text
+    assert "likely: in 8 of 10 programs the measured gain is 0.5 to 1.5 times the modelled one" in str(timed)
+    measured = with_measured(timed, MeasuredTimes(1e-3, 1.5e-3))
+    for text in (str(measured), measured._repr_html_()):
+        assert "measured: 1.00 ms, with jax.jit 1.50 ms (1.50x); modelled: 500 us and 1.00 ms" in text
+        assert "likely" not in text
+    assert "both measured" in regions_svg(measured.regions, measured.bandwidth)
+    assert "both modelled" in regions_svg(timed.regions, timed.bandwidth)
+
+
+def test_the_times_of_a_function_are_those_of_a_region_that_does_almost_all_of_it(report: Report) -> None:
+    times = MeasuredTimes(1e-3, 1.5e-3)
+    (region,) = report.regions  # 0.5 ms
+
+    def with_left(seconds: float | None, **changes: int) -> MeasuredTimes | None:
+        rejected = tuple(dataclasses.replace(r, seconds=seconds) for r in report.rejected)
+        of = dataclasses.replace(report, rejected=rejected, regions=(dataclasses.replace(region, **changes),))
+        return with_measured(of, times).regions[0].measured
+
+    assert with_left(5e-5) == times
+    assert with_left(6e-5) is None
+    assert with_left(None) is None
+    assert with_left(1e-5, times=3) is None
+    two = with_measured(dataclasses.replace(report, regions=(region, region)), times)
+    assert [r.measured for r in two.regions] == [None, None]
 
 
 def test_times_of_a_loop_are_those_of_all_steps(report: Report) -> None:
