@@ -35,6 +35,7 @@ import logging
 import os
 import pathlib
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -357,6 +358,22 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
+
+
+def shown_file(path: str) -> str:
+    """The name of a source file in reports, "model.py". That of a notebook's cell, which Python knows by a hash, is "cell [5]",
+    with the number that the notebook shows beside the cell since it ran last.
+
+    >>> shown_file("/home/me/model.py")
+    'model.py'
+    """
+    shell: Any = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    try:
+        cell = shell.instance().compile.format_code_name(path) if shell is not None and shell.initialized() else None
+    except Exception:  # another IPython, whose cells keep the names of their files
+        cell = None
+    number = re.fullmatch(r"In\[(\d+)\]", cell[1]) if cell else None
+    return f"cell [{number[1]}]" if number else os.path.basename(path)
 
 
 def printable_lines(text: str) -> str:

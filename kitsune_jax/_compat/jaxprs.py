@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from kitsune_jax.config import printable
+from kitsune_jax.config import printable, shown_file
 
 # --- the version of JAX, its modules, and its tracebacks --------------------------------------------------------------------------
 
@@ -366,7 +366,9 @@ def _source_of(closed: Any) -> str:
 def function_name(closed: Any) -> str:
     """The user's function that a jaxpr was traced from, "mlp (model.py:12)"; differentiation and batching keep it."""
     name, _, place = _source_of(closed).partition(" at ")
-    return printable(f"{name} ({os.path.basename(place)})" if place else name or "a function")
+    file, colon, line = place.rpartition(":")
+    shown = f"{shown_file(file)}:{line}" if colon else os.path.basename(place)
+    return printable(f"{name} ({shown})" if place else name or "a function")
 
 
 def is_staging() -> bool:
@@ -452,7 +454,7 @@ def source_line(eqn: Any) -> str:
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
-    return printable(f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})")
+    return printable(f"{shown_file(frame.file_name)}:{frame.start_line} ({frame.function_name.rsplit('.', 1)[-1]})")
 
 
 @contextlib.contextmanager

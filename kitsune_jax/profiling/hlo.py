@@ -13,9 +13,8 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
 
-from kitsune_jax.config import printable
+from kitsune_jax.config import printable, shown_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ def _frames(lines: Iterable[str]) -> dict[int, str]:
 
     def place(text: str) -> str:
         f = {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", text)}
-        file = PurePosixPath(files.get(f.get("file_name_id", 0), "").strip('"')).name
+        file = shown_file(files.get(f.get("file_name_id", 0), "").strip('"'))
         function = functions.get(f.get("function_name_id", 0), "").strip('"').rsplit(".", 1)[-1]
         return printable(f"{file}:{f.get('line', 0)} ({function})")
 

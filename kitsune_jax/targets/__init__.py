@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -135,9 +136,12 @@ def profiler_label(title: str) -> str:
 
     >>> profiler_label("region0 (model.py:12 (mlp))")
     'kitsune:region0 model.py:12'
+    >>> profiler_label("region0 (cell [2]:3 (mlp))")
+    'kitsune:region0 cell 2:3'
     """
     name, _, source = title.partition(" (")
-    return " ".join([f"kitsune:{name}", *source.rstrip(")").split(" ")[:1]]).strip()
+    line = source.partition(" (")[0].rstrip(")")
+    return f"kitsune:{name} {re.sub(r'[][]', '', line)}".strip()
 
 
 # --- targets by name --------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax import config
 from kitsune_jax.frontend import lowering
 from kitsune_jax.report.data import Rejected
 
@@ -83,3 +89,60 @@ def test_escape_characters_do_not_reach_warnings(monkeypatch: pytest.MonkeyPatch
         jax.jit(kj.pipeline(_hostile_function(), force=True)).lower(jnp.ones((16, 8)), jnp.ones((8, 8)))
     assert _printable(str(told[0].message))
     assert all(_printable(f.function) and _printable(f.reason) for f in kj.fallbacks())
+
+
+# --- cells of notebooks -----------------------------------------------------------------------------------------------------------
+
+CELLS = (
+    "import jax, jax.numpy as jnp, kitsune_jax as kj",
+    "def mlp(w, x):\n    return jnp.sort(jnp.tanh(x @ w), 0)\n",
+    """
+w, x = jnp.ones((16, 8)), jnp.ones((512, 16))
+fn = kj.pipeline(mlp, force=True)
+report = kj.explain(fn)(w, x)
+jax.block_until_ready(fn(w, x))
+with kj.timeline("trace.json") as found:
+    jax.block_until_ready(fn(w, x))
+chains = kj.profile(mlp, batches=(), repeats=1)(w, x).chains
+shown = {
+    "text": str(report),
+    "page": report._repr_html_(),
+    "timeline": " ".join({e.region for e in found.events}),
+    "profile": " ".join({line for c in chains for line in c.sources}),
+}
+calls = open("trace.json").read()
+""",
+)
+
+
+def test_lines_of_a_notebook_are_those_of_its_cells(tmp_path: Path) -> None:
+    """IPython names the code of a cell by a hash, which no reader knows."""
+    pytest.importorskip("IPython")
+    script = f"""
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in {CELLS!r}:
+    shell.run_cell(cell, store_history=True).raise_error()
+names = shell.user_ns
+for what, text in names["shown"].items():
+    assert "cell [2]:2 (mlp)" in text and "ipython" not in text.lower(), (what, text)
+assert "kitsune_region0_cell_2_2" in names["calls"]
+"""
+    variables = {
+        **os.environ,
+        "IPYTHONDIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))),
+    }
+    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_without_cells_a_line_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd:
+        initialized = instance = staticmethod(lambda: 1 / 0)
+
+    module = types.ModuleType("IPython.core.interactiveshell")
+    for attributes in ({}, {"InteractiveShell": Odd}):
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        assert config.shown_file("/tmp/ipykernel_5/123.py") == "123.py"
