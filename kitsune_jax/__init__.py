@@ -39,6 +39,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
-config.check_environment()
-config.apply_log_level()
+if not config.is_command():  # which tells of wrong variables in a line, and of an unknown one where it matters
+    config.check_environment()
+    config.apply_log_level()
 _cpu_runtime.available()  # registers them

@@ -37,7 +37,7 @@ import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -161,15 +161,22 @@ def num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# The families of machine profiles that come with the package (``targets.cpu.profile.profile.FAMILIES``).
+CPU_FAMILIES = (
+    "zen5", "zen4", "emeraldrapids", "skylakex", "generic", "avx2", "avx512", "avx512bf16", "amx", "neon", "neonbf16",
+)  # fmt: skip
+
+
 def profile() -> str | None:
     """``KITSUNE_PROFILE``: the name of the machine profile that CPU plans are made with; ``None`` for the machine at hand.
 
-    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for text that is not of the
-    form of a name; ``targets.cpu.profile.profile`` knows which profiles there are.
+    A family without a number of cores stands for as many as ``num_threads`` says. Raises ``ValueError`` for another name.
     """
     text = os.environ.get("KITSUNE_PROFILE", "").strip()
-    if text and not re.fullmatch(r"[a-z0-9]+(-[1-9]\d{0,3})?", text):
-        raise ValueError(f"KITSUNE_PROFILE={text!r} is no profile: use <family> or <family>-<cores>, such as zen5 or avx2-8")
+    match = re.fullmatch(r"([a-z0-9]+)(-[1-9]\d{0,3})?", text)
+    if text and (match is None or match[1] not in CPU_FAMILIES):
+        how = f"use <family> or <family>-<cores>, such as zen5 or avx2-8; the families are {', '.join(CPU_FAMILIES)}"
+        raise ValueError(f"KITSUNE_PROFILE={text!r} is no profile: {how}")
     return text or None
 
 
@@ -223,13 +230,54 @@ def check_environment() -> None:
             _warned.add(name)
             message = f"the environment variable {name} has no effect, because kitsune_jax has none of this name: {hint}"
             warnings.warn(message, UnknownVariableWarning, stacklevel=3)
-    for read in (disabled, forced, strict, progress, log_level, cuda_arch, nvrtc_dir, cuda_avoid):
-        read()
-    for number_or_name in (emulator_seed, num_threads, profile, tune):
-        number_or_name()
+    for message in wrong_values().values():
+        raise ValueError(message)
 
 
 _warned: set[str] = set()
+# The readers of the variables that have values of no meaning.
+_READERS: dict[str, Callable[[], Any]] = {
+    "KITSUNE_DISABLE": disabled,
+    "KITSUNE_FORCE": forced,
+    "KITSUNE_STRICT": strict,
+    "KITSUNE_PROGRESS": progress,
+    "KITSUNE_LOG_LEVEL": log_level,
+    "KITSUNE_CUDA_ARCH": cuda_arch,
+    "KITSUNE_NVRTC_DIR": nvrtc_dir,
+    "KITSUNE_CUDA_AVOID": cuda_avoid,
+    "KITSUNE_EMULATOR_SEED": emulator_seed,
+    "KITSUNE_NUM_THREADS": num_threads,
+    "KITSUNE_PROFILE": profile,
+    "KITSUNE_TUNE": tune,
+}
+
+
+def wrong_values() -> dict[str, str]:
+    """The variables ``KITSUNE_...`` whose values mean nothing, each with a message that names the value and the possible ones."""
+    found = {}
+    for name, read in _READERS.items():
+        try:
+            read()
+        except ValueError as error:
+            if str(error) not in found.values():  # one variable's default may depend on another
+                found[name] = str(error)
+    return found
+
+
+@contextlib.contextmanager
+def without_wrong_values() -> Iterator[dict[str, str]]:
+    """For the command line, which tells of wrong values itself: in the block the variables in ``wrong_values()`` are not set."""
+    wrong = wrong_values()
+    kept = {name: os.environ.pop(name) for name in wrong}
+    try:
+        yield wrong
+    finally:
+        os.environ.update(kept)
+
+
+def is_command() -> bool:
+    """Is this import that of ``python -m kitsune_jax``?"""
+    return sys.argv[:1] == ["-m"] and any(word.removeprefix("-m") == "kitsune_jax" for word in sys.orig_argv)
 
 
 def unknown_variables() -> dict[str, str]:

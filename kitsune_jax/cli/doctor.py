@@ -31,7 +31,16 @@ _MEASURE = "python -m kitsune_jax machine measures it now"
 
 def facts() -> dict[str, Any]:
     """What is here, by topic, as data for JSON. ``problems``: each with ``advice``, and whether something is ``broken`` by it."""
-    found: dict[str, Any] = {
+    variables = environment()
+    with config.without_wrong_values() as wrong:
+        found = {**_facts(), "environment": variables}
+        problems = _problems(found)
+    broken = [{"problem": text, "advice": f"correct {name}, or unset it", "broken": True} for name, text in wrong.items()]
+    return {**found, "problems": [*broken, *problems]}
+
+
+def _facts() -> dict[str, Any]:
+    return {
         "versions": versions(),
         "jax": _jax(),
         "targets": {name: targets.get(name).why_not() for name in ("cpu", "cuda", "emulator")},  # "" where it works
@@ -45,9 +54,7 @@ def facts() -> dict[str, Any]:
         "profile": _profile(),
         "gpu": _gpu(),
         "cache": {**folder.sizes(), "why_not": folder.why_unusable()},
-        "environment": environment(),
     }
-    return {**found, "problems": _problems(found)}
 
 
 def versions() -> dict[str, str]:

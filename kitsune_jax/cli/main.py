@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import kitsune_jax as kj
-from kitsune_jax import progress
+from kitsune_jax import config, progress
 from kitsune_jax.cli import bench, bugreport, doctor, folder, functions, machine, output
 from kitsune_jax.cli.functions import UsageError
 from kitsune_jax.errors import KitsuneWarning
@@ -27,6 +27,8 @@ _PROGRAM = "python -m kitsune_jax"
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
+        if args.run is not _doctor:  # which shows them among other problems
+            _check_variables()
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -87,6 +89,19 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 3600:
         raise ValueError("seconds are between 0 and 3600")
     return seconds
+
+
+def _check_variables() -> None:
+    """Raise ``UsageError`` for variables with values that mean nothing, and warn of unknown ones, as the import of the package."""
+    wrong = config.wrong_values()
+    if wrong:
+        raise UsageError("; ".join(wrong.values()))
+    with warnings.catch_warnings(record=True) as unknown:
+        warnings.simplefilter("always")
+        config.check_environment()
+    for warning in unknown:
+        print(f"{_PROGRAM}: {warning.message}", file=sys.stderr)
+    config.apply_log_level()
 
 
 def _doctor(args: argparse.Namespace) -> int:

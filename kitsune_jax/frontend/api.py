@@ -394,18 +394,27 @@ def _planned_platform(platform: str | None, device: str | None, target: str | No
     unknown one. ``target``: it has the machines instead of JAX's platform."""
     chosen = platform or jax.default_backend()
     chosen = {"gpu": "cuda"}.get(chosen, chosen)
-    if platform is None and device is not None and target is None:
-        reasons = []
-        for name in sorted(targets.PLATFORMS, key=lambda name: name != chosen):
-            try:
-                targets.get(name).machine(device)
-                return name
-            except ValueError as error:
-                reasons.append(f"{name}: {error}")
-        raise ValueError(f"device={device!r} is not known ({'; '.join(reasons)})")
+    if device is None and chosen in targets.PLATFORMS:
+        return chosen
+    if device is not None:
+        those_of = [name for name in sorted(targets.PLATFORMS, key=lambda name: name != chosen) if _has_model(name, device)]
+        if not device or not those_of:
+            raise ValueError(targets.unknown_device(device))
+        if platform is None and target is None:
+            return those_of[0]
+        if target is None and chosen in targets.PLATFORMS and chosen not in those_of:
+            raise ValueError(f"device={device!r} is one of platform={those_of[0]!r}, not of {platform!r}: leave out the platform")
     if chosen not in targets.PLATFORMS:
         raise ValueError(f"platform={chosen!r} has no machine model: use {' or '.join(map(repr, targets.PLATFORMS))}")
     return chosen
+
+
+def _has_model(platform: str, device: str) -> bool:
+    try:
+        targets.get(platform).machine(device)
+    except ValueError:
+        return False
+    return True
 
 
 def _notes(options: Iterable[Options], platform: str, device: str | None) -> list[str]:

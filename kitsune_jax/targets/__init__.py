@@ -8,6 +8,7 @@ To add a target, make a folder with a ``Target`` object and name that object in 
 from __future__ import annotations
 
 import abc
+import difflib
 import importlib
 import re
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kitsune_jax import config
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
@@ -142,6 +144,19 @@ def profiler_label(title: str) -> str:
     name, _, source = title.partition(" (")
     line = source.partition(" (")[0].rstrip(")")
     return f"kitsune:{name} {re.sub(r'[][]', '', line)}".strip()
+
+
+def unknown_device(device: str) -> str:
+    """The message for a ``device`` that no target has a model of: the nearest name, and all names."""
+    gpus = list(importlib.import_module("kitsune_jax.targets.cuda.planning.machines").GPUS)
+    family, _, cores = device.lower().partition("-")
+    near = difflib.get_close_matches(family, (*gpus, *config.CPU_FAMILIES), 1)
+    cores = cores if re.fullmatch(r"[1-9]\d{0,3}", cores) else str(config.num_threads())
+    hint = "" if not near else f" (did you mean {near[0] if near[0] in gpus else f'{near[0]}-{cores}'!r}?)"
+    return (
+        f"device={device!r} is not known{hint}: GPUs are {', '.join(gpus)}; a CPU is <family>-<cores>, such as zen5-8, with one of "
+        f"the families {', '.join(config.CPU_FAMILIES)}"
+    )
 
 
 # --- targets by name --------------------------------------------------------------------------------------------------------------

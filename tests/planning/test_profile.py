@@ -110,8 +110,11 @@ def kernels_of(isa: str) -> set[str]:
 
 def test_an_unknown_profile_names_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITSUNE_PROFILE", "zen6-2")
-    with pytest.raises(ValueError, match=r"'zen6-2' is not a CPU profile: write <family>-<cores>.*zen5"):
+    with pytest.raises(ValueError, match=r"KITSUNE_PROFILE='zen6-2' is no profile: use <family> or <family>-<cores>.*zen5"):
         cpu_at_hand()
+    with pytest.raises(ValueError, match=r"'zen6-2' is not a CPU profile: write <family>-<cores>.*zen5"):
+        shipped.shipped("zen6-2")
+    assert tuple(shipped.FAMILIES) == config.CPU_FAMILIES
 
 
 def test_a_family_stands_for_the_cores_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

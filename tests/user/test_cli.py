@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -290,6 +291,42 @@ def test_doctor_of_a_cache_that_others_can_write(
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     assert "other users can write" in problem(capsys, 1)["problem"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("KITSUNE_DISABLE", "maybe", "KITSUNE_DISABLE='maybe' is not a switch: set it to 1 or 0"),
+        ("KITSUNE_TUNE", "fast", "KITSUNE_TUNE='fast' is not known: use on, off, all"),
+        ("KITSUNE_PROFILE", "zen9", "KITSUNE_PROFILE='zen9' is no profile: use <family> or <family>-<cores>, such as zen5"),
+        ("KITSUNE_NUM_THREADS", "0", "KITSUNE_NUM_THREADS='0' is not a positive integer"),
+    ],
+)
+def test_a_wrong_value_of_a_variable_is_told_in_a_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["explain", f"{model}:mlp"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"python -m kitsune_jax explain: {told}") and err.count("\n") == 1
+    assert main(["doctor", "--json"]) == 1
+    (found,) = [p for p in json.loads(capsys.readouterr().out)["problems"] if p["broken"]]
+    assert found["problem"].startswith(told) and found["advice"] == f"correct {name}, or unset it"
+    assert main(["doctor"]) == 1 and re.search(rf"{name} +{value}\n", capsys.readouterr().out)
+
+
+def test_a_wrong_value_of_a_variable_does_not_keep_the_command_from_starting() -> None:
+    """The package checks them when it is imported, which is before the command begins."""
+    variables = {**os.environ, "KITSUNE_TUNE": "fast", "KITSUNE_FORCED": "1"}
+    command = [sys.executable, "-m", "kitsune_jax", "cache"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "python -m kitsune_jax cache: KITSUNE_TUNE='fast' is not known: use on, off, all\n"
+    variables["KITSUNE_TUNE"] = "off"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
+    assert done.returncode == 0 and done.stdout
+    assert done.stderr.startswith("python -m kitsune_jax: the environment variable KITSUNE_FORCED has no effect")
+    assert done.stderr.count("\n") == 1
 
 
 def test_doctor_of_a_variable_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,7 @@ def test_a_variable_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch
         ("KITSUNE_NUM_THREADS", "four"),
         ("KITSUNE_PROFILE", "Zen 5"),
         ("KITSUNE_PROFILE", "zen5-0"),
+        ("KITSUNE_PROFILE", "zen9"),
         ("KITSUNE_EMULATOR_SEED", "-1"),
         ("KITSUNE_CUDA_ARCH", "hopper"),
         ("KITSUNE_NVRTC_DIR", "/no/such/folder"),

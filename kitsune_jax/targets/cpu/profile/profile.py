@@ -202,8 +202,7 @@ def shipped(name: str) -> MachineProfile:
     match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d{0,3})", name)
     if match is None or match[1] not in FAMILIES:
         raise ValueError(
-            f"{name!r} is not a CPU profile: write <family>-<cores>, such as zen5-8, with one of the families "
-            f"{', '.join(FAMILIES)}; to plan for a GPU, choose the platform 'cuda'"
+            f"{name!r} is not a CPU profile: write <family>-<cores>, such as zen5-8, with one of the families {', '.join(FAMILIES)}"
         )
     return _derived(name, FAMILIES[match[1]], int(match[2]))
 
