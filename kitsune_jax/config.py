@@ -254,7 +254,7 @@ _READERS: dict[str, Callable[[], Any]] = {
 
 def wrong_values() -> dict[str, str]:
     """The variables ``KITSUNE_...`` whose values mean nothing, each with a message that names the value and the possible ones."""
-    found = {}
+    found: dict[str, str] = {}
     for name, read in _READERS.items():
         try:
             read()

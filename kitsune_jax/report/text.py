@@ -69,15 +69,23 @@ def summary_texts(report: ReportData) -> list[str]:
     pipelined = f"{count_text(report.ops_pipelined)} of {plural(report.ops_total, 'operator')} pipelined ({covered})"
     lines = [f"{verdict_text(report)}; {pipelined} in {plural(len(report.regions), 'region')}; {planned}"]
     if report.regions:
+        lines += _likely_line(report)
         lines.append(
             f"off-chip traffic (estimate): {byte_text(report.traffic_bulk_sync)} with jax.jit -> "
             f"{byte_text(report.traffic_pipeline)} pipelined, {byte_text(report.bytes_saved)} saved "
             f"({percent_text(report.bytes_saved, report.traffic_bulk_sync)})"
         )
-        if report.gain_band is not None and report.measured is None:
-            low, high = report.gain_band
-            lines.append(f"likely: in 8 of 10 programs the measured gain is {low:g} to {high:g} times the modelled one")
     return lines
+
+
+def _likely_line(report: ReportData) -> list[str]:
+    """The range of a modelled verdict, and what the word "likely" means."""
+    ratio = report.expected_speedup
+    if report.gain_band is None or report.measured is not None or ratio is None:
+        return []
+    low, high = report.gain_band
+    told = likely_text(report, ratio).removeprefix(", ")
+    return [f"{told}: in 8 of 10 programs the measured gain is {low:g} to {high:g} times the modelled one"]
 
 
 def verdict_text(report: ReportData) -> str:
@@ -101,7 +109,7 @@ def verdict_text(report: ReportData) -> str:
     unknown = f", without the time of {plural(report.unknown, 'operator')} that the model does not know" if report.unknown else ""
     most = "at most " if report.unknown else ""
     return (
-        f"expected {most}{ratio:.2f}x as fast as jax.jit, modelled{likely_text(report, ratio)} "
+        f"expected {most}{ratio:.2f}x as fast as jax.jit, modelled "
         f"({time_text(seconds)} instead of {time_text(seconds * ratio)}{unknown})"
     )
 

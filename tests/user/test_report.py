@@ -270,7 +270,7 @@ def test_a_modelled_gain_has_a_likely_range_and_a_measured_one_has_none(report: 
     )
     for text in (str(timed), timed._repr_html_()):
         assert "estimate: 500 us, with jax.jit 1.00 ms (2.00x, likely 1x to 3x)" in text
-    assert "likely: in 8 of 10 programs the measured gain is 0.5 to 1.5 times the modelled one" in str(timed)
+    assert "likely 0.99x to 3x: in 8 of 10 programs the measured gain is 0.5 to 1.5 times the modelled one" in str(timed)
     measured = with_measured(timed, MeasuredTimes(1e-3, 1.5e-3))
     for text in (str(measured), measured._repr_html_()):
         assert "measured: 1.00 ms, with jax.jit 1.50 ms (1.50x); modelled: 500 us and 1.00 ms" in text
