@@ -85,9 +85,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < 3600:
-        raise ValueError("seconds are between 0 and 3600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and 3600")
     return seconds
 
 

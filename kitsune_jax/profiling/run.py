@@ -7,18 +7,20 @@ hold; the pipelined function runs beside it, in turns, without the profiler.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, Unpack
+from typing import Any, Generic, Never, ParamSpec, Unpack
 
 import jax
 
 from kitsune_jax import _compat, config, targets
+from kitsune_jax.frontend import explain as preview
 from kitsune_jax.frontend.api import Pipeline, PipelineOptions, explain, pipeline
 from kitsune_jax.frontend.tracing import Arguments
 from kitsune_jax.profiling import hlo
@@ -45,7 +47,7 @@ P = ParamSpec("P")  # the parameters of a user's function
 
 def profile(
     fn: Callable[P, Any],
-    *,
+    *arguments: Never,
     batches: Sequence[int] | None = None,
     repeats: int = 5,
     budget_s: float = 10.0,
@@ -68,7 +70,9 @@ def profile(
     single region does almost all of the function, else as in ``kj.explain``.
 
     Args:
-      fn: a function, pipelined or not; a pipelined one brings its own options.
+      fn: a function, pipelined or not; a pipelined one brings its own options. Of one that calls pipelined functions JAX's caches
+        are cleared, since JAX would run what it has traced with pipelines.
+      arguments: none; those of ``fn`` go into the second pair of parentheses.
       batches: sizes of the batch to try; ``None``: a quarter, four times, and so on up to 64 times. ``()`` tries none. The batch is
         the leading dimension that arguments share; arrays are cut, or repeated.
       repeats: traced calls of each size; the fastest is reported, which other programs have disturbed the least.
@@ -93,6 +97,10 @@ def profile(
       >>> kj.profile(layer)
       <profile of layer: call it with arguments, kj.profile(layer)(*args)>
     """
+    if arguments:
+        name = getattr(fn, "__name__", "")
+        how = f"call it with arguments: profile({name if name.isidentifier() else 'fn'})(*args)"
+        raise TypeError(f"profile takes a function alone, and {len(arguments)} more were given: {how}")
     if not callable(fn):
         raise TypeError(f"kitsune_jax.profile takes a function of arrays, not {type(fn).__name__}: write profile(fn)(*args)")
     if not (isinstance(repeats, int) and repeats > 0):
@@ -101,6 +109,9 @@ def profile(
         raise ValueError(f"budget_s={budget_s!r} is not a number of seconds")
     if batches is not None and not all(isinstance(b, int) and b > 0 for b in batches):
         raise ValueError(f"batches={batches!r} must be positive integers")
+    inside = getattr(fn, "__wrapped__", None)
+    if isinstance(inside, Pipeline) and hasattr(fn, "lower"):  # jax.jit(pipeline(fn))
+        fn = inside
     plain = fn.__wrapped__ if isinstance(fn, Pipeline) else fn
     pipelined = fn if isinstance(fn, Pipeline) and not options else pipeline(plain, **options)
     return Profiler(plain, pipelined, None if batches is None else tuple(batches), repeats, budget_s)
@@ -196,7 +207,7 @@ class Profiler(Generic[P]):
 
     def _traced(self, arguments: Arguments) -> Traced:
         began = time.monotonic()
-        with config.override(disable=True):
+        with self._without_pipelines(arguments):
             compiled, call = self._compiled(self.plain, arguments)
         jax.block_until_ready(call())
         compiled_at = time.monotonic()
@@ -217,8 +228,28 @@ class Profiler(Generic[P]):
             bytes=_peak_bytes(compiled),
         )
 
+    @contextlib.contextmanager
+    def _without_pipelines(self, arguments: Arguments) -> Iterator[None]:
+        """In the block functions are traced without pipelines. JAX remembers its traces: those with pipelines are forgotten before,
+        those without after."""
+        holds = bool(preview.pipelined_calls(self._jitted(self.plain, arguments).jaxpr))
+        if holds:
+            jax.clear_caches()
+        try:
+            with config.override(disable=True):
+                yield
+        finally:
+            if holds:
+                jax.clear_caches()
+
     def _compiled(self, fn: Callable[..., Any], arguments: Arguments) -> tuple[Any, Callable[[], Any]]:
-        """``fn`` compiled for ``arguments``, with static leaves inside, and a call of it."""
+        """``fn`` compiled for ``arguments``, and a call of it."""
+        _, donated, kept = self.pipelined._statics.split(*arguments)
+        compiled = self._jitted(fn, arguments).lower().compile()
+        return compiled, functools.partial(compiled, donated, kept)
+
+    def _jitted(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
+        """``fn`` traced by ``jax.jit`` for ``arguments``, with static leaves inside."""
         static, donated, kept = self.pipelined._statics.split(*arguments)
 
         def arrays(donated: Any, kept: Any) -> Any:
@@ -226,19 +257,11 @@ class Profiler(Generic[P]):
             return [x for x in jax.tree.leaves(fn(*a, **k)) if _compat.valid_jaxtype(x)]
 
         arrays.__name__ = getattr(self.pipelined, "__name__", "fn")
-        compiled = jax.jit(arrays).lower(donated, kept).compile()
-        return compiled, functools.partial(compiled, donated, kept)
+        return jax.jit(arrays).trace(donated, kept)
 
     def _shapes(self, arguments: Arguments) -> list[Any]:
         """The shapes of the results for ``arguments``."""
-        static, donated, kept = self.pipelined._statics.split(*arguments)
-
-        def arrays(donated: Any, kept: Any) -> Any:
-            a, k = static.join(donated, kept)
-            return [x for x in jax.tree.leaves(self.plain(*a, **k)) if _compat.valid_jaxtype(x)]
-
-        with config.override(disable=True):
-            return list(jax.eval_shape(arrays, donated, kept))
+        return list(self._jitted(self.plain, arguments).out_info)
 
     def _gain(self, arguments: Arguments, traced: Traced) -> tuple[Gain, Report]:
         """The function as a pipeline, timed beside ``traced``, and its report. It is compiled first, since a plan that is chosen by

@@ -755,3 +755,33 @@ def test_the_batch_at_which_a_program_turns():
     found = kj.profile(tiny_layers, batches=(4096,), budget_s=60)(normal(32, 32), normal(1, 32))
     assert [s.bound for s in found.sizes] == ["overhead", "compute"]
     assert found.turns_at == 4096
+
+
+# -- functions that hold pipelines
+
+
+def _layers(w: Any, x: Any) -> Any:
+    return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_a_function_that_holds_pipelines_is_profiled_without_and_keeps_them(runs_before: bool) -> None:
+    """JAX remembers what it has traced, with pipelines or without."""
+    w, x = jnp.ones((16, 16)) / 16, jnp.ones((512, 16))
+    inner = jax.jit(kj.pipeline(_layers, force=True))
+
+    def outer(w: Any, x: Any) -> Any:
+        return inner(w, x).sum(1)
+
+    for fn in (inner, outer):
+        if runs_before:
+            fn(w, x)
+        found = kj.profile(fn, batches=(), repeats=1)(w, x)
+        assert not any("kitsune" in op for chain in found.chains for ops in chain.ops for op in ops), found.chains
+        assert found.chains and "kitsune" in jax.jit(fn).lower(w, x).as_text()
+    assert kj.profile(inner, batches=(), repeats=1)(w, x).gain.regions == 1  # forced: its own options hold
+
+
+def test_profile_with_arguments_says_how_it_is_called() -> None:
+    with pytest.raises(TypeError, match=re.escape("call it with arguments: profile(_layers)(*args)")):
+        kj.profile(_layers, jnp.ones(3))  # type: ignore[arg-type]
