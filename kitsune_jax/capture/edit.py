@@ -149,8 +149,8 @@ def pruned(captured: Captured) -> Captured:
     )
 
 
-# Families of operators that are computed once. Views and constants cost nothing, and a conversion that is made again where it is
-# read is cheaper than its result in memory.
+# Families of operators that are computed once. Views, and what is computed of constants alone, cost nothing and would tie the rows
+# that read them together; a conversion that is made again where it is read is cheaper than its result in memory.
 _MERGED = frozenset({"pointwise", "dot", "reduce", "argreduce", "cumulative", "gather", "scatter"})
 
 
@@ -161,15 +161,20 @@ def merged(captured: Captured) -> Captured:
     equal: dict[int, int] = {}  # value -> the first one that equals it
     names: dict[int, int] = {}  # value -> the one that is read instead of it
     known: dict[Any, int] = {}
+    constant = {v for v, value in enumerate(graph.values) if value.literal is not None}
     ops: list[Op] = []
-    for op in graph.ops:
+    for op, step in zip(graph.ops, captured.steps, strict=True):
+        if step.has_effects:  # no call runs on both sides of it, so a value would be kept in memory for the other side
+            known.clear()
         if op.kind != "opaque" and op.body is None:
             (made,) = op.outputs
+            if constant.issuperset(op.inputs):
+                constant.add(made)
             key = (op.kind, tuple(equal.get(v, v) for v in op.inputs), op.params, graph.values[made])
             first = known.setdefault(key, made)
             if first != made:
                 equal[made] = first
-                if OPS[op.kind].family in _MERGED:
+                if OPS[op.kind].family in _MERGED and not constant.issuperset(op.inputs):
                     names[made] = first
         ops.append(dataclasses.replace(op, inputs=tuple(names.get(v, v) for v in op.inputs)) if names else op)
     if not names:

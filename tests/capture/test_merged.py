@@ -60,6 +60,21 @@ def test_other_operands_parameters_and_dtypes_stay_apart() -> None:
     assert (found["dot_general"], found["reduce_sum"], found["exp"], found["sub"]) == (2, 2, 2, 2)
 
 
+def test_what_is_computed_of_constants_alone_stays_where_it_is_read() -> None:
+    """Two leaves' updates would share it otherwise, and one stream would wait for the other."""
+    c = captured(lambda x: (x + jnp.square(jnp.zeros_like(x)), x * jnp.square(jnp.zeros_like(x))), X)
+    assert kinds(c)["square"] + kinds(c)["integer_pow"] == 2
+
+
+def test_nothing_is_merged_across_a_side_effect() -> None:
+    def f(x: Any) -> Any:
+        y = jnp.sin(x) * 2
+        jax.debug.callback(lambda _: None, y[0, 0], ordered=True)
+        return y, jnp.sin(x) * 2
+
+    assert kinds(captured(f, X))["sin"] == 2
+
+
 def test_what_a_checkpoint_computes_again_is_computed_again() -> None:
     def loss(w: Any, x: Any) -> Any:
         return jnp.tanh(jnp.sin(x @ w)).sum()
