@@ -163,23 +163,15 @@ def counting(sm: int = 900, *, l1: int | None = None, l2: int | None = None) -> 
         counts += stop()
 
 
-def buffer_names(kernel: Kernel, outputs: int) -> Callable[[str], str]:
-    """From the emulator's names ("operand 0", "result 1") to those in the kernel's source (in0, weights0, vectors, table0, out1).
-
-    The result behind the ``outputs`` is the workspace. Buffers that share memory have a name of both.
+def buffer_names(kernel: Kernel) -> Callable[[str], str]:
+    """From the emulator's names ("operand 0", "result 1 from byte 256") to those in the kernel's source (in0, weights0, vectors,
+    table0, out1, workspace). Buffers that share memory have a name of both.
     """
-    operands = [f"in{k}" for k in kernel.inputs]
-    for packed in kernel.packed:
-        operands += [f"weights{k}" for k in range(len(packed.operands.weights))]
-        operands += ["vectors"] if packed.operands.vectors else []
-        operands += [f"table{k}" for k in range(len(packed.tables))]
-    operands += [f"filled{k}" for k, _ in kernel.filled]
-    operands += ["ahead"] * kernel.hints
+    operands = len(kernel.call.operands)
 
-    def one(name: str) -> str:
-        kind, _, number = name.partition(" ")
-        if kind == "operand":
-            return operands[int(number)]
-        return f"out{number}" if int(number) < outputs else "workspace"
+    def one(buffer: int, first: int) -> str:
+        name = f"operand {buffer}" if buffer < operands else f"result {buffer - operands}"
+        return f"{name} from byte {first}" if first else name
 
-    return lambda name: "/".join(one(part) for part in name.split("/"))
+    known = {one(*place): name for place, name in zip(kernel.call.places, kernel.call.names, strict=True)}
+    return lambda name: "/".join(known[part] for part in name.split("/"))

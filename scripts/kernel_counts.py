@@ -205,8 +205,8 @@ def run(network: str, dtype: str, kind: str, of: Any, plan: Any) -> Kernel:
     kernel, program = cuda_run.Kernel(of, one), of.program(one)
     with counters.counting(kernel.code.kernel.launch[1]) as found:
         kernel()
-    (counts,) = found
-    named = counts.named(counters.buffer_names(kernel.code.kernel, len(program.outputs)))
+    counts = found[-1]  # behind that of the packing kernel
+    named = counts.named(counters.buffer_names(kernel.code.kernel))
     return Kernel(network, dtype, kind, tiles, plan.lanes, named, plan, program)
 
 

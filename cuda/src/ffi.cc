@@ -1,9 +1,10 @@
-// The boundary to XLA. Attributes of a call: `image` (bytes), `launch` (launch_words.h), `name` (region and source line).
+// The boundary to XLA. Attributes of a call: `image` (bytes), `packer` (the image of the packing kernel, empty where the launch
+// words name none), `launch` (launch_words.h), `name` (region and source line).
 //
 //   instantiate   once per compiled executable, perhaps ahead of time and without a device: checks the attributes, calls no driver
 //   prepare       before each run: loads the kernel into the current context, which XLA has activated by then
 //   initialize    the same by the run's stream, which prepare does not have; both come before XLA's devices wait for each other
-//   execute       zeroes the head of the workspace and launches; may be captured into a command buffer
+//   execute       zeroes the head of the workspace, packs and launches; may be captured into a command buffer
 //
 // Loading never happens in execute: it takes locks inside the driver, and may wait for a kernel that spins until another device,
 // whose thread waits for the same lock, has started its own. XLA:CPU has no prepare and initialize; the emulator has no such locks.
@@ -35,8 +36,8 @@ template <Platform platform>
 struct State {
   static ffi::TypeId id;
   static const XLA_FFI_TypeInfo info;
-  State(std::string image, const Launch& launch, std::string name)
-      : kernel(std::move(image), launch, std::move(name), platform == Platform::kEmulator) {}
+  State(std::string image, std::string packer, const Launch& launch, std::string name)
+      : kernel(std::move(image), std::move(packer), launch, std::move(name), platform == Platform::kEmulator) {}
   Kernel kernel;
 };
 template <Platform platform>
@@ -67,14 +68,15 @@ ffi::Error guarded(const Body& body) {
 }
 
 template <Platform platform>
-ffi::ErrorOr<std::unique_ptr<State<platform>>> instantiate(ffi::Span<const uint8_t> image, ffi::Span<const int64_t> words,
-                                                           std::string_view name) {
+ffi::ErrorOr<std::unique_ptr<State<platform>>> instantiate(ffi::Span<const uint8_t> image, ffi::Span<const uint8_t> packer,
+                                                           ffi::Span<const int64_t> words, std::string_view name) {
   std::unique_ptr<State<platform>> state;
   ffi::Error error = guarded([&] {
     std::string bytes(reinterpret_cast<const char*>(image.begin()), image.size());
+    std::string packing(reinterpret_cast<const char*>(packer.begin()), packer.size());
     Launch launch = parse_launch(words.begin(), words.size());
     if (launch.bytes.empty()) throw std::invalid_argument("launch words: the bytes of the buffers are missing");
-    state = std::make_unique<State<platform>>(std::move(bytes), launch, std::string(name));
+    state = std::make_unique<State<platform>>(std::move(bytes), std::move(packing), launch, std::string(name));
   });
   if (error.failure()) return ffi::Unexpected(std::move(error));
   return state;
@@ -116,6 +118,7 @@ XLA_FFI_Error* call_instantiate(XLA_FFI_CallFrame* frame) {
   }
   static const auto* handler = ffi::Ffi::BindInstantiate()
                                    .Attr<ffi::Span<const uint8_t>>("image")
+                                   .Attr<ffi::Span<const uint8_t>>("packer")
                                    .Attr<ffi::Span<const int64_t>>("launch")
                                    .Attr<std::string_view>("name")
                                    .To(instantiate<platform>)

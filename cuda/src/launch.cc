@@ -59,20 +59,33 @@ struct Config {
   Config& operator=(const Config&) = delete;
 };
 
+// As in cuda/include/kitsune/pack.h.
+constexpr int64_t kPackThreads = 256;
+constexpr size_t kPackMostBuffers = 511;
+struct PackParameters {
+  void* table;
+  void* buffers[kPackMostBuffers];
+};
+
 std::string arch_name(int capability) { return "sm_" + std::to_string(capability); }
 
 // What keeps kernels with equal images apart: everything that is set on the function.
 std::string settings(const Launch& launch) { return std::to_string(launch.shared_bytes) + "/" + std::to_string(launch.cluster); }
 
-// The emulator checks every access against the buffers; the parameters alone do not say how long they are.
-void announce_buffers(const Driver& driver, const Launch& launch, const std::vector<Buffer>& buffers) {
+// The emulator checks every access against the buffers; the parameters alone do not say how long they are. `parts`: of which
+// buffers of the call these are; empty: they are its buffers. One more is that of a timeline's records.
+void announce(const Driver& driver, const Launch& launch, const std::vector<Buffer>& buffers, const std::vector<Part>& parts) {
   std::vector<std::string> texts;
   std::vector<const void*> addresses;
   std::vector<size_t> bytes;
   std::vector<const char*> names;
   for (size_t i = 0; i < buffers.size(); ++i) {
-    auto operands = static_cast<size_t>(launch.operands);
-    texts.push_back(i < operands ? "operand " + std::to_string(i) : "result " + std::to_string(i - operands));
+    Part part = i < parts.size() ? parts[i] : Part{static_cast<int64_t>(i), 0, 0};
+    bool records = i >= (parts.empty() ? static_cast<size_t>(launch.operands + launch.results) : parts.size());
+    texts.push_back(records                         ? "the records of a timeline"
+                    : part.buffer < launch.operands ? "operand " + std::to_string(part.buffer)
+                                                    : "result " + std::to_string(part.buffer - launch.operands));
+    if (part.first > 0) texts.back() += " from byte " + std::to_string(part.first);
     addresses.push_back(buffers[i].data);
     bytes.push_back(buffers[i].bytes);
   }
@@ -82,11 +95,14 @@ void announce_buffers(const Driver& driver, const Launch& launch, const std::vec
 
 }  // namespace
 
-Kernel::Kernel(std::string image, const Launch& launch, std::string name, bool emulated)
-    : image_(std::move(image)), launch_(launch), name_(std::move(name)), emulated_(emulated) {
+Kernel::Kernel(std::string image, std::string packer, const Launch& launch, std::string name, bool emulated)
+    : image_(std::move(image)), packer_(std::move(packer)), launch_(launch), name_(std::move(name)), emulated_(emulated) {
   if (!is_utf8(name_)) throw std::invalid_argument("kitsune_cuda: the name of a region is not UTF-8");
   if (std::string wrong = check_image(image_, emulated_); !wrong.empty())
     throw std::invalid_argument("kitsune_cuda: " + name_ + ": " + wrong);
+  if (launch_.pack_blocks > 0)
+    if (std::string wrong = check_image(packer_, emulated_); !wrong.empty())
+      throw std::invalid_argument("kitsune_cuda: " + name_ + ": the packing kernel: " + wrong);
   if (launch_.stamped) number_ = Timelines::all().add_kernel(name_);
 }
 
@@ -94,6 +110,7 @@ Kernel::~Kernel() {
   if (launch_.stamped) Timelines::all().remove_kernel(number_);
   std::lock_guard<std::mutex> lock(load_mutex());
   library_.reset();
+  packer_library_.reset();
 }
 
 const Driver& Kernel::driver() const { return emulated_ ? emulator_driver() : device_driver(); }
@@ -156,9 +173,22 @@ void Kernel::load_into(const Driver& driver, CUcontext context) {
           "cuFuncSetAttribute(NON_PORTABLE_CLUSTER_SIZE_ALLOWED)");
   // The driver loads code when it is first used (CUDA C++ guide, "Lazy Loading"), which would be inside execute.
   if (driver.cuFuncLoad) check(driver, driver.cuFuncLoad(function), "cuFuncLoad");
-  Loaded loaded{context, function, fitted_grid(driver, function)};
+  Loaded loaded{context, function, load_packer(driver), fitted_grid(driver, function)};
   std::lock_guard<std::mutex> lock(mutex_);
   loaded_.push_back(loaded);  // a deque: what `find` has given stays where it is
+}
+
+CUfunction Kernel::load_packer(const Driver& driver) {
+  CUfunction function = nullptr;
+  if (launch_.pack_blocks == 0) return function;
+  try {
+    if (!packer_library_) packer_library_ = Library::share(driver, packer_, "", kPackEntryPoint);
+  } catch (const std::runtime_error& e) {
+    fail(e.what());
+  }
+  check(driver, driver.cuKernelGetFunction(&function, packer_library_->kernel()), "cuKernelGetFunction");
+  if (driver.cuFuncLoad) check(driver, driver.cuFuncLoad(function), "cuFuncLoad");
+  return function;
 }
 
 void Kernel::check_device(const Driver& driver) const {
@@ -234,6 +264,20 @@ void Kernel::check_buffers(const std::vector<Buffer>& buffers) const {
            std::to_string(launch_.workspace_zero_bytes) + " to be zeroed");
 }
 
+// Its one parameter is the table, and then every buffer: it reads operands, and writes the workspace and results.
+void Kernel::pack(const Driver& driver, const Loaded& loaded, const std::vector<Buffer>& buffers, CUstream stream) const {
+  PackParameters parameters{};
+  parameters.table = buffers[static_cast<size_t>(launch_.table)].data;
+  for (size_t i = 0; i < buffers.size(); ++i) parameters.buffers[i] = buffers[i].data;
+  Launch launch{};
+  launch.block = kPackThreads;
+  launch.cluster = 1;
+  Config config(launch, launch_.pack_blocks, stream);
+  void* pointers[] = {&parameters};
+  if (driver.kitsune_emulator_set_buffers) announce(driver, launch_, buffers, {});
+  check(driver, driver.cuLaunchKernelEx(&config.config, loaded.packer, pointers, nullptr), "cuLaunchKernelEx(kitsune_pack)");
+}
+
 void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   check_buffers(buffers);
   const Driver& table = driver();
@@ -244,23 +288,33 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   AlignedBuffers aligned(table, kept_, context, stream);
   auto done = [&](const AlignedBuffers::Status& status) { check(table, status.error, status.function); };
   done(aligned.before(buffers, static_cast<size_t>(launch_.operands), static_cast<size_t>(launch_.hints)));
+  // What an earlier call has left would hide that nothing was packed, or too late: NaN in every format.
+  if (table.emulated && loaded->packer != nullptr)
+    for (size_t i = static_cast<size_t>(launch_.operands); i < buffers.size(); ++i)
+      check(table, table.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(buffers[i].data), 0xff, buffers[i].bytes, stream),
+            "cuMemsetD8Async");
   if (launch_.workspace_zero_bytes > 0)
     check(table,
           table.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(buffers.back().data), 0,
                                 static_cast<size_t>(launch_.workspace_zero_bytes), stream),
           "cuMemsetD8Async");
+  if (loaded->packer != nullptr) pack(table, *loaded, buffers, stream);
+  std::vector<Buffer> given = launch_.pointers.empty() ? buffers : std::vector<Buffer>();
+  for (const Part& part : launch_.pointers)
+    given.push_back(
+        {static_cast<char*>(buffers[static_cast<size_t>(part.buffer)].data) + part.first, static_cast<size_t>(part.bytes)});
   std::vector<void*> pointers;  // the kernel's one parameter, a struct of pointers
-  for (const Buffer& buffer : buffers) pointers.push_back(buffer.data);
+  for (const Buffer& buffer : given) pointers.push_back(buffer.data);
   if (launch_.stamped) {
     bool numbered = number_ < Timelines::kKernels;
     CUdeviceptr records = numbered ? Timelines::all().buffer(table, context) : 0;
     pointers.push_back(reinterpret_cast<void*>(records));
     pointers.push_back(reinterpret_cast<void*>(number_));
-    if (records && emulated_) buffers.push_back({pointers[pointers.size() - 2], static_cast<size_t>(Timelines::kBytes)});
+    if (records && emulated_) given.push_back({pointers[pointers.size() - 2], static_cast<size_t>(Timelines::kBytes)});
   } else {
     Timelines::all().count_unstamped();
   }
-  if (table.kitsune_emulator_set_buffers) announce_buffers(table, launch_, buffers);
+  if (table.kitsune_emulator_set_buffers) announce(table, launch_, given, launch_.pointers);
   Config config(launch_, loaded->grid, stream);
   if (launch_.cooperative) config.make_cooperative();
   void* parameters[] = {pointers.data()};

@@ -1,5 +1,6 @@
 #include "launch_words.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -121,14 +122,30 @@ Launch parse_launch(const int64_t* words, size_t count) {
   require(launch.sm == kSm90a || launch.cluster == 1, "clusters need architecture 900");
   require(launch.operands + launch.results + 2 * launch.stamped <= kMaxParameters,
           "more operands and results than a kernel has parameters");
-  size_t buffers = static_cast<size_t>(launch.operands + launch.results);
-  if (count != kLaunchWords && count != kLaunchWords + buffers)
+  size_t buffers = static_cast<size_t>(launch.operands + launch.results), sized = kLaunchWords + buffers;
+  bool packs = count > sized && (count - sized) % 3 == 2;
+  if (count != kLaunchWords && count != sized && !packs)
     throw std::invalid_argument("launch words: there are " + std::to_string(count) + ", not " + std::to_string(kLaunchWords) +
-                                ", or " + std::to_string(kLaunchWords + buffers) + " with the bytes of every buffer");
-  for (size_t i = kLaunchWords; i < count; ++i)
+                                ", or " + std::to_string(sized) + " with the bytes of every buffer, or 2 and 3 for each pointer" +
+                                " more with a packing kernel");
+  for (size_t i = kLaunchWords; i < std::min(count, sized); ++i)
     launch.bytes.push_back(checked("the size of a buffer", words[i], 0, kMaxBufferBytes));
   if (!launch.bytes.empty())
     require(launch.workspace_zero_bytes <= launch.bytes.back(), "the zeroed part of the workspace is larger than the workspace");
+  if (!packs) return launch;
+  require(static_cast<int64_t>(buffers) < kMaxParameters, "more operands and results than the packing kernel has parameters");
+  launch.pack_blocks = checked("the grid of the packing kernel", words[sized], 1, kMaxGrid);
+  launch.table = checked("the operand with the table of the packing kernel", words[sized + 1], 0, launch.operands - 1);
+  checked("the number of the kernel's pointers", static_cast<int64_t>((count - sized - 2) / 3), 1,
+          kMaxParameters - 2 * launch.stamped);
+  for (size_t i = sized + 2; i < count; i += 3) {
+    Part part{};
+    part.buffer = checked("the buffer of a pointer", words[i], 0, launch.operands + launch.results - 1);
+    int64_t bytes = launch.bytes[static_cast<size_t>(part.buffer)];
+    part.first = checked("the first byte of a pointer", words[i + 1], 0, bytes);
+    part.bytes = checked("the bytes of a pointer", words[i + 2], 0, bytes - part.first);
+    launch.pointers.push_back(part);
+  }
   return launch;
 }
 

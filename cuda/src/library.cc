@@ -25,16 +25,16 @@ std::string message(const Driver& driver, CUresult error, const char* what, cons
 
 }  // namespace
 
-Library::Library(const Driver& driver, const std::string& image) : driver_(driver) {
+Library::Library(const Driver& driver, const std::string& image, const char* entry) : driver_(driver) {
   // The log is the assembler's, when the image is PTX that the driver compiles; a cubin leaves it empty.
   std::string log(kLogBytes, '\0');
   CUjit_option options[] = {CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
   void* values[] = {log.data(), reinterpret_cast<void*>(kLogBytes)};
   CUresult error = driver.cuLibraryLoadData(&library_, image.data(), options, values, 2, nullptr, nullptr, 0);
   if (error != CUDA_SUCCESS) throw std::runtime_error(message(driver, error, "cuLibraryLoadData", log.c_str()));
-  error = driver.cuLibraryGetKernel(&kernel_, library_, kEntryPoint);
+  error = driver.cuLibraryGetKernel(&kernel_, library_, entry);
   if (error == CUDA_SUCCESS) return;
-  std::string text = message(driver, error, "cuLibraryGetKernel(kitsune_region)", "");
+  std::string text = message(driver, error, ("cuLibraryGetKernel(" + std::string(entry) + ")").c_str(), "");
   driver.cuLibraryUnload(library_);
   throw std::runtime_error(text);
 }
@@ -42,13 +42,14 @@ Library::Library(const Driver& driver, const std::string& image) : driver_(drive
 // A driver that is shutting down has unloaded it already and answers CUDA_ERROR_DEINITIALIZED.
 Library::~Library() { driver_.cuLibraryUnload(library_); }
 
-std::shared_ptr<Library> Library::share(const Driver& driver, const std::string& image, const std::string& settings) {
+std::shared_ptr<Library> Library::share(const Driver& driver, const std::string& image, const std::string& settings,
+                                        const char* entry) {
   auto& known = loaded();
   for (auto it = known.begin(); it != known.end();) it = it->second.expired() ? known.erase(it) : std::next(it);
-  std::weak_ptr<Library>& entry = known[{&driver, settings, image}];
-  if (auto library = entry.lock()) return library;
-  std::shared_ptr<Library> library(new Library(driver, image));
-  entry = library;
+  std::weak_ptr<Library>& kept = known[{&driver, settings, image}];
+  if (auto library = kept.lock()) return library;
+  std::shared_ptr<Library> library(new Library(driver, image, entry));
+  kept = library;
   return library;
 }
 

@@ -91,11 +91,16 @@ nb::dict launch_info(const Words& words) {
   d["workspace_zero_bytes"] = launch.workspace_zero_bytes;
   d["hints"] = launch.hints;
   d["bytes"] = launch.bytes;
+  d["pack_blocks"] = launch.pack_blocks;
+  d["table"] = launch.table;
+  d["pointers"] = launch.pointers.size();
   return d;
 }
 
-void make_kernel(Kernel* self, const nb::bytes& image, const Words& words, const std::string& name, bool emulated) {
-  new (self) Kernel(std::string(image.c_str(), image.size()), parse_launch(words.data(), words.size()), name, emulated);
+void make_kernel(Kernel* self, const nb::bytes& image, const Words& words, const std::string& name, bool emulated,
+                 const nb::bytes& packer) {
+  new (self) Kernel(std::string(image.c_str(), image.size()), std::string(packer.c_str(), packer.size()),
+                    parse_launch(words.data(), words.size()), name, emulated);
 }
 
 void launch_kernel(Kernel& kernel, const std::vector<std::pair<uintptr_t, size_t>>& buffers, uintptr_t stream) {
@@ -142,7 +147,8 @@ NB_MODULE(_cuda, m) {
   m.def("clock_ns", &cuda::now_ns, "The clock of the host that timelines of kernels are laid beside.");
   m.def("stop_timeline", &cuda::stop_timeline, "The records since start_timeline: cuda/src/timeline.h.");
   nb::class_<cuda::Kernel>(m, "Kernel", "One kernel outside of XLA, as the handlers use it.")
-      .def("__init__", &cuda::make_kernel, nb::arg("image"), nb::arg("words"), nb::arg("name"), nb::arg("emulated") = false)
+      .def("__init__", &cuda::make_kernel, nb::arg("image"), nb::arg("words"), nb::arg("name"), nb::arg("emulated") = false,
+           nb::arg("packer") = nb::bytes("", 0))
       .def("load_current", &cuda::Kernel::load_current, nb::call_guard<nb::gil_scoped_release>(),
            "Loads it into the calling thread's context; False if there is none.")
       .def(

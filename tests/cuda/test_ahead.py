@@ -70,7 +70,8 @@ def arguments(dtype: Any = jnp.float32, batch: int = 1, keys: int = 1103) -> tup
 
 def asked(found: list[counters.Counts], name: str) -> int:
     """Bytes that a launch has asked the L2 for."""
-    (one,) = found
+    *packing, one = found
+    assert len(packing) <= 1
     return sum(event.amount for event in one.events if event.name == name)
 
 
@@ -142,7 +143,7 @@ def test_a_call_of_several_phases_asks_when_its_last_ends(sm: int) -> None:
     ahead = Ahead(0, weight.nbytes, 0, weight.nbytes, 6 * PIECE_BYTES, 0, 9, 0.0)
     made = generate_call_kernel(call, tuple(by_hand(part.program, sm, 2, 3) for part in call.parts), "program", ahead)
     assert made.launch[2] >= 9
-    code = lower.KernelCode(made, compilers.emulated(made.source, sm), "emulated", "program")
+    code = lower.emulated_code(made, "program")
     plain = called(case.program, *operands, code=code_of(case.program, sm=sm, lanes=2, replicas=3))
     for seed in range(4):
         with counters.counting(sm) as found:
@@ -189,11 +190,12 @@ def launched(array_bytes: int, first: int, size: int, pieces: int, offset: int, 
     region = small(sm)
     ahead = Ahead(0, array_bytes, first, size, pieces * PIECE_BYTES, 0, 4, 0.0)
     made = lower._cached_kernel(region.program, tuple(phase.plan for phase in region.phases), "region", ahead)
-    image = compilers.emulated(f"// planted: {change}\n{made.source}" if change else made.source, sm)
-    kernel = _cuda.Kernel(image, np.asarray(made.launch, np.int64), "region", emulated=True)
+    changed = dataclasses.replace(made, source=f"// planted: {change}\n{made.source}") if change else made
+    code = lower.emulated_code(changed, "region")
+    kernel = _cuda.Kernel(code.image, np.asarray(made.launch, np.int64), "region", emulated=True, packer=code.packer)
     kernel.load()
-    sizes = made.launch[12:]
     operands = made.launch[8]
+    sizes = made.launch[12 : 12 + operands + made.launch[9]]
     buffers = [np.zeros(n + 64, np.uint8) for n in sizes]
     starts = [-b.ctypes.data % 64 + offset * (k == operands - 1) for k, b in enumerate(buffers)]
     with counters.counting(sm) as found:

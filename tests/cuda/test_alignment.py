@@ -41,7 +41,7 @@ CASES = [
 
 @functools.lru_cache(maxsize=8)
 def recorded(name: str, dtype: str, arrangement: str) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
-    """A kernel, the operands of its custom call (inputs, images of weights, vectors), and what the call gave."""
+    """A kernel, the operands of its custom call (inputs, weights, the table by which they are packed), and what the call gave."""
     family = (FAMILIES | TRAINING)[name]
     of = subject(family.function, *family.arguments(130, dtype))
     plan = arrangements(of)[arrangement]
@@ -98,7 +98,7 @@ def test_each_operand_and_each_result_may_lie_at_any_element(case: tuple[str, st
     """All at each offset, and each alone at one of them, or at ``every`` one."""
     code, operands, results = recorded(*case)
     runtime.set_emulator_seed(1)
-    kernel = _cuda.Kernel(code.image, np.asarray(code.kernel.launch, np.int64), "region", emulated=True)
+    kernel = _cuda.Kernel(code.image, np.asarray(code.kernel.launch, np.int64), "region", emulated=True, packer=code.packer)
     kernel.load()
     count = len(operands) + len(results)
     alone = [(i, offset) for i, offset in itertools.product(range(count), OFFSETS) if every or offset == OFFSETS[i % len(OFFSETS)]]

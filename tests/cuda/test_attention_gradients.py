@@ -234,7 +234,7 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch
 
     def change(source: str, sm: int) -> bytes:
         changed = re.sub(found, instead, source)
-        assert changed != source
+        assert changed != source or source == lower.PACKER
         return emulated(changed, sm)
 
     monkeypatch.setattr(compilers, "emulated", change)

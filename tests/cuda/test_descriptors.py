@@ -3,8 +3,9 @@
 ``addresses`` is a model of its own, written from the manual, "PTX ISA, Asynchronous Warpgroup Level Matrix Instructions": Shared
 Memory Matrix Layout (strides, canonical layouts), Matrix Descriptor Format, and the swizzle of 16-byte units. CUTLASS says the same
 in include/cute/atom/mma_traits_sm90_gmma.hpp, "Canonical layouts". It knows nothing of the emulator's decoding. Against it stand:
-what ``pack.py`` makes of weights, what ``Panel::put`` leaves in shared memory, every descriptor that the products of ``matmul.h``
-and ``gradient.h`` give to wgmma, and the emulator's decoding. Planted errors must be found by the same comparison.
+the images of weights (``reference/packed.py``, which those of the packing kernel equal), what ``Panel::put`` leaves in shared
+memory, every descriptor that the products of ``matmul.h`` and ``gradient.h`` give to wgmma, and the emulator's decoding. Planted
+errors must be found by the same comparison.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import re
 import subprocess
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kitsune_jax.targets.cuda import compile, hostcc, pack, runtime
 from kitsune_jax.targets.cuda.tiles import WeightShape, block, is_half, padded
+from reference import packed as packed_arrays
 from tests.support.cuda_run import kernel_cache
 
 __all__ = ["kernel_cache"]
@@ -149,8 +150,8 @@ def columns_of_k(pieces: tuple[int, ...], dtype: str) -> list[np.ndarray]:
 
 
 def packed(weight: Any, recipe: pack.WeightRecipe, chunk: int) -> Any:
-    """The image of ``weight``. As one function for XLA, which takes as long for each op on its own."""
-    return jax.jit(lambda w: pack.weights([(recipe, chunk)], lambda _: w))(weight)
+    """The image of ``weight``."""
+    return packed_arrays.weights([(recipe, chunk)], lambda _: np.asarray(weight))
 
 
 def wrong_weights(pieces: tuple[int, ...], n: int, dtype: str, plant: str = "") -> list[str]:
@@ -205,7 +206,7 @@ def test_a_wrong_descriptor_of_weights_is_found(plant: str, dtype: str) -> None:
 
 
 def test_weights_that_are_packed_without_the_swizzle_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "_swizzle", lambda x: x)
+    monkeypatch.setattr(packed_arrays, "_swizzle", lambda x: x)
     assert wrong_weights((64,), 32, "bfloat16") != []
 
 

@@ -41,7 +41,10 @@ FIELDS = (
     "workspace_zero_bytes",
     "hints",
 )
-GOOD = dict(zip(FIELDS, (4, 900, 132, 384, 2, 1024, 0, 0, 2, 3, 64, 0), strict=True))
+GOOD = dict(zip(FIELDS, (5, 900, 132, 384, 2, 1024, 0, 0, 2, 3, 64, 0), strict=True))
+
+
+PACKS = [7, 1, 0, 0, 4096, 4, 16, 48]  # blocks and table of the packing kernel; two pointers
 
 
 def words(**changes: int) -> np.ndarray:
@@ -81,8 +84,8 @@ GOOD = {GOOD!r}
 def words(**changes):
     return np.array(list({{**GOOD, **changes}}.values()), np.int64)
 
-def kernel(image=b"image", sizes=(), **changes):
-    return _cuda.Kernel(image, np.append(words(**changes), np.array(sizes, np.int64)), "mlp (train.py:12)")
+def kernel(image=b"image", sizes=(), packer=b"", **changes):
+    return _cuda.Kernel(image, np.append(words(**changes), np.array(sizes, np.int64)), "mlp (train.py:12)", packer=packer)
 
 def buffers(n=5, size=4096):
     return [(0x10000 * (i + 1), size) for i in range(n)]
@@ -116,15 +119,14 @@ def run(program: str, library_path: pathlib.Path | None = None, fake: str = "", 
 
 
 def test_launch_words_are_named() -> None:
-    want = {name: value for name, value in GOOD.items() if name != "version"} | {
-        "cooperative": False,
-        "stamped": False,
-        "bytes": [],
-    }
+    want = {name: value for name, value in GOOD.items() if name != "version"}
+    want |= {"cooperative": False, "stamped": False, "bytes": [], "pack_blocks": 0, "table": 0, "pointers": 0}
     assert _cuda.check_launch(words()) == ""
     assert _cuda.launch_info(words()) == want
     sizes = [4096, 128, 64, 32, 64]
     assert _cuda.launch_info(np.append(words(), sizes)) == want | {"bytes": sizes}
+    packed = {"bytes": sizes, "pack_blocks": 7, "table": 1, "pointers": 2}
+    assert _cuda.launch_info(np.append(words(), [*sizes, *PACKS])) == want | packed
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,22 @@ def test_a_wrong_number_of_launch_words_is_refused(count: int) -> None:
 )
 def test_sizes_of_buffers_out_of_range_are_refused(size: int, message: str) -> None:
     assert message in _cuda.check_launch(np.append(words(), [4096, 128, 64, 32, size]))
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (0, 0, "grid of the packing kernel"),
+        (1, 2, "operand with the table"),
+        (2, 5, "buffer of a pointer"),
+        (4, 4097, "bytes of a pointer"),
+        (6, 65, "first byte of a pointer"),
+        (7, 49, "bytes of a pointer"),
+    ],
+)
+def test_words_of_the_packing_kernel_out_of_range_are_refused(word: int, value: int, message: str) -> None:
+    packs = [*PACKS[:word], value, *PACKS[word + 1 :]]
+    assert message in _cuda.check_launch(np.append(words(), [4096, 128, 64, 32, 64, *packs]))
 
 
 def cuda_header() -> pathlib.Path | None:
@@ -299,6 +317,31 @@ def test_a_plain_launch_has_neither_memset_nor_attributes(fake_driver: pathlib.P
     program = "k = kernel(cluster=1, workspace_zero_bytes=0); k.load(100); n = len(journal()); k.launch(buffers(), 100)"
     lines = run(program + "; print(json.dumps(journal()[n:]))", fake_driver)
     assert lines == [f"launch grid=132 block=384 shared=1024 stream=100 context=0 first={0x10000}"]
+
+
+@needs_compiler
+def test_what_is_packed_is_packed_on_the_same_stream_in_front_of_the_kernel(fake_driver: pathlib.Path) -> None:
+    """The stream is all that orders the two launches; the kernel's second pointer is byte 16 of the workspace."""
+    program = f"""
+    k = kernel(sizes=[4096] * 5 + {PACKS}, packer=b"pack", cluster=1)
+    k.load(100)
+    k.load(100)
+    k.launch(buffers(), 100)
+    print(json.dumps(journal()))
+    """
+    lines = run(program, fake_driver)
+    assert lines.count("load") == lines.count("function loaded") == 2, "each is loaded once, and not by the launch"
+    assert lines[-3:] == [
+        f"memset {0x50000} 64 stream=100",
+        f"launch grid=7 block=256 shared=0 stream=100 context=0 first={0x20000}",  # the table
+        f"launch grid=132 block=384 shared=1024 stream=100 context=0 first={0x10000}",
+    ]
+
+
+@needs_compiler
+def test_a_packing_kernel_that_is_missing_is_refused(fake_driver: pathlib.Path) -> None:
+    text = run(f"print(json.dumps(error(lambda: kernel(sizes=[4096] * 5 + {PACKS}))))", fake_driver)
+    assert "the packing kernel: the image is empty" in text
 
 
 @needs_compiler
@@ -511,7 +554,7 @@ def read(name):
     return np.frombuffer(open(os.path.join(FOLDER, name), "rb").read(), np.uint8)
 
 def words(operands=2, results=3, workspace=16, sizes=True, **changes):
-    launch = dict(version=4, sm=900, grid=4, block=128, cluster=2, shared_bytes=1024, cooperative=0, instance=0)
+    launch = dict(version=5, sm=900, grid=4, block=128, cluster=2, shared_bytes=1024, cooperative=0, instance=0)
     buffers = ([4 * N] * (operands + 2) + [4 * workspace])[: operands + results] if sizes else []
     return np.array(list({**launch, **changes}.values()) + [operands, results, 64, 0] + buffers, np.int64)
 
@@ -520,7 +563,8 @@ def region(*operands, image=None, launch=None, workspace=16):
     results = (shape, shape, jax.ShapeDtypeStruct((workspace,), jnp.int32))
     call = jax.ffi.ffi_call("kitsune_cuda", results)
     image = read("region.so") if image is None else image
-    return call(*operands, image=image, launch=words() if launch is None else launch, name="mlp (train.py:12)")
+    return call(*operands, image=image, packer=np.zeros(0, np.uint8), launch=words() if launch is None else launch,
+                name="mlp (train.py:12)")
 
 a = jnp.arange(N, dtype=jnp.float32)
 b = jnp.full(N, 2.0, jnp.float32)

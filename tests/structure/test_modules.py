@@ -151,7 +151,7 @@ def test_functions_have_few_parameters():
 
 def test_folders_are_small():
     files = sources("kitsune_jax", ".py")
-    assert len(files) <= 150
+    assert len(files) <= 155
     counts = collections.Counter(path.parent for path in files)
     assert max(counts.values()) <= 20
 

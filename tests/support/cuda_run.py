@@ -36,7 +36,7 @@ from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.regions.select import select
-from kitsune_jax.targets.cuda import compile, lower, runtime, tiles
+from kitsune_jax.targets.cuda import lower, runtime, tiles
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import target as cuda_target
 from kitsune_jax.targets.cuda.arrangement import Arrangement
@@ -237,7 +237,7 @@ def runner(
         arrangement = dataclasses.replace(arrangement, spatial=True, cluster=cluster, split=(cluster,))
     arrangement = dataclasses.replace(arrangement, shared_bytes=shared_bytes or arrangement.shared_bytes)
     made = generate_kernel(program, arrangement, "program")
-    code = lower.KernelCode(made, compile.emulated(change(made.source), sm), f"emulated sm_{sm // 10}", "program")
+    code = lower.emulated_code(dataclasses.replace(made, source=change(made.source)), "program")
 
     def call(*args: Array) -> list[Array]:
         avals = [jax.core.ShapedArray(t.shape, jnp.dtype(t.dtype)) for t in program.outputs]
@@ -263,7 +263,7 @@ def code_of(
     """The kernel of such a call, with ``change`` made to its source."""
     made = generate_call_kernel(tiled(call), tuple(by_hand(part.program, sm, lanes, replicas) for part in call.parts), "program")
     made = dataclasses.replace(made, source=change(made.source))
-    return lower.KernelCode(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", "program")
+    return lower.emulated_code(made, "program")
 
 
 def called(call: Program, *arrays: Array, code: lower.KernelCode, seed: int = 1) -> list[np.ndarray]:

@@ -260,7 +260,7 @@ EXPORT CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const ch
   return *kernel ? 0 : 500;
 #else
   *kernel = reinterpret_cast<CUkernel>(library);
-  return std::string(name) == "kitsune_region" ? 0 : 500;
+  return std::string(name) == "kitsune_region" || std::string(name) == "kitsune_pack" ? 0 : 500;
 #endif
 }
 EXPORT CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {

@@ -24,6 +24,10 @@ int fail(int mutation, const std::string& what) {
 
 bool kept(const Launch& l) {
   bool sized = l.bytes.empty() || static_cast<int64_t>(l.bytes.size()) == l.operands + l.results;
+  for (const Part& p : l.pointers)
+    sized &= p.buffer >= 0 && p.buffer < l.operands + l.results && p.first >= 0 && p.bytes >= 0 &&
+             p.first + p.bytes <= l.bytes[static_cast<size_t>(p.buffer)];
+  sized &= l.pack_blocks == 0 || (l.pack_blocks > 0 && l.table >= 0 && l.table < l.operands && !l.pointers.empty());
   return sized && l.grid >= 1 && l.grid <= INT32_MAX && l.block >= 32 && l.block <= 1024 && l.grid % l.cluster == 0 &&
          l.shared_bytes <= 227 * 1024 && l.operands + l.results <= 512 && l.workspace_zero_bytes >= 0 && l.hints >= 0 &&
          l.hints <= l.operands;
@@ -35,12 +39,15 @@ int main(int argc, char** argv) {
   std::ifstream file(argc > 1 ? argv[1] : "", std::ios::binary);
   const std::string image{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!check_image(image, true).empty()) return fail(-1, check_image(image, true));
-  const std::vector<int64_t> words{4, 900, 132, 384, 2, 1024, 0, 2, 2, 3, 64, 1, 4096, 128, 64, 32, 64};
+  const std::vector<int64_t> plain{5, 900, 132, 384, 2, 1024, 0, 2, 2, 3, 64, 1, 4096, 128, 64, 32, 64};
+  std::vector<int64_t> packs = plain;  // with a packing kernel and two pointers
+  packs.insert(packs.end(), {7, 1, 0, 0, 4096, 4, 16, 48});
   int launches = 0, images = 0;
   for (int m = 0; m < kMutations; ++m) {
     std::mt19937_64 rng(static_cast<uint64_t>(m));
+    const std::vector<int64_t>& words = rng() % 2 ? packs : plain;
     std::vector<int64_t> w = words;
-    if (rng() % 4 == 0) w.resize(rng() % 20);
+    if (rng() % 4 == 0) w.resize(rng() % 28);
     for (size_t edits = rng() % 3; edits > 0 && !w.empty(); --edits)
       w[rng() % w.size()] =
           rng() % 2 ? static_cast<int64_t>(kValues[rng() % 12]) : w[rng() % w.size()] + static_cast<int64_t>(rng() % 3) - 1;

@@ -75,8 +75,8 @@ const XLA_FFI_Api& api() {
 
 // One call site: its attributes and its buffers, 16 floats each.
 struct Call {
-  std::string image = "image", name = "mlp (train.py:12)";
-  std::vector<int64_t> words{4, 900, 132, 384, 2, 1024, 1, 0, 2, 1, 32, 0, 64, 64, 64};
+  std::string image = "image", packer, name = "mlp (train.py:12)";
+  std::vector<int64_t> words{5, 900, 132, 384, 2, 1024, 1, 0, 2, 1, 32, 0, 64, 64, 64};
   Context context;
 
   XLA_FFI_CallFrame frame(XLA_FFI_ExecutionStage stage) {
@@ -87,9 +87,10 @@ struct Call {
     f.stage = stage;
     f.args.struct_size = XLA_FFI_Args_STRUCT_SIZE;
     f.rets.struct_size = XLA_FFI_Rets_STRUCT_SIZE;
-    f.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 3, types_, names_, values_};
+    f.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 4, types_, names_, values_};
     arrays_[0] = {XLA_FFI_DataType_U8, image.size(), image.data()};
     arrays_[1] = {XLA_FFI_DataType_S64, words.size(), words.data()};
+    arrays_[2] = {XLA_FFI_DataType_U8, packer.size(), packer.data()};
     text_ = {name.data(), name.size()};
     return f;
   }
@@ -110,12 +111,12 @@ struct Call {
   }
 
  private:
-  XLA_FFI_AttrType types_[3] = {XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_STRING};
-  XLA_FFI_ByteSpan keys_[3] = {{"image", 5}, {"launch", 6}, {"name", 4}};
-  XLA_FFI_ByteSpan* names_[3] = {&keys_[0], &keys_[1], &keys_[2]};
-  XLA_FFI_Array arrays_[2]{};
+  XLA_FFI_AttrType types_[4] = {XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_STRING, XLA_FFI_AttrType_ARRAY};
+  XLA_FFI_ByteSpan keys_[4] = {{"image", 5}, {"launch", 6}, {"name", 4}, {"packer", 6}};
+  XLA_FFI_ByteSpan* names_[4] = {&keys_[0], &keys_[1], &keys_[2], &keys_[3]};
+  XLA_FFI_Array arrays_[3]{};
   XLA_FFI_ByteSpan text_{};
-  void* values_[3] = {&arrays_[0], &arrays_[1], &text_};
+  void* values_[4] = {&arrays_[0], &arrays_[1], &text_, &arrays_[2]};
   int64_t dims_[1] = {16};
   alignas(16) float data_[4][16]{};
   XLA_FFI_Buffer buffers_[4] = {buffer(0), buffer(1), buffer(2), buffer(3)};

@@ -23,7 +23,17 @@ from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import layout, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
 from kitsune_jax.targets.cuda.layout import Layout
-from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
+from kitsune_jax.targets.cuda.packing import (
+    ALIGNMENT,
+    CallResult,
+    CallWorkspace,
+    CustomCall,
+    MadeByXla,
+    PackedImage,
+    Pointee,
+    Pointer,
+    custom_call,
+)
 from kitsune_jax.targets.cuda.stage import simplify
 
 # --- Tile programs of the parts ---------------------------------------------------------------------------------------------------
@@ -39,7 +49,7 @@ def programs_of_call(call: Program) -> tuple[TileProgram, ...]:
 def _with_row_scalars(call: Program, part: Part) -> TileProgram:
     """``part``, whose rows each load the scalars that earlier parts make.
 
-    Arrays that an earlier part makes do not exist yet when XLA packs the stationary operands. So scalars are loaded by every row,
+    Arrays that an earlier part makes do not exist yet when the stationary operands are packed. So scalars are loaded by every row,
     and rows of tables are gathered; any other use of a whole array has no code.
     """
     program, made = part.program, {k for k, n in enumerate(part.reads) if n >= call.operands}
@@ -140,7 +150,6 @@ def _rows_of(array: ArrayType, rows: int, width: int) -> ArrayType:
 # --- The layout of the call -------------------------------------------------------------------------------------------------------
 
 _COUNTER_BYTES = 128  # of the barrier between phases: a cache line
-_ARRAY_BYTES = 256  # alignment of arrays in the workspace, the same as that of XLA's arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,19 +175,16 @@ class PartLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallLayout:
-    """``direct``: operands of the call that the kernel reads in their own layout. ``buffers``: the C++ declaration of a pointer to
-    each buffer of the kernel; ``sizes``: its bytes; the first ``operands`` of them are operands. ``filled``: (result, fold) for
-    results that hold the fold's identity before the kernel starts. ``kept``: arrays between phases that are results of the custom
-    call, because XLA fills them. ``ahead``: what is prefetched, from the last of the operands. ``stamped``: as of its parts."""
+    """``buffers``: the C++ declaration of each pointer of the kernel; ``pointers``: what they point to. ``reads``: the call's
+    operand that each input of each part is. ``kept``: arrays between phases that are results of the custom call, because they are
+    filled before the kernel starts. ``ahead``: what is prefetched, from the last of the operands. ``stamped``: as of its parts."""
 
     name: str
     parts: tuple[PartLayout, ...]
     grid: int
-    direct: tuple[int, ...]
     buffers: tuple[str, ...]
-    sizes: tuple[int, ...]
-    operands: int
-    filled: tuple[tuple[int, str], ...]
+    pointers: tuple[Pointer, ...]
+    reads: tuple[tuple[int, ...], ...]
     kept: tuple[Array, ...]
     zero_bytes: int
     ahead: Ahead | None = None
@@ -188,14 +194,14 @@ class CallLayout:
         return self.parts[0].layout.stamped
 
     @property
-    def launch(self) -> tuple[int, ...]:
-        """The words with which ``cuda/src`` launches the kernel."""
+    def call(self) -> CustomCall:
+        """The custom call: its operands, and how ``cuda/src`` launches the kernel."""
         a = self.parts[0].layout.a
         shared = max(p.layout.shared_bytes for p in self.parts)
         most = max(p.layout.a.ctas for p in self.parts)
-        results = len(self.buffers) - self.operands
+        parts = [p.layout.stationary(reads) for p, reads in zip(self.parts, self.reads, strict=True)]
         geometry = a.sm, self.grid, a.threads, 1, shared, layout.flags_of(True, self.stamped), most
-        return LAUNCH_VERSION, *geometry, self.operands, results, self.zero_bytes, 0 if self.ahead is None else 1, *self.sizes
+        return custom_call(self.pointers, parts, geometry, self.zero_bytes)
 
 
 def lay_out_call(
@@ -226,26 +232,29 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
     direct = sorted(
         {part.reads[i] for part, at in zip(call.parts, found, strict=True) for i in _direct(at)} & {*range(call.operands)}
     )
-    where = {n: buffers.add(f"const void* operand{n}", frame.array_bytes(call.arrays[n])) for n in direct}
+    where = {n: buffers.add(f"const void* operand{n}", n, frame.array_bytes(call.arrays[n])) for n in direct}
     packed, tables = list[list[Source]](), list[dict[int, Source]]()  # of each part
     for k, at in enumerate(found):
-        packed.append([buffers.add(f"{type_} part{k}_{operand}", size) for type_, operand, size in at.packed])
+        images = enumerate(at.packed)
+        packed.append([buffers.add(f"{type_} part{k}_{name}", PackedImage(k, i), size) for i, (type_, name, size) in images])
         made = {v: at.program.values[v] for v in at.operands.tables if table_input(at, v) is None}
-        tables.append({v: buffers.add(f"const void* part{k}_table{v}", frame.array_bytes(t)) for v, t in made.items()})
-    for n in filled:
-        buffers.add(f"const void* filled{n}", frame.array_bytes(call.arrays[n]))
+        tables.append(
+            {v: buffers.add(f"const void* part{k}_table{v}", MadeByXla(k, v), frame.array_bytes(t)) for v, t in made.items()}
+        )
+    order = {n: number for number, n in enumerate((*results, *kept))}
+    for n, how in filled.items():
+        buffers.add(f"const void* filled{n}", CallResult(order[n], how, call.arrays[n].dtype), frame.array_bytes(call.arrays[n]))
     if ahead is not None:
-        buffers.add("const void* ahead", ahead.array_bytes)
-    operands = len(buffers.sizes)
-    where |= {n: buffers.add(f"void* result{n}", frame.array_bytes(call.arrays[n])) for n in (*results, *kept)}
+        buffers.add("const void* ahead", call.operands, ahead.array_bytes, hint=True)
+    where |= {n: buffers.add(f"void* result{n}", CallResult(order[n]), frame.array_bytes(call.arrays[n])) for n in order}
     zeroed = [part.workspace.zero_bytes for part in found]  # in the workspace of a part by itself, at its start
     heads, zero_bytes = layout.offsets(((k, tiles.aligned(size, 128)) for k, size in enumerate(zeroed)), _COUNTER_BYTES)
-    others = [tiles.aligned(part.workspace.bytes - size, _ARRAY_BYTES) for part, size in zip(found, zeroed, strict=True)]
+    others = [tiles.aligned(part.workspace.bytes - size, ALIGNMENT) for part, size in zip(found, zeroed, strict=True)]
     rest, end = layout.offsets(enumerate(others), zero_bytes)
     inner = {n: array for n, array in enumerate(call.arrays) if n >= results.stop and n not in kept}
-    sizes = ((n, tiles.aligned(frame.array_bytes(array), _ARRAY_BYTES)) for n, array in inner.items())
-    arrays, end = layout.offsets(sizes, tiles.aligned(end, _ARRAY_BYTES))
-    memory = buffers.add("u8* workspace", end).buffer
+    sizes = ((n, tiles.aligned(frame.array_bytes(array), ALIGNMENT)) for n, array in inner.items())
+    arrays, end = layout.offsets(sizes, tiles.aligned(end, ALIGNMENT))
+    memory = buffers.add("u8* workspace", CallWorkspace(), end).buffer
     where |= {n: Source(memory, byte) for n, byte in arrays.items()}
     grid, shares = _shares(call, found)
     parts = []
@@ -260,11 +269,9 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
         name=name,
         parts=tuple(parts),
         grid=grid_with_prefetch(grid, max(at.a.ctas for at in found), ahead),
-        direct=tuple(direct),
         buffers=tuple(buffers.declared),
-        sizes=tuple(buffers.sizes),
-        operands=operands,
-        filled=tuple((where[n].buffer - operands, how) for n, how in filled.items()),
+        pointers=tuple(buffers.pointers),
+        reads=tuple(part.reads for part in call.parts),
         kept=tuple(call.arrays[n] for n in kept),
         zero_bytes=zero_bytes,
         ahead=ahead,
@@ -272,16 +279,16 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
 
 
 class _Buffers:
-    """The buffers of the custom call, as ``CallLayout`` has them."""
+    """The pointers of the kernel, as ``CallLayout`` has them."""
 
     def __init__(self) -> None:
         self.declared: list[str] = []
-        self.sizes: list[int] = []
+        self.pointers: list[Pointer] = []
 
-    def add(self, declared: str, size: int) -> Source:
+    def add(self, declared: str, of: Pointee, size: int, hint: bool = False) -> Source:
         self.declared.append(declared)
-        self.sizes.append(size)
-        return Source(len(self.sizes) - 1)
+        self.pointers.append(Pointer(declared.split()[-1], of, size, hint))
+        return Source(len(self.pointers) - 1)
 
 
 def table_input(at: Layout, v: int) -> int | None:

@@ -24,7 +24,16 @@ from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.runtime import LAUNCH_VERSION
+from kitsune_jax.targets.cuda.packing import (
+    CallResult,
+    CallWorkspace,
+    CustomCall,
+    MadeByXla,
+    PackedImage,
+    Pointer,
+    Stationary,
+    custom_call,
+)
 from kitsune_jax.targets.cuda.stage import facts, fitting, inputs, simplify, split
 from kitsune_jax.targets.cuda.stage.fitting import Fitted
 from kitsune_jax.targets.cuda.stage.rolling import rolled
@@ -157,18 +166,30 @@ class Layout:
         return sum(1 << self.a.first_rank(s) for s in stages)
 
     @property
-    def launch(self) -> tuple[int, ...]:
-        """The words with which ``cuda/src`` launches the kernel."""
-        a, o, p = self.a, self.operands, self.program
-        operands = [frame.array_bytes(p.inputs[k]) for k in o.inputs]
-        operands += [size for _, _, size in self.packed]
-        operands += [frame.array_bytes(p.values[v]) for v in o.tables]
-        operands += [frame.array_bytes(p.outputs[k]) for k, _ in self.filled]
-        hints = [] if self.ahead is None else [self.ahead.array_bytes]
-        results = [*(frame.array_bytes(x) for x in p.outputs), self.workspace.bytes]
+    def pointers(self) -> list[Pointer]:
+        """Those of the kernel's ``Params``."""
+        o, p = self.operands, self.program
+        found = [Pointer(f"in{k}", k, frame.array_bytes(p.inputs[k])) for k in o.inputs]
+        found += [Pointer(name, PackedImage(0, k), size) for k, (_, name, size) in enumerate(self.packed)]
+        found += [Pointer(f"table{k}", MadeByXla(0, v), frame.array_bytes(p.values[v])) for k, v in enumerate(o.tables)]
+        filled = [(k, how, p.outputs[k]) for k, how in self.filled]
+        found += [Pointer(f"filled{k}", CallResult(k, how, a.dtype), frame.array_bytes(a)) for k, how, a in filled]
+        found += [] if self.ahead is None else [Pointer("ahead", len(p.inputs), self.ahead.array_bytes, hint=True)]
+        found += [Pointer(f"out{k}", CallResult(k), frame.array_bytes(a)) for k, a in enumerate(p.outputs)]
+        return [*found, Pointer("workspace", CallWorkspace(), self.workspace.bytes)]
+
+    @property
+    def call(self) -> CustomCall:
+        """The custom call: its operands, and how ``cuda/src`` launches the kernel."""
+        a = self.a
         geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, flags_of(a.cooperative, self.stamped), a.ctas
-        counts = len(operands) + len(hints), len(results), self.workspace.zero_bytes, len(hints)
-        return LAUNCH_VERSION, *geometry, *counts, *operands, *hints, *results
+        part = self.stationary(range(len(self.program.inputs)))
+        return custom_call(self.pointers, [part], geometry, self.workspace.zero_bytes)
+
+    def stationary(self, reads: Sequence[int]) -> Stationary:
+        """What is packed; ``reads``: the call's operands that the inputs are."""
+        weights = tuple(map(tuple, self.operands.weights.values()))
+        return Stationary(self.program, weights, self.operands.vectors, tuple(reads))
 
 
 def flags_of(cooperative: bool, stamped: bool) -> int:

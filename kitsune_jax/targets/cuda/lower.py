@@ -20,14 +20,14 @@ import numpy as np
 from kitsune_jax import _compat, config
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.graph import Value
-from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Ahead, GpuPlan
 from kitsune_jax.program.ir import SINKS, Array, Instr, Program, TileProgram, walk
 from kitsune_jax.targets import profiler_label
-from kitsune_jax.targets.cuda import call_layout, compile, layout, nvrtc, pack, print_kernel, runtime, tiles
+from kitsune_jax.targets.cuda import call_layout, compile, layout, nvrtc, pack, packing, print_kernel, runtime, tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.layout import Layout, Operands
+from kitsune_jax.targets.cuda.packing import CustomCall
 from kitsune_jax.targets.cuda.planning.machines import gpu
 
 # --- The kernel of a call ---------------------------------------------------------------------------------------------------------
@@ -35,8 +35,8 @@ from kitsune_jax.targets.cuda.planning.machines import gpu
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """Operands that XLA makes for a part of a call: the weights and vectors of ``operands``, and ``tables``, stationary values in
-    their own layout. ``program``: the part as it was laid out, whose values these are."""
+    """What a part of a call reads beside its inputs: the weights and vectors of ``operands``, which are packed, and ``tables``,
+    stationary values in their own layout. ``program``: the part as it was laid out, whose values these are."""
 
     program: TileProgram
     operands: Operands
@@ -45,20 +45,20 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """A generated kernel and the arguments of its custom call.
+    """A generated kernel and its custom ``call``.
 
-    Operands: ``inputs`` of the call; those ``packed`` for each part; for each result of ``filled`` an array of the fold's identity,
-    whose memory becomes the result; the array to prefetch, if any. Results: those of the call, of which ``widened`` are float32
-    instead of 16 bits; ``kept``; the workspace.
+    Results: those of the call, of which ``widened`` are float32 instead of 16 bits; ``kept``; the workspace.
     """
 
     source: str
-    launch: tuple[int, ...]
-    inputs: tuple[int, ...]
+    call: CustomCall
     packed: tuple[Packed, ...]
-    filled: tuple[tuple[int, str], ...]
     kept: tuple[Array, ...]
     widened: tuple[int, ...] = ()
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        return self.call.launch
 
     @property
     def shared_bytes(self) -> int:
@@ -68,10 +68,6 @@ class Kernel:
     def hints(self) -> int:
         """The number of last operands that the kernel only prefetches into the L2."""
         return self.launch[11]
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.launch[-1]
 
 
 def generate_kernel(
@@ -94,7 +90,7 @@ def generate_kernel(
     found = dataclasses.replace(layout.lay_out(program, arrangement, name, recorders), ahead=ahead, stamped=stamped)
     source, operands = print_kernel.source(found, _kinds(found, share)), found.operands
     packed = Packed(found.program, operands, operands.tables)
-    return Kernel(source, found.launch, operands.inputs, (packed,), found.filled, (), widened)
+    return Kernel(source, found.call, (packed,), (), widened)
 
 
 def generate_call_kernel(
@@ -112,7 +108,7 @@ def generate_call_kernel(
     source = print_kernel.source_of_phases(found, [_kinds(at, True) for at in layouts])
     tables = [tuple(v for v in at.operands.tables if call_layout.table_input(at, v) is None) for at in layouts]
     packed = tuple(Packed(at.program, at.operands, made) for at, made in zip(layouts, tables, strict=True))
-    return Kernel(source, found.launch, found.direct, packed, found.filled, found.kept)
+    return Kernel(source, found.call, packed, found.kept)
 
 
 def _check(program: TileProgram) -> None:
@@ -141,17 +137,26 @@ def _kinds(at: Layout, share: bool) -> list[layout.Kind]:
 
 # --- From a plan to a compiled kernel ---------------------------------------------------------------------------------------------
 
+# The packing kernel, the same for every call: its table is an operand.
+PACKER = """#include "kitsune/pack.h"
+
+using namespace kitsune;
+
+KITSUNE_KERNEL(kitsune_pack, PackParams, p, kPackThreads) { pack_all(p); }
+"""
 _NAME = "region"  # of every compiled kernel: the line of the user's source would make the cache miss when it moves
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCode:
-    """A compiled kernel. ``image``: a cubin or PTX for ``arch``, or a shared library for the emulator."""
+    """A compiled kernel. ``image``: a cubin or PTX for ``arch``, or a shared library for the emulator; ``packer``: that of the
+    packing kernel, empty where nothing is packed."""
 
     kernel: Kernel
     image: bytes
     arch: str
     name: str
+    packer: bytes = b""
 
 
 def arrangement(plan: GpuPlan, program: TileProgram) -> Arrangement:
@@ -227,12 +232,19 @@ def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str,
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":
-        sm = made.launch[1]
-        return KernelCode(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name)
+        return emulated_code(made, name)
     arch = runtime.arch()
     compiled = compile.cubin(made.source, arch)
     _check_registers(made, compiled)
-    return KernelCode(made, compiled.cubin, arch, name)
+    packer = compile.cubin(PACKER, arch).cubin if made.call.packs else b""
+    return KernelCode(made, compiled.cubin, arch, name, packer)
+
+
+def emulated_code(made: Kernel, name: str) -> KernelCode:
+    """``made``, compiled for the emulator."""
+    sm = made.launch[1]
+    packer = compile.emulated(PACKER, sm) if made.call.packs else b""
+    return KernelCode(made, compile.emulated(made.source, sm), f"emulated sm_{sm // 10}", name, packer)
 
 
 def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
@@ -281,26 +293,28 @@ def call(
     if target == "emulator":
         runtime.use_emulator(compile.emulator_library())
     runtime.register("cpu" if target == "emulator" else "CUDA")
-    kernel = code.kernel
-    operands = [args[k] for k in kernel.inputs]
-    for part, packed in zip(program.parts, kernel.packed, strict=True):
+    kernel, stationary = code.kernel, []
+    for part, packed in zip(program.parts, code.kernel.packed, strict=True):
         given = [args[k] if k < program.operands else None for k in part.reads]  # None: another part makes the array
-        operands += _packed_args(packed, _StationaryValues(packed.program, given, evaluate))
+        stationary.append(_StationaryValues(packed.program, given, evaluate))
+    operands = list[Any]()
+    for operand in kernel.call.operands:
+        match operand:
+            case int():
+                operands.append(args[operand])
+            case packing.MadeByXla(part=number):
+                operands.append(packing.as_operand(operand, stationary[number].value(operand.value)))
+            case packing.Recipes():
+                operands.append(jnp.asarray(np.frombuffer(kernel.call.recipes, np.uint32)))
     own = [_compat.aval_like(a, a.shape, np.float32) if k in kernel.widened else a for k, a in enumerate(out_avals)]
     results = [*own, *(_compat.aval_like(out_avals[0], a.shape, jnp.dtype(a.dtype)) for a in kernel.kept)]
-    aliases = {len(operands) + k: result for k, (result, _) in enumerate(kernel.filled)}
-    for result, how in kernel.filled:
-        aval = results[result]
-        operands.append(jnp.full(aval.shape, identity(how, np.dtype(aval.dtype)), aval.dtype))
-    operands += args[program.operands :]  # the array to prefetch
     # The workspace is never empty, so that the call has a result that nobody reads; see `call` in `targets/cpu/call.py`.
-    workspace = _compat.aval_like(out_avals[0], (kernel.workspace_bytes,), np.uint8)
-    named = _compat.named_ffi_call(
-        profiler_label(code.name), runtime.TARGET_NAME, [*results, workspace], input_output_aliases=aliases
-    )
+    workspace = _compat.aval_like(out_avals[0], (kernel.call.workspace_bytes,), np.uint8)
+    named = _compat.named_ffi_call(profiler_label(code.name), runtime.TARGET_NAME, [*results, workspace])
     outs = named(
         *operands,
         image=np.frombuffer(code.image, np.uint8),
+        packer=np.frombuffer(code.packer, np.uint8),
         launch=np.asarray(kernel.launch, np.int64),
         name=code.name.encode("utf-8", "replace").decode(),  # the path of a source file may have bytes that are no UTF-8
     )
@@ -308,14 +322,6 @@ def call(
     for k in kernel.widened:
         found[k] = jax.lax.convert_element_type(found[k], out_avals[k].dtype)
     return found
-
-
-def _packed_args(packed: Packed, stationary: _StationaryValues) -> list[Any]:
-    """The packed operands of a part."""
-    found = [pack.weights(parts, stationary.value) for parts in packed.operands.weights.values()]
-    if vectors := packed.operands.vectors:
-        found.append(pack.vectors(vectors, [None if r.value is None else stationary.value(r.value) for r in vectors]))
-    return found + [stationary.value(v) for v in packed.tables]
 
 
 class _StationaryValues:

@@ -1,32 +1,27 @@
-"""Stationary operands in the layout that kernels read, packed by XLA before the custom call.
+"""The recipes of stationary operands: where a kernel wants the elements of weights and vectors.
 
-Comes in: a tile program; arrays in the user's layout and the recipes that code generation made. Goes out: one-dimensional arrays:
-images of weights (chunks of 128 bytes of K by N columns, both permuted to the fragment layout, with the 128-byte swizzle:
-``cuda/include/kitsune/layout.h``), and vectors of 32-bit words padded to their tile's width.
+Comes in: a tile program. Goes out: which weights change with a loop or a batch (``WeightSlices``), and the recipes that code
+generation makes: of images of weights (chunks of 128 bytes of K by N columns, both permuted to the fragment layout, with the
+128-byte swizzle: ``cuda/include/kitsune/layout.h``), and of vectors of 32-bit words padded to their tile's width. ``packing`` turns
+them into the table by which one kernel writes all of them; ``reference/packed.py`` has their meaning.
 
 float32 weights are rounded to the nearest tf32: the tensor core truncates, which would make all products of a layer too small by up
-to a unit in the tenth place of the mantissa. Packing uses only this, reshapes, transposes, pads and selects, which XLA fuses into
-one pass over the weights.
+to a unit in the tenth place of the mantissa.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Instr, TileProgram, walk
-from kitsune_jax.targets.cuda.stage.split import rows_side_by_side, slab_by_slab
-from kitsune_jax.targets.cuda.tiles import ROW_BYTES, WeightShape, block, is_half, padded
+from kitsune_jax.targets.cuda.tiles import WeightShape
 
 # --- Sliced weights: weights that change with the iteration of a loop or with the batch of a tile ---------------------------------
 
@@ -58,24 +53,6 @@ class WeightSlice:
     @property
     def batches(self) -> int:
         return math.prod(n for _, n in self.axes)
-
-    def blocks(self, array: Any) -> Any:
-        """The blocks of ``array`` in the order in which a tile multiplies with them: [batches, count, *block]."""
-        array = jnp.moveaxis(jnp.asarray(array), self.batch_dims, range(len(self.batch_dims)))
-        rest = array.shape[len(self.batch_dims) :]
-        array = array.reshape(self.batches, *rest)
-        if self.dim < 0:
-            return array[:, None]
-        d = 1 + self.dim - sum(b < self.dim for b in self.batch_dims)
-        if self.step == self.size:  # the blocks are adjacent
-            end = self.first + self.count * self.size
-            array = jnp.moveaxis(array, d, 1)[:, self.first : end]
-            array = array.reshape(self.batches, self.count, self.size, *rest[: d - 1], *rest[d:])
-            array = jnp.moveaxis(array, 2, d + 1)
-        else:
-            index = self.first + self.step * np.arange(self.count)[:, None] + np.arange(self.size)
-            array = jnp.moveaxis(jnp.take(array, index, axis=d), d, 1)
-        return jnp.flip(array, 1) if self.reverse else array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,101 +225,3 @@ class VectorRecipe:
     @property
     def words(self) -> int:
         return -(-self.width * self.split // 32) * 32  # vectors start at multiples of 128 bytes, for aligned loads
-
-
-def weights(parts: Sequence[tuple[WeightRecipe, int]], value: Callable[[int], Any]) -> jax.Array:
-    """The image of several weight matrices in their own dtype: ``parts``, one after the other. A part is (recipe, column chunk), or
-    (recipe, -1) for a whole matrix, slab by slab. ``value`` gives a stationary value of the tile program.
-
-    Sliced weights lie batch by batch; in each the weights of every loop, iteration by iteration, and of no loop.
-    """
-    recipes = dict.fromkeys(recipe for recipe, _ in parts)
-    if parts[0][0].slices is None:
-        chunks = {recipe: _weight(recipe, value(recipe.value)) for recipe in recipes}
-        found = [part for recipe, chunk in parts for part in (chunks[recipe] if chunk < 0 else [chunks[recipe][chunk]])]
-        return found[0] if len(found) == 1 else jnp.concatenate(found)
-    chunks = {}  # [batches, count, elements]
-    for recipe in recipes:
-        assert recipe.slices is not None
-        pack_one = functools.partial(_weight, recipe)
-        chunks[recipe] = jax.vmap(jax.vmap(pack_one))(recipe.slices.blocks(value(recipe.value)))
-    runs = []
-    for _, run in itertools.groupby(parts, key=lambda part: part[0].loop):
-        together = jnp.concatenate([chunks[recipe][chunk] for recipe, chunk in run], axis=2)
-        runs.append(together.reshape(together.shape[0], -1))
-    return jnp.concatenate(runs, axis=1).reshape(-1)
-
-
-def vectors(recipes: Sequence[VectorRecipe], values: Sequence[Any]) -> jax.Array:
-    """All vectors as one array of uint32 words: floats as float32; integers and booleans as 32-bit integers."""
-    return jnp.concatenate([_vector(r, v) for r, v in zip(recipes, values, strict=True)])
-
-
-def _weight(recipe: WeightRecipe, value: Any) -> list[jax.Array]:
-    """The packed column chunks of a matrix, slab by slab."""
-    shape = recipe.shape
-    w = jnp.transpose(jnp.asarray(value), recipe.permutation)
-    w = w.reshape(math.prod(w.shape[: recipe.contracted]), math.prod(w.shape[recipe.contracted :]))
-    w = rows_side_by_side(slab_by_slab(w, recipe.groups, shape.split), recipe.runs, shape.split)
-    half = is_half(shape.dtype)
-    if not half:
-        w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    starts = itertools.accumulate(shape.pieces, initial=0)
-    rows = [_blocks_of_k(w[start : start + piece], half) for start, piece in zip(starts, shape.pieces, strict=False)]
-    w = rows[0] if len(rows) == 1 else jnp.concatenate(rows)  # [32 * k_blocks, n]
-    lanes = ROW_BYTES // (2 if half else 4)
-    w = jnp.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))
-    per = -(-shape.n // shape.split)
-    return [part for s in range(shape.split) for part in _slab(w[:, s * per : (s + 1) * per], shape, lanes)]
-
-
-def _blocks_of_k(w: jax.Array, half: bool) -> jax.Array:
-    """The rows of one piece in the order in which the instructions read a block of 32; blocks are padded to 32."""
-    width = padded(w.shape[0])
-    b = block(width)
-    w = jnp.pad(w, ((0, width - w.shape[0]), (0, 0))).reshape(width // b, 4, b // 8, 2, -1)  # [block, q, j, e, n]
-    w = w.transpose((0, 2, 1, 3, 4) if half else (0, 2, 3, 1, 4)).reshape(width // b, b, -1)
-    return jnp.pad(w, ((0, 0), (0, 32 - b), (0, 0))).reshape(width // b * 32, -1)
-
-
-def _slab(w: jax.Array, shape: WeightShape, lanes: int) -> list[jax.Array]:
-    """[K, n] as column chunks [k chunk][column][128 bytes of K], with permuted columns, swizzled and flat."""
-    width, b = shape.slab, block(shape.slab)
-    w = jnp.pad(w, ((0, 0), (0, width - w.shape[1])))
-    w = w.reshape(-1, width // b, 4, b // 8, 2).transpose(0, 1, 3, 2, 4).reshape(-1, width)  # [block, j, q, e]
-    parts = []
-    for start, columns in zip(itertools.accumulate(shape.chunks, initial=0), shape.chunks, strict=False):
-        part = w[:, start : start + columns].reshape(shape.k_chunks, lanes, columns).transpose(0, 2, 1)
-        parts.append(_swizzle(part.reshape(shape.k_chunks, columns // 8, 8, 8, lanes // 8)).reshape(-1))
-    return parts
-
-
-def _swizzle(x: jax.Array) -> jax.Array:
-    """[.., row 8, unit 8, ..] with unit u of row r moved to u ^ r: for each bit, halves are exchanged in the rows that have it
-    set."""
-    for bit in (1, 2, 4):
-        units = x.reshape(*x.shape[:3], 8 // (2 * bit), 2, bit, x.shape[-1])
-        exchanged = jnp.flip(units, 4).reshape(x.shape)
-        rows = (jnp.arange(8) & bit).astype(bool).reshape(8, 1, 1)
-        x = jnp.where(rows, exchanged, x)
-    return x
-
-
-def _vector(recipe: VectorRecipe, value: Any) -> jax.Array:
-    if recipe.value is None:
-        words = jnp.asarray(np.asarray(recipe.table, np.int32).view(np.uint32))
-    elif recipe.how is not None:
-        words = jax.lax.bitcast_convert_type(recipe.how.of(jnp.asarray(value)).astype(jnp.int32).reshape(-1), jnp.uint32)
-    else:
-        value = jnp.asarray(value)
-        unsigned = jnp.issubdtype(value.dtype, jnp.unsignedinteger) or value.dtype == jnp.bool_
-        integer = jnp.uint32 if unsigned else jnp.int32
-        value = value.astype(jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else integer)
-        words = jax.lax.broadcast_in_dim(value.reshape(recipe.shape), recipe.row_shape, recipe.dims).reshape(-1)
-        words = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    words = slab_by_slab(words, recipe.groups, recipe.split)
-    if recipe.split > 1:
-        per = -(-words.shape[0] // recipe.split)
-        words = jnp.pad(words, (0, recipe.split * per - words.shape[0])).reshape(recipe.split, per)
-        words = jnp.pad(words, ((0, 0), (0, recipe.width - per))).reshape(-1)
-    return jnp.pad(words, (0, recipe.words - words.shape[0]))

@@ -34,7 +34,6 @@ from kitsune_jax.targets.cuda.planning.cost import (
     Storage,
     TileWork,
     ahead_seconds,
-    dots_of,
     entry_bytes,
     is_splittable,
     largest_storage,
@@ -129,11 +128,15 @@ class GpuRegion:
         )
 
     def pack_seconds(self) -> float:
-        """Seconds of XLA's kernels in front of the call, which read the weights and write them packed."""
-        ops, transfers = self.cost.region.ops, self.machine.transfers
-        seconds = 2 * packed_bytes(self.cost, ops, batches=True) / min(transfers.pack_bandwidth, self.machine.dram_bandwidth)
-        count = sum(len(dots_of(of, of.region.ops)) for of in (self.cost, *(body for _, body in loops_of(self.cost, ops))))
-        return self.machine.kernel_seconds + count * transfers.pack_seconds + seconds if count else 0.0
+        """Seconds of the kernel in front of the other, which reads the weights and writes them packed."""
+        transfers, packed = self.machine.transfers, self.packed_bytes
+        seconds = 2 * packed / min(transfers.pack_bandwidth, self.machine.dram_bandwidth)
+        return self.machine.kernel_seconds + transfers.pack_seconds + seconds if packed else 0.0
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all weights, those of every batch included."""
+        return packed_bytes(self.cost, self.cost.region.ops, batches=True)
 
     def _fold_seconds(self, lanes: int) -> float:
         """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each

@@ -551,7 +551,7 @@ def _rounded(at: StageCodeBuilder, v: int) -> None:
 
 
 def weight_recipe(at: StageCodeBuilder, instr: Instr) -> WeightRecipe:
-    """The recipe by which XLA packs the weights of ``instr``."""
+    """The recipe by which the weights of ``instr`` are packed."""
     x, w = instr.inputs
     of_x, of_w = at.program.values[x], at.program.values[w]
     left = [d for d in range(1, len(of_x.shape) + 1) if d not in instr["x_contract"]]

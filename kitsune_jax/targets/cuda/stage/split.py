@@ -10,12 +10,9 @@ of columns, such as the four gates of an LSTM, has a slab of each group.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
@@ -82,20 +79,11 @@ class ColumnSplit:
         return tuple(n // self.ctas for n in k), columns(v) * self.ctas, runs
 
 
-def slab_by_slab(x: jax.Array, groups: int, ctas: int) -> jax.Array:
+def slab_by_slab(x: Any, groups: int, ctas: int) -> Any:
     """The columns of ``x``, its last dimension, with the slabs of every CTA side by side: a slab of each of ``groups``."""
     if groups == 1:
         return x
     return x.reshape(*x.shape[:-1], groups, ctas, -1).swapaxes(-3, -2).reshape(x.shape)
-
-
-def rows_side_by_side(w: jax.Array, runs: Sequence[int], ctas: int) -> jax.Array:
-    """[K, n] as [K / ctas, ctas x n]: for each CTA the rows of its slab in every run of K."""
-    if not runs:
-        return w
-    starts = itertools.accumulate(runs, initial=0)
-    parts = [w[start : start + run].reshape(ctas, run // ctas, -1) for start, run in zip(starts, runs, strict=False)]
-    return jnp.concatenate(parts, axis=1).swapaxes(0, 1).reshape(w.shape[0] // ctas, -1)
 
 
 def ring_bytes(bodies: Iterable[tuple[int, Sequence[Instr]]], lanes: int) -> int:
