@@ -130,6 +130,8 @@ def test_clusters_share_weights_and_not_tiles(rows: int, dtype: str) -> None:
 # --- Planted bugs -----------------------------------------------------------------------------------------------------------------
 
 _RELEASE = "    tiles.rd_release(entry);\n"
+# JAX raises the one or the other, depending on when the call fails.
+FAILED = (jax.errors.JaxRuntimeError, ValueError)
 _BUGS = {
     "a read before the tile is there": (lambda s: s.replace("    tiles.rd_acquire(entry);\n", ""), "written|in flight|race"),
     "the wrong parity": (lambda s: s.replace("rd_acquire(entry)", "rd_acquire(entry + 2)"), "nothing has written|in flight|race"),
@@ -140,7 +142,7 @@ _BUGS = {
     "no release": (lambda s: s.replace(_RELEASE, ""), "deadlock"),
     "fewer bytes expected than come": (
         lambda s: s.replace("tiles.begin(i, tile, kRows, 768)", "tiles.begin(i, tile, kRows, 512)"),
-        "",
+        "race|written|in flight|deadlock|bytes",
     ),
     "more bytes expected than come": (
         lambda s: s.replace("tiles.begin(i, tile, kRows, 768)", "tiles.begin(i, tile, kRows, 784)"),
@@ -155,7 +157,7 @@ def test_the_emulator_finds_a_planted_bug(bug: str) -> None:
     change, message = _BUGS[bug]
     source = generated(program)
     assert change(source) != source
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with pytest.raises(FAILED, match=message):
         run = runner(program, *arrays, lanes=2, change=change)
         for seed in range(8):
             run(seed)
@@ -167,7 +169,7 @@ def test_lanes_share_no_full_barrier() -> None:
     shared = "TileRing<2, 49152, kLanes>"
     assert shared in generated(program, 3)
     run = runner(program, *arrays, lanes=3, change=lambda s: s.replace(shared, "TileRing<2, 49152, 1>"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="written|in flight|race"):
+    with pytest.raises(FAILED, match="written|in flight|race"):
         for seed in range(40):
             run(seed)
 
@@ -192,7 +194,7 @@ def test_streamed_weights_need_an_entry_for_each_lane() -> None:
         at = source.index("  }\n}\n\nKITSUNE_DEVICE void load0")
         return source[:at].replace(_RELEASE, "") + _RELEASE + source[at:]
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="deadlock"):
+    with pytest.raises(FAILED, match="deadlock"):
         runner(program, *arrays, lanes=2, resident=False, change=fewer)(0)
 
 
@@ -211,7 +213,7 @@ def test_lanes_that_multiply_gradients_together_need_an_entry_each() -> None:
     def fewer(source: str) -> str:
         return source.replace(f"TileRing<{entries}, {size}", f"TileRing<2, {size}")
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="deadlock"):
+    with pytest.raises(FAILED, match="deadlock"):
         runner(program, *arrays, lanes=3, change=fewer)(0)
 
 
