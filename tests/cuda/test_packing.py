@@ -134,7 +134,7 @@ def weights(draw: st.DrawFn) -> tuple[list[tuple[WeightRecipe, int]], np.ndarray
         n = 32 * split * groups * draw(st.integers(1, 2))
         if draw(st.booleans()):
             k = tuple(split * x for x in k)
-            runs, groups = k, 1
+            runs = k
     pieces = tuple(x // split for x in k) if runs else k
     shape = WeightShape(pieces, n * split if runs else n, dtype, split, draw(st.sampled_from([32, 64, 128])))
     contracted = [sum(k)]

@@ -290,11 +290,12 @@ KITSUNE_DEVICE const void* table_row(const void* table, Index index, i64 rows, i
   return i >= 0 && i < rows ? static_cast<const u8*>(table) + i * pitch : otherwise;
 }
 
-// The one element of a row that has one.
-template <class E>
+// One element of a row.
+template <class E, bool Shared = false>
 KITSUNE_DEVICE typename Element<E>::Value load_one(const void* row, bool valid) {
   using Bits = typename Element<E>::Bits;
-  return Element<E>::load(valid ? ld_global(static_cast<const Bits*>(row)) : Bits(0));
+  const Bits* const from = static_cast<const Bits*>(row);
+  return Element<E>::load(!valid ? Bits(0) : Shared ? ld_shared(from) : ld_global(from));
 }
 template <class E>
 KITSUNE_DEVICE void store_one(void* row, bool valid, typename Element<E>::Value v) {

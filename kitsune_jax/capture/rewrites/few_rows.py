@@ -629,7 +629,8 @@ class _RowMaker:
         labels = known if labels is None else labels
         assert labels is not None
         if v in self.made:
-            if known != labels:
+            # A dimension of one element may be any of the scores', or none.
+            if known is None or any(a != b for a, b, n in zip(known, labels, self.editor.shape(v), strict=True) if n != 1):
                 raise Unsupported("two dimensions of one value")
             return self.made[v]
         self.placed[v] = labels

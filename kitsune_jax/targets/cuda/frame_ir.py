@@ -761,6 +761,8 @@ def is_staged(program: TileProgram, array: ArrayType) -> bool:
 def is_in_pieces(program: TileProgram, array: ArrayType) -> bool:
     """Are the rows read in pieces of 64 bytes, 16 by each of the four threads that share a row? A tile of them is one piece of
     memory, whose start and size are multiples of 16 bytes."""
+    if array.dtype not in pointwise.ITEM_SIZE:
+        return False
     return has_contiguous_tiles(program, array) and access_bytes(array) == 16 and row_bytes(array) > 64
 
 

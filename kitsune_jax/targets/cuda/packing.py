@@ -547,10 +547,10 @@ def _blocks_of_k(offsets: np.ndarray, half: bool) -> np.ndarray:
 def n_offsets(recipe: WeightRecipe, slab: int, offsets: np.ndarray) -> np.ndarray:
     """``offsets`` of the columns of a matrix in the order of a slab's image; -1 is padding."""
     shape = recipe.shape
-    if recipe.runs:
-        offsets = np.tile(offsets, shape.split)  # every CTA has all columns
-    per = -(-shape.n // shape.split)
-    mine = slab_by_slab(offsets, recipe.groups, shape.split)[slab * per : (slab + 1) * per]
+    mine = slab_by_slab(offsets, recipe.groups, shape.split)
+    if not recipe.runs:  # of which every CTA has all columns
+        per = -(-shape.n // shape.split)
+        mine = mine[slab * per : (slab + 1) * per]
     return _columns_of(mine, shape)
 
 

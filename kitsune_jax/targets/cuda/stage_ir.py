@@ -41,7 +41,8 @@ class LoadRow(RowStatement):
         starts = [f"{self.rows.name(at)}[{h}]" for h in range(2)]
         if behind:
             starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
-        loads = [f"load_one<{pointwise.ELEMENT[dtype]}>({start}, valid[{h}])" for h, start in enumerate(starts)]
+        shared = ", true" if self.rows.access in ("kInRing", "kStaged") else ""
+        loads = [f"load_one<{pointwise.ELEMENT[dtype]}{shared}>({start}, valid[{h}])" for h, start in enumerate(starts)]
         return [f"const {pointwise.COMPUTE[dtype]} {at.name(self.ref)}[2] = {{{', '.join(loads)}}};"]
 
 
