@@ -387,7 +387,7 @@ class Chooser:
     options: Options
     target: str
     budget: tuning.Budget | None
-    axes: Mapping[str, int] = MappingProxyType({})
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def doubt(self) -> float:
