@@ -19,7 +19,7 @@ import kitsune_jax as kj
 from benchmarks import grid_verdict
 from benchmarks.grid_cases import GridCase
 from benchmarks.grid_functions import Problem, make_problem
-from benchmarks.timing import rest, summary
+from benchmarks.timing import summary
 from kitsune_jax import _compat
 from kitsune_jax.frontend import explain
 from kitsune_jax.targets.cpu.call import TARGET_NAME
@@ -162,7 +162,6 @@ def _calls_for(thunks: Mapping[str, Thunk]) -> int:
 
 def _seconds(thunk: Thunk, calls: int) -> float:
     """Of one call, its result waited for: what is thrown away is thrown away before the next call asks for memory."""
-    rest()
     start = time.perf_counter()
     for _ in range(calls):
         jax.block_until_ready(thunk())
