@@ -22,7 +22,7 @@ import numpy as np
 
 COLUMNS = ("torch", "torch_compile")
 ROOT = Path(__file__).parents[2]
-# The names of ``networks.NAMES``, which only an interpreter with PyTorch can import.
+# What ``networks.make`` knows: only an interpreter with PyTorch can import it.
 NAMES = ("nerf", "mgn", "swiglu", "attention", "attention_full", "transformer_layer", "gat") + tuple(
     f"{cell}_{width}" for cell in ("lstm", "gru") for width in (16, 64, 256)
 )

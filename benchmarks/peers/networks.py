@@ -120,8 +120,6 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "transformer_layer": _transformer_layer,
     "gat": _gat,
 }
-RECURRENT = tuple(f"{cell}_{width}" for cell in ("lstm", "gru") for width in (16, 64, 256))
-NAMES = (*_FUNCTIONS, *RECURRENT)
 
 
 def _recurrent(cell: str, params: Tensors, inputs: Sequence[Tensor]) -> Network:
