@@ -47,6 +47,9 @@ class TargetCapabilities:
     splits_reductions: bool = False
     #: Reductions of few rows over a long dimension may stream over its elements, as folds by index (``capture.rewrites.few_rows``).
     streams_elements: bool = False
+    #: A tile with all columns of a wide hidden layer leaves little room for others, so a region may end with that layer, whose
+    #: product then reads it from memory (``regions.alternatives``).
+    cuts_wide_rows: bool = False
     #: ``Target.generate`` runs a compiler for seconds, and may run in several threads at once.
     compiles: bool = False
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Plan
-from kitsune_jax.planning.streams import Region, Seed, Spread, streamed_axes
+from kitsune_jax.planning.streams import Region, Seed, Spread, row_shape, streamed_axes
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, compared_extremes, needed, region_of, regions_of
 from kitsune_jax.regions.joining import (
     Chosen,
@@ -32,10 +32,17 @@ _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
 
 
 def best_cut(
-    region: Region, planned: bool, index: GraphIndex, order: Order, free: Set[int], spread: SpreadOver, planner: PlanOf
+    region: Region,
+    whole: Plan | str,
+    index: GraphIndex,
+    order: Order,
+    free: Set[int],
+    spread: SpreadOver,
+    planner: PlanOf,
+    widest: bool,
 ) -> list[Chosen]:
-    """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``planned``: the
-    whole region has a plan. ``order``: that of the chosen calls; ``free``: ops that none of them has."""
+    """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``whole``: the
+    plan of the whole region; ``widest``: also cut behind the widest rows. ``order``: that of the chosen calls; ``free``: ops that none of them has."""
 
     def parts(cut: tuple[Pass, ...]) -> list[Chosen]:
         now, found = order.copy(), list[Chosen]()
@@ -48,13 +55,37 @@ def best_cut(
                 now.join(anchored(index.graph, part))
         return found
 
-    return max(map(parts, possible_cuts(index.graph, region, planned)), key=total_gain, default=[])
+    return max(map(parts, possible_cuts(index.graph, region, whole, widest)), key=total_gain, default=[])
 
 
-def possible_cuts(graph: Graph, region: Region, planned: bool) -> list[tuple[Pass, ...]]:
-    """Every way to cut ``region``; if it has no plan as a whole (not ``planned``), only around its products for each row."""
-    at_loss = [split_at_loss(graph, region)] if planned else []
-    return [cut for cut in (*at_loss, *_around_products(graph, region)) if cut is not None]
+def possible_cuts(graph: Graph, region: Region, whole: Plan | str, widest: bool) -> list[tuple[Pass, ...]]:
+    """Every way to cut ``region``, whose plan is ``whole``: without a plan not at its loss; with a vertical one only behind the widest
+    operand of a product, if ``widest``."""
+    spatial = isinstance(whole, str) or whole.arrangement == "spatial"
+    at_loss = [] if isinstance(whole, str) or not spatial else [split_at_loss(graph, region)]
+    products = _around_products(graph, region) if spatial else []
+    behind = [_behind_widest(graph, region)] if widest else []
+    return [cut for cut in (*at_loss, *products, *behind) if cut is not None]
+
+
+_WIDE = 640  # columns: beside two tiles of them in shared memory there is little room for weights
+
+
+def _behind_widest(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
+    """(all that makes the widest operand of a product; the rest), or None where no operand is wide: the hidden layer of a
+    feed-forward block. A tile of all its columns leaves no room for others; without the product behind it they are stored as they
+    are made."""
+    if region.sinks or any(graph.ops[i].body is not None for i in region.ops):
+        return None
+    labels, producers = region.label_of(), graph.producers()
+    made = [v for i in region.ops if graph.ops[i].kind == "dot_general" for v in graph.ops[i].inputs if producers.get(v) in region.ops]
+    size, v = max(((math.prod(row_shape(graph.values[v].shape, labels[v])), v) for v in made if v in labels), default=(0, -1))
+    if size < _WIDE:
+        return None
+    before = _needed_by(graph, region, [producers[v]])
+    if not any(graph.ops[i].kind == "dot_general" for i in before):
+        return None
+    return _parts(graph, region, [before, set(region.ops) - before])
 
 
 def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | None]:

@@ -424,12 +424,13 @@ class _Selector:
         In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has its own arrangement, and the values
         that the second reads of the first go through memory.
         """
-        if self.force or not isinstance(plan, str) and plan.arrangement != "spatial":
+        widest = self.capabilities.cuts_wide_rows
+        if self.force or not widest and not isinstance(plan, str) and plan.arrangement != "spatial":
             return []
         known = self.cut.get(region)
         if known is None or known[0] != len(self.chosen):
             around = self.index, self.order, self.free, self._spread, lambda r: self.planner(self.graph, r)
-            known = self.cut[region] = len(self.chosen), best_cut(region, not isinstance(plan, str), *around)
+            known = self.cut[region] = len(self.chosen), best_cut(region, plan, *around, widest)
         gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
         return known[1] if total_gain(known[1]) > PROFIT_MARGIN * gain_as_one else []
 

@@ -634,14 +634,27 @@ class Accumulators(Node):
 
 
 class ChunkLoop(Node):
-    """``count`` copies of ``body``, whose ``Stepped`` numbers count the copies (``stage/rolling.py``)."""
+    """``count`` copies of ``body``, whose ``Stepped`` numbers count the copies (``stage/rolling.py``). Copies that share no registers
+    need not be unrolled: as many as those of a wide layer leave the instruction cache, and take a minute to compile."""
 
     count: int
     body: tuple[Node, ...]
 
     def lines(self, at: Spelling) -> list[str]:
         loop = f"for (int chunk = 0; chunk < {self.count}; ++chunk) {{"
-        return ["KITSUNE_UNROLL", loop, *indented(at.lines(self.body)), "}"]
+        unroll = "KITSUNE_NO_UNROLL" if self.count >= _MANY_COPIES and all(map(_only_stores, self.body)) else "KITSUNE_UNROLL"
+        return [unroll, loop, *indented(at.lines(self.body)), "}"]
+
+
+_MANY_COPIES = 8
+
+
+def _only_stores(node: Node) -> bool:
+    """Does ``node`` leave all registers as they were, but those of products of its own copy?"""
+    if isinstance(node, ir.BlockLoop):
+        stores = all(isinstance(step.action, ir.Store) for step in node.steps if isinstance(step, ir.Put))
+        return stores and all(ref.kind == "d" and not ref.part for ref in node.reads)
+    return isinstance(node, Issue | Complete) and not node.ref.part
 
 
 class LayerLoop(Node):

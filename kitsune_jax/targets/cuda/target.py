@@ -107,6 +107,7 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         sums_behind=True,
         most_summed=1 << 16,  # registers of an SM
         streams_elements=True,
+        cuts_wide_rows=True,
         compiles=True,
     )
 

@@ -13,6 +13,7 @@ HALF_TILE_ROWS = 32  # of a loop over a cluster: each thread has one row, not tw
 GROUP_THREADS = 128
 ROW_BYTES = 128  # bytes of K in a chunk: the span of the 128-byte swizzle
 CHUNK_COLUMNS = 128  # columns of the widest chunk of weights
+MANY_COLUMNS = 1024  # of products of the same loaded rows, from which on a lane keeps the rows
 BLOCK_COLUMNS = 32  # columns of a block of a wide tile: slabs are whole blocks
 EXCHANGE_DEPTH = 2  # entries of a carry's ring between the CTAs of a cluster: one is filled while the other is read
 SUM_BYTES = 4  # bytes of a partial sum of a product

@@ -23,6 +23,7 @@ from kitsune_jax.planning.plan import KIB
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.stage.fitting import value_registers
 from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
 from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct, queue_form
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, NO_RING, TILE_ROWS, InputRing, padded, table_bytes
@@ -572,6 +573,7 @@ class StageSteps:
         self.sums = sum(2 if i in panels else self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
         self.runs = max((self._segment_bytes(i) for i in ops if i in cost.sinks and cost.access(i) is not None), default=0)
         self.products = product_bytes(cost, ops)
+        self.rows = self._kept_rows()
         self.storage = functools.lru_cache(maxsize=None)(self._storage)
 
     def _add_to_step(self, i: int) -> None:
@@ -590,8 +592,39 @@ class StageSteps:
             return
         columns = tiles.padded(dot.n // self.split)
         chunks = -(-columns // tiles.CHUNK_COLUMNS)
+        beside = self._product_beside(i)
+        if beside is not None:  # both in chunks of 64 columns
+            self.step[i] = self.step[beside]
+            self.steps[-1] = _StageStep(tiles.CHUNK_COLUMNS // 2, self.steps[-1].done)
+            return
         # A result of one chunk is rounded and packed in its accumulators; of several chunks, the earlier ones stay beside the last.
         self.steps.append(_StageStep(min(columns, tiles.CHUNK_COLUMNS) // 2, 1.0 - 1.0 / chunks))
+
+    def _product_beside(self, i: int) -> int | None:
+        """The product of the last step, if it has the same operand as product ``i``, as many columns, and results that are only
+        read, element by element, where those of ``i`` are: a gate and what it multiplies. They run chunk by chunk together."""
+        cost, graph = self.cost, self.cost.graph
+        last = [k for k in self.ops if self.step.get(k) == len(self.steps) - 1 and cost.family(k) in _ANCHORS]
+        if len(last) != 1 or graph.ops[last[0]].kind != "dot_general" or self.split > 1 or self.slabs:
+            return None
+        (other,), dot, mine = last, cost.work(last[0]).dot, cost.work(i).dot
+        if dot is None or mine is None or dot.per_row or dot.n != mine.n or other in cost.sinks:
+            return None
+        if graph.ops[other].inputs[:1] != graph.ops[i].inputs[:1] or tiles.padded(mine.n) <= tiles.CHUNK_COLUMNS:
+            return None
+        behind, work = {v for v in graph.ops[i].outputs}, list(graph.ops[other].outputs)
+        for k in self.ops:
+            if behind.intersection(graph.ops[k].inputs):
+                behind.update(graph.ops[k].outputs)
+        while work:
+            v = work.pop()
+            if v in cost.outputs:
+                return None
+            for k in cost.readers.get(v, ()):
+                if cost.family(k) not in ("pointwise", "convert"):
+                    return None
+                work += () if behind.issuperset(graph.ops[k].outputs) else graph.ops[k].outputs
+        return other
 
     def root(self, v: int) -> int | None:
         """The value to keep so that ``v`` can be read later: the one that was repeated or widened into ``v``. None if that is read
@@ -641,6 +674,26 @@ class StageSteps:
             made[born].append(_LiveValue(v, max(at), registers, image, sum(at.values())))
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]
 
+    def _kept_rows(self) -> tuple[_LiveValue, ...]:
+        """Loaded rows that products of many columns read, one chunk of columns after the other."""
+        cost, columns = self.cost, dict[int, int]()
+        for i in self.ops:
+            dot, v = cost.work(i).dot, cost.graph.ops[i].inputs[0]
+            if dot is not None and not dot.per_row and i not in cost.sinks and v in cost.region.inputs and cost.slices is None:
+                columns[v] = columns.get(v, 0) + tiles.padded(dot.n // self.split)
+        found = list[_LiveValue]()
+        for v, n in columns.items():
+            if n >= tiles.MANY_COLUMNS and cost.streamed(v):
+                width, how = tiles.padded(cost.row_size(v)), queue_form(cost.graph.values[v].dtype, False)
+                reads = n // tiles.CHUNK_COLUMNS
+                found.append(_LiveValue(v, 0, tiles.registers(width, how), tiles.image_bytes(width, how), reads))
+        return tuple(found)
+
+    def keeps_rows(self, lanes: int) -> bool:
+        """Does a lane keep rows in registers, for products of 64 columns?"""
+        held = sum(k.registers for k in self.rows)
+        return bool(self.rows) and held + tiles.CHUNK_COLUMNS // 2 <= value_registers(lanes)
+
     def _sum_registers(self, i: int) -> int:
         """Registers of the sums of sink ``i``: a thread has two of every eight float32 columns, or one sum of two words."""
         if self.cost.access(i) is not None:
@@ -681,7 +734,9 @@ class StageSteps:
             return None
         best = self._best_placement(registers - _WORKING_REGISTERS - self.sums - gradients[0])
         shared = best.image_bytes + gradients[1] + self.runs + self.products if best else 0
-        return best and Storage(shared, best.image_traffic + gradients[2])
+        images = () if self.keeps_rows(lanes) else self.rows
+        shared, moved = shared + sum(k.image for k in images), gradients[2] + sum(k.image * (1 + k.reads) for k in images)
+        return best and Storage(shared, best.image_traffic + moved)
 
     def _best_placement(self, budget: int) -> Storage | None:
         """The best placement, by a beam search. A greedy choice of the value to move, step by step, changed 33 of 1600 plans and

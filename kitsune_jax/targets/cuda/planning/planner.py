@@ -348,7 +348,8 @@ def _arranged(region: GpuRegion, ops: Ops, storage: Storage, lanes: int, weights
     replicas = max(1, min(machine.clusters(cluster), -(-region.tiles // cluster)))
     ctas = replicas * cluster
     tiles = -(-region.tiles // ctas)
-    independent = lanes if resident or _can_drift(cost, ops, weights.bytes + free - ring.bytes) else 1
+    depth = (weights.bytes + free - ring.bytes) * (1 + region.steps(ops, 1).keeps_rows(lanes)) // _CHUNK_BYTES
+    independent = lanes if resident or _can_drift(cost, ops, depth) else 1
     # Resident weights are loaded once; streamed ones pass once per round of lanes, and a pair shares each fetch.
     fetched = ctas * packed_bytes(cost, ops) * (1.0 if resident else -(-tiles // lanes) / cluster)
     name = stage_name(cost, 0, ops)
@@ -402,12 +403,12 @@ def _most_chunks(cost: GpuCost, ops: Ops) -> int:
     return max(tiles.WeightShape((dot.k,), dot.n, dot.dtype).k_chunks for dot in dots_of(cost, ops))
 
 
-def _can_drift(cost: GpuCost, ops: Ops, ring: int) -> bool:
-    """Can one lane be in an epilogue while another multiplies, although both take their weights from one ring of ``ring`` bytes?
+def _can_drift(cost: GpuCost, ops: Ops, depth: int) -> bool:
+    """Can one lane be in an epilogue while another multiplies, although both take their weights from one ring of ``depth`` chunks?
 
     A chunk is free when every lane has used it. The lanes are a block of columns apart, so the ring must hold the chunks of two.
     """
-    return ring // _CHUNK_BYTES >= 2 * _most_chunks(cost, ops)
+    return depth >= 2 * _most_chunks(cost, ops)
 
 
 def _check_ops(cost: GpuCost) -> None:

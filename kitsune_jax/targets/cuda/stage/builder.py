@@ -352,7 +352,7 @@ class StageCodeBuilder:
                 ref = self._name_of_copy(v)
                 self.evaluate(width, [Keep(v, ref, value.form, push=True)])
                 return st.Operand("array", ref, width, dtype, ref)
-            if not home.rows.strides:
+            if not home.rows.strides and self.root(v) not in self.facts.kept_rows:
                 return st.Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
         if value.row:
             return st.Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
@@ -372,4 +372,5 @@ class StageCodeBuilder:
         """The most columns of a chunk of a product of ``pieces``."""
         operands = [self.value(p) for p in pieces if self.root(p) in self.values]  # a loop makes those of later layers itself
         fetched = any(isinstance(x.home, st.InArray) and tiles.blocks(x.width) > _NARROW for x in operands)
+        fetched &= self.facts.kept_rows.isdisjoint(map(self.root, pieces))
         return tiles.CHUNK_COLUMNS if fetched else self.shape.columns

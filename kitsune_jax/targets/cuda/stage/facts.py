@@ -45,6 +45,7 @@ class Facts:
         self.rounded = _rounded(program, body, names)  # float32 value -> its only 16-bit form
         self.compared = compared_values(program)  # values with the same bits in every context
         self.coarse = coarse_exponentials(program, body) - self.compared
+        self.kept_rows = _kept_rows(program, self.instrs, names)  # read from their arrays once
         # 16-bit values that are rounded when they are made, as ``jax.jit`` does (``stage/simplify.py``)
         self.rounded_results = rounded_results(program, [i for _, _, i in self.panel_sums])
 
@@ -140,6 +141,17 @@ def _only_read_by(kind: str, stacked: dict[int, tuple[int, ...]], readers: dict[
         if mine and all(r.kind == kind or (r.kind == "concatenate" and r.outputs[0] in found) for r in mine):
             found.add(v)
     return frozenset(found)
+
+
+def _kept_rows(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> frozenset[int]:
+    """Loaded rows that products of many columns multiply with. A product reads rows from their array again for each chunk of its
+    columns, so a lane keeps these."""
+    loaded = {names.get(v, v) for i in instrs if i.kind == "load" for v in i.outputs}
+    columns: Counter[int] = Counter()
+    for i in instrs:
+        if i.kind == "matmul" and (v := names.get(i.inputs[0], i.inputs[0])) in loaded:
+            columns[v] += math.prod(program.values[i.outputs[0]].shape)
+    return frozenset(v for v, n in columns.items() if n >= tiles.MANY_COLUMNS)
 
 
 def _taken_products(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:

@@ -142,6 +142,9 @@ def _chunks_in_turn(events: Sequence[Node]) -> int:
 # --- Fitting ----------------------------------------------------------------------------------------------------------------------
 
 MAX_DEPTH = 12  # chunks of 16 KiB: they hide an L2 round trip twice over
+# Chunks of 8 KiB where lanes keep rows that they multiply with: those of two products and more, so that one lane may be at its next
+# product while the other computes with the results of the last one.
+_KEPT_DEPTH = 20
 _MIN_DEPTH = 2
 STAGED_DEPTH = 6  # chunks of a ring of weights that staged arrays must leave room for: they hide an L2 round trip
 # (two chunks of a product in flight, columns of a chunk), best first. With two in flight, one chunk's epilogue runs during the
@@ -378,6 +381,10 @@ class _Fitter:
         single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in walk(self.instrs) if i.kind == "matmul")
         return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
 
+    def most_depth(self, slot: int) -> int:
+        """The most chunks of ``slot`` bytes in a ring of weights."""
+        return _KEPT_DEPTH if self.facts.kept_rows and slot <= tiles.ROW_BYTES * tiles.CHUNK_COLUMNS // 2 else MAX_DEPTH
+
     def fit_memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
         """Divide ``free`` bytes of the CTA's memory; a ring of streamed weights gets the rest. Raises ``CannotLower``."""
         lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
@@ -389,10 +396,10 @@ class _Fitter:
             memory = _lane_memory(self.program, shape, lowered)
         tile_bytes, depth, weights = lanes * memory.bytes, MAX_DEPTH, resident
         if not self.resident:
-            depth = min(MAX_DEPTH, (free - tile_bytes) // slot if slot else 0)
+            depth = min(self.most_depth(slot), (free - tile_bytes) // slot if slot else 0)
             if depth < _MIN_DEPTH:
                 raise CannotLower(f"{tile_bytes} bytes of tiles leave no room for a ring of weights in shared memory")
-            if depth < MAX_DEPTH:
+            if depth != MAX_DEPTH:
                 lowered = self.lower_stage(shape, depth)
             if shape.late and depth < least_ring_depth(lowered.nodes):
                 shape = dataclasses.replace(shape, late=False)  # chunks of one product at a time
