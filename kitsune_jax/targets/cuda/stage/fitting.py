@@ -377,9 +377,11 @@ class _Fitter:
         return shape, lowered
 
     def _shapes(self) -> tuple[tuple[bool, int], ...]:
-        """Chunks to try. With three lanes, or two and f32 operands, ptxas spills or serialises chunks of 128 columns."""
+        """Chunks to try. With three lanes, or two and f32 operands or rows in registers, ptxas spills or serialises chunks of 128
+        columns."""
         single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in walk(self.instrs) if i.kind == "matmul")
-        return _NARROW_SHAPES if self.a.lanes == 3 or (self.a.lanes == 2 and single) else _SHAPES
+        narrow = self.a.lanes == 3 or (self.a.lanes == 2 and (single or bool(self.facts.kept_rows)))
+        return _NARROW_SHAPES if narrow else _SHAPES
 
     def most_depth(self, slot: int) -> int:
         """The most chunks of ``slot`` bytes in a ring of weights."""
