@@ -42,7 +42,8 @@ def best_cut(
     widest: bool,
 ) -> list[Chosen]:
     """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``whole``: the
-    plan of the whole region; ``widest``: also cut behind the widest rows. ``order``: that of the chosen calls; ``free``: ops that none of them has."""
+    plan of the whole region; ``widest``: also cut behind the widest rows; ``order``: that of the chosen calls; ``free``: ops that
+    none of them has."""
 
     def parts(cut: tuple[Pass, ...]) -> list[Chosen]:
         now, found = order.copy(), list[Chosen]()
@@ -59,8 +60,8 @@ def best_cut(
 
 
 def possible_cuts(graph: Graph, region: Region, whole: Plan | str, widest: bool) -> list[tuple[Pass, ...]]:
-    """Every way to cut ``region``, whose plan is ``whole``: without a plan not at its loss; with a vertical one only behind the widest
-    operand of a product, if ``widest``."""
+    """Every way to cut ``region``, whose plan is ``whole``: without a plan not at its loss; with a vertical one only behind the
+    widest operand of a product, if ``widest``."""
     spatial = isinstance(whole, str) or whole.arrangement == "spatial"
     at_loss = [] if isinstance(whole, str) or not spatial else [split_at_loss(graph, region)]
     products = _around_products(graph, region) if spatial else []
@@ -78,7 +79,8 @@ def _behind_widest(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
     if region.sinks or any(graph.ops[i].body is not None for i in region.ops):
         return None
     labels, producers = region.label_of(), graph.producers()
-    made = [v for i in region.ops if graph.ops[i].kind == "dot_general" for v in graph.ops[i].inputs if producers.get(v) in region.ops]
+    products = [graph.ops[i] for i in region.ops if graph.ops[i].kind == "dot_general"]
+    made = [v for op in products for v in op.inputs if producers.get(v) in region.ops]
     size, v = max(((math.prod(row_shape(graph.values[v].shape, labels[v])), v) for v in made if v in labels), default=(0, -1))
     if size < _WIDE:
         return None

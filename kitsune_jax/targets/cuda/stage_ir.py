@@ -634,8 +634,8 @@ class Accumulators(Node):
 
 
 class ChunkLoop(Node):
-    """``count`` copies of ``body``, whose ``Stepped`` numbers count the copies (``stage/rolling.py``). Copies that share no registers
-    need not be unrolled: as many as those of a wide layer leave the instruction cache, and take a minute to compile."""
+    """``count`` copies of ``body``, whose ``Stepped`` numbers count the copies (``stage/rolling.py``). Copies that share no
+    registers need not be unrolled: as many as those of a wide layer leave the instruction cache, and take a minute to compile."""
 
     count: int
     body: tuple[Node, ...]
