@@ -288,7 +288,7 @@ def picked(name: str, mode: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) ->
         ("mgn", "bfloat16"),
         *(
             pytest.param(app, dtype, marks=pytest.mark.slow)
-            for app in ("nerf", "mgn")  # of SwiGLU 512-1408-512 the planner leaves all to XLA
+            for app in ("nerf", "mgn")
             for dtype in DTYPES
             if (app, dtype) != ("mgn", "bfloat16")
         ),
