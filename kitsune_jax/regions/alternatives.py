@@ -85,7 +85,8 @@ def _behind_widest(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
     if size < _WIDE:
         return None
     before = _needed_by(graph, region, [producers[v]])
-    if not any(graph.ops[i].kind == "dot_general" for i in before):
+    operands = [graph.ops[i].inputs[0] for i in before if graph.ops[i].kind == "dot_general"]
+    if len(operands) < 2 or len(set(operands)) > 1:  # not a gate
         return None
     return _parts(graph, region, [before, set(region.ops) - before])
 

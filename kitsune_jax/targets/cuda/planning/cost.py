@@ -675,17 +675,17 @@ class StageSteps:
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]
 
     def _kept_rows(self) -> tuple[_LiveValue, ...]:
-        """Loaded rows that products of many columns read, one chunk of columns after the other."""
-        cost, columns = self.cost, dict[int, int]()
+        """Loaded rows that several products of many columns read, one chunk of columns after the other."""
+        cost, columns = self.cost, dict[int, list[int]]()
         for i in self.ops:
             dot, v = cost.work(i).dot, cost.graph.ops[i].inputs[0]
             if dot is not None and not dot.per_row and i not in cost.sinks and v in cost.region.inputs and cost.slices is None:
-                columns[v] = columns.get(v, 0) + tiles.padded(dot.n // self.split)
+                columns.setdefault(v, []).append(dot.n // self.split)
         found = list[_LiveValue]()
         for v, n in columns.items():
-            if n >= tiles.MANY_COLUMNS and cost.streamed(v):
+            if len(n) > 1 and sum(n) >= tiles.MANY_COLUMNS and cost.streamed(v):
                 width, how = tiles.padded(cost.row_size(v)), queue_form(cost.graph.values[v].dtype, False)
-                reads = n // tiles.CHUNK_COLUMNS
+                reads = sum(n) // tiles.CHUNK_COLUMNS
                 found.append(_LiveValue(v, 0, tiles.registers(width, how), tiles.image_bytes(width, how), reads))
         return tuple(found)
 

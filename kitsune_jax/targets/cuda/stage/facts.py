@@ -144,14 +144,14 @@ def _only_read_by(kind: str, stacked: dict[int, tuple[int, ...]], readers: dict[
 
 
 def _kept_rows(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> frozenset[int]:
-    """Loaded rows that products of many columns multiply with. A product reads rows from their array again for each chunk of its
-    columns, so a lane keeps these."""
+    """Loaded rows that several products of many columns, a gate and others, multiply with. A product reads rows from their array
+    again for each chunk of its columns, so a lane keeps these."""
     loaded = {names.get(v, v) for i in instrs if i.kind == "load" for v in i.outputs}
-    columns: Counter[int] = Counter()
+    columns: dict[int, list[int]] = {}
     for i in instrs:
         if i.kind == "matmul" and (v := names.get(i.inputs[0], i.inputs[0])) in loaded:
-            columns[v] += math.prod(program.values[i.outputs[0]].shape)
-    return frozenset(v for v, n in columns.items() if n >= tiles.MANY_COLUMNS)
+            columns.setdefault(v, []).append(math.prod(program.values[i.outputs[0]].shape))
+    return frozenset(v for v, n in columns.items() if len(n) > 1 and sum(n) >= tiles.MANY_COLUMNS)
 
 
 def _taken_products(program: TileProgram, instrs: tuple[Instr, ...], readers: dict[int, list[Instr]]) -> dict[int, Instr]:

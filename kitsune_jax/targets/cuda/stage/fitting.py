@@ -380,7 +380,9 @@ class _Fitter:
         """Chunks to try. With three lanes, or two and f32 operands or rows in registers, ptxas spills or serialises chunks of 128
         columns."""
         single = any(self.program.values[i.inputs[0]].dtype == "float32" for i in walk(self.instrs) if i.kind == "matmul")
-        narrow = self.a.lanes == 3 or (self.a.lanes == 2 and (single or bool(self.facts.kept_rows)))
+        if self.a.lanes == 2 and self.facts.kept_rows:
+            return _NARROW_SHAPES[1:]
+        narrow = self.a.lanes == 3 or (self.a.lanes == 2 and single)
         return _NARROW_SHAPES if narrow else _SHAPES
 
     def most_depth(self, slot: int) -> int:
