@@ -204,7 +204,7 @@ class Take(CpuPut):
 # --- Programs ---------------------------------------------------------------------------------------------------------------------
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 14
+VERSION = 15
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -339,6 +339,24 @@ class Reduce:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpRows:
+    """out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), in float32, of elements that lie dense, and their sums.
+
+    ``shift`` is float32, ``x`` and ``out`` float32 or a 16-bit float. ``sums``: (), or the place of the sums, float32, before
+    ``out`` is rounded. Where the CPU has no instruction for scaling, results below the normal numbers are 0.
+    """
+
+    CODE: ClassVar[int] = 21
+    kept: tuple[int, ...]
+    n: int
+    factor: float
+    x: CpuOperand  # strides for (*kept, n)
+    shift: CpuOperand  # strides for kept
+    out: CpuOperand  # strides for (*kept, n)
+    sums: tuple[CpuOperand, ...]  # strides for kept
+
+
+@dataclasses.dataclass(frozen=True)
 class Scan:
     """Cumulative op along the last of ``extents`` (from the end when ``reverse``)."""
 
@@ -464,7 +482,7 @@ class CpuStationary:
 Instruction = (
     StridedLoad | StridedStore | Matmul | CpuVector | Reduce | Scan | Accumulate | AccumulateMatmul
     | Gather | AccumulateAt | Pack | Dot | CpuLoop | CpuStationary | Take | CpuPut | RunMax
-    | AccumulateScaled | AccumulateTaken | CpuTakenDot
+    | AccumulateScaled | AccumulateTaken | CpuTakenDot | ExpRows
 )  # fmt: skip
 
 CLIP, FILL = range(2)  # Gather.mode
