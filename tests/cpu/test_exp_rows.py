@@ -66,6 +66,14 @@ def test_a_gradient_computes_its_scores_exponentials_again(programs, dtype: str)
     assert bool(steps(programs)) == (dtype == "float32")
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_a_softmax_of_any_dtype_leaves_out_the_blocks_that_a_mask_hides(programs, dtype: str) -> None:
+    args = tuple(normal(k, 1, 1031, 8, dtype=dtype) for k in range(3))
+    close(np.asarray(forced(attention(True))(*args), np.float64), in_float64(attention(True), *args), TOLERANCE[dtype])
+    loops = [i for p in programs for s in p.stages for i in s.body if isinstance(i, bc.CpuLoop)]
+    assert [i.within[-1] for i in loops] == [1, 2]  # the blocks without a mask, and those that it cuts
+
+
 @given(st.integers(1, 70), st.integers(1, 90), st.sampled_from(list(TOLERANCE)), st.integers(0, 99))
 @settings(max_examples=12, deadline=None)
 def test_a_softmax_of_any_width(rows: int, n: int, dtype: str, seed: int) -> None:

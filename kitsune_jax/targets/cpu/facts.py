@@ -160,9 +160,9 @@ SHORT_ROW = 16  # elements; shorter rows are better off in a loop over all rows
 class RowExponential:
     """``exp(x * factor - shift)`` with a number ``shift`` for each row (of the last dimension), as in a softmax.
 
-    ``out``: the exponential, or the 16-bit float that it is rounded to where nothing else reads it. ``sums``: the sums over the last
-    dimension, or None; where ``out`` is rounded, they are of the exact numbers. ``absorbed``: the other instructions of the body
-    that the step replaces."""
+    ``out``: the exponential, or the 16-bit float that it is rounded to where nothing else reads it. ``sums``: the sums over the
+    last dimension, or None; where ``out`` is rounded, they are of the exact numbers. ``absorbed``: the other instructions of the
+    body that the step replaces."""
 
     x: int
     factor: float
@@ -245,7 +245,9 @@ def _lies_in_memory(flow: Flow, v: int) -> bool:
 def _sums_rows(flow: Flow, i: int, e: int) -> bool:
     """Whether instruction ``i`` sums ``e`` over its last dimension."""
     instr = flow.instruction(i)
-    return instr.kind == "reduce_sum" and tuple(instr["axes"]) == (len(flow.type(e).shape),) and flow.root(instr.inputs[0]) == flow.root(e)
+    if instr.kind != "reduce_sum" or flow.root(instr.inputs[0]) != flow.root(e):
+        return False
+    return tuple(instr["axes"]) == (len(flow.type(e).shape),)
 
 
 def _converts(flow: Flow, i: int, dtypes: tuple[str, ...]) -> bool:
