@@ -167,7 +167,8 @@ inline Program taken_dots(DType t, DType out, int64_t rows, int64_t tile_rows, i
 // Exponentials of rows of `heads` times n elements, of which a number for each head is taken off, and their sums.
 inline Program exponentials(DType t, DType result, int64_t rows, int64_t tile_rows, int64_t heads, int64_t n, bool summed) {
   const int64_t width = heads * n;
-  Program p = program({rows}, tile_rows, {{t, rows * width}, {F32, rows * heads}}, {{result, rows * width}, {F32, rows * heads}}, {});
+  Program p =
+      program({rows}, tile_rows, {{t, rows * width}, {F32, rows * heads}}, {{result, rows * width}, {F32, rows * heads}}, {});
   ExpRows e{{heads},
             n,
             -0.375,

@@ -94,8 +94,8 @@ struct Reduce {
   Operand x, out;
 };
 
-// out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), of elements that lie dense; `sums`: nothing, or the place
-// of their sums (rows, *kept).
+// out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), of elements that lie dense; `sums`: nothing, or the
+// place of their sums (rows, *kept).
 struct ExpRows {
   std::vector<int64_t> kept;
   int64_t n;

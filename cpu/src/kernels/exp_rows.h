@@ -14,7 +14,8 @@ KITSUNE_INLINE VF exp_of_scores(VF x) {
   const VF r = near - n * 0.693359375f;
   return scale_by_power(exp_reduced(r - n * -2.12194440e-4f), n);
 #elif defined(__AVX2__)
-  // The power is added to the exponent of e^r, which lies in [0.7, 1.42]: in these bounds the sum is the exponent of a normal number.
+  // The power is added to the exponent of e^r, which lies in [0.7, 1.42]: in these bounds the sum is the exponent of a normal
+  // number.
   constexpr float kLeast = -0x1.5d589ep+6f, kMost = 0x1.62e42ep+6f;  // ln 2^-126, ln 2^128
   const __m256 least = (__m256)splat<VF>(kLeast), most = (__m256)splat<VF>(kMost);
   const VF near = (VF)_mm256_min_ps(most, _mm256_max_ps(least, (__m256)x));  // of a NaN the second operand

@@ -340,10 +340,10 @@ class Reduce:
 
 @dataclasses.dataclass(frozen=True)
 class ExpRows:
-    """out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), in float32, of elements that lie dense, and their sums.
+    """out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), in float32, of elements that lie dense.
 
-    ``shift`` is float32, ``x`` and ``out`` float32 or a 16-bit float. ``sums``: (), or the place of the sums, float32, before
-    ``out`` is rounded. Where the CPU has no instruction for scaling, results below the normal numbers are 0.
+    ``shift`` is float32, ``x`` and ``out`` float32 or a 16-bit float. ``sums``: (), or the place of the sums over n, float32,
+    before ``out`` is rounded. Where the CPU has no instruction for scaling, results below the normal numbers are 0.
     """
 
     CODE: ClassVar[int] = 21

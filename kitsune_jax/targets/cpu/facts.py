@@ -191,7 +191,8 @@ def _exponential(flow: Flow, i: int, instr: Instr) -> RowExponential | None:
     shift = _repeated_along_rows(flow, repeated)
     if shift is None or flow.literal(x) is not None or flow.type(x).shape != row.shape or not flow.type(x).tile:
         return None
-    absorbed, factor = (number,), 1.0
+    absorbed: tuple[int, ...] = (number,)
+    factor = 1.0
     scaled = _only_reader(flow, x, number)
     if scaled is not None and flow.body[scaled].kind == "mul":
         constants = [flow.literal(v) for v in flow.body[scaled].inputs]
