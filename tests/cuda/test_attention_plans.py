@@ -372,6 +372,14 @@ def test_attention_is_chosen(name: str, is_causal: bool) -> None:
     assert report.coverage > 0.9
 
 
+def test_the_only_stage_of_a_kernel_in_blocks_is_number_0() -> None:
+    x = jax.ShapeDtypeStruct((1, 4096, 16, 128), "bfloat16")
+    attention = kj.pipeline(lambda q, k, v: jax.nn.dot_product_attention(q, k, v))
+    (region,) = kj.explain(attention, platform="cuda", device="h200")(x, x, x).regions
+    (stage,) = region.stages
+    assert stage.name.startswith("0:")
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("dim, dtype", [(64, "bfloat16"), (80, "float16"), (128, "bfloat16"), (128, "float32"), (256, "bfloat16")])
 def test_the_model_knows_which_products_are_late(dim: int, dtype: str, is_causal: bool) -> None:
