@@ -170,7 +170,6 @@ def _tiles(program: TileProgram, lanes: int) -> int:
 
 # --- All plans of a region --------------------------------------------------------------------------------------------------------
 
-_AS_LONG = 1.01  # partial sums of more CTAs take so much
 _INDIFFERENT = 1.03  # plans within this factor of the fastest count as equally fast: the model is no more exact
 # The fewest chunks of weights in flight: at 24 bytes a cycle of L2 bandwidth per SM, less than one hides 263 cycles of latency; two
 # more keep both ends of the ring at work. The kernel uses all shared memory that is left.
@@ -195,26 +194,8 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     if region.space.rows < 1:
         raise Infeasible("the stream has no rows")
     reasons: dict[str, None] = {}
-    for fully in (False, True):
-        ranked, whole = _ranked(graph, region, machine, fully, reasons)
-        for candidate in ranked:
-            why = accept(candidate) if accept else None
-            if why is None:
-                return candidate
-            reasons[why] = None
-        if whole:
-            break
-    raise Infeasible("; ".join(reasons))
-
-
-def _ranked(
-    graph: Graph, region: Region, machine: GpuMachine, fully: bool, reasons: dict[str, None]
-) -> tuple[list[GpuPlan], bool]:
-    """(candidates for ``region``, fastest first; whether these are all, as they are if ``fully``). ``reasons``: why there are no
-    others is added."""
     found: list[GpuPlan] = []
     blocked: list[GpuPlan] = []
-    whole = True
     atomics = (False, True) if any(any_order(graph.ops[i]) for i in region.sinks) else (False,)
     for order in () if region.space.batch else (None, *orders_of(graph, region)):
         for atomic in atomics:
@@ -222,19 +203,22 @@ def _ranked(
             if atomic and not cost.unordered:
                 continue  # all sums are in order
             try:
-                plans, complete = _candidates(cost, fully)
-                found, whole = found + plans, whole and complete
+                found += candidates(cost)
             except Infeasible as no:
                 reasons[str(no)] = None
     try:
         blocked = plans_in_batches(graph, region, machine, layers=not found)
     except Infeasible as no:
         reasons[str(no)] = None
-    if not blocked and len({(p.order, p.unordered) for p in found}) <= 1:
-        return found, whole
+    mixed = bool(blocked) or len({(p.order, p.unordered) for p in found}) > 1
     # Plans in blocks keep their order, in which a faster one may come later.
     ranked = [*((p.seconds, p) for p in found), *zip(itertools.accumulate((p.seconds for p in blocked), max), blocked, strict=True)]
-    return [p for _, p in sorted(ranked, key=lambda pair: pair[0])], whole
+    for candidate in [p for _, p in sorted(ranked, key=lambda pair: pair[0])] if mixed else found:
+        why = accept(candidate) if accept else None
+        if why is None:
+            return candidate
+        reasons[why] = None
+    raise Infeasible("; ".join(reasons))
 
 
 def with_barriers(plans: Sequence[GpuPlan], phases: Sequence[int], machine: GpuMachine) -> tuple[GpuPlan, ...]:
@@ -294,15 +278,9 @@ def candidates(cost: GpuCost) -> list[GpuPlan]:
     *Vertical*: every CTA runs the whole chain, its weights resident or streamed through shared memory for every round of tiles; a
     cluster of two fetches each streamed weight once. *Spatial* (``spatial``): each stage has CTAs of its own.
     """
-    return _candidates(cost, True)[0]
-
-
-def _candidates(cost: GpuCost, fully: bool) -> tuple[list[GpuPlan], bool]:
-    """(``candidates``, whether these are all). Not ``fully``: without spatial ones where memory alone takes as long as the fastest
-    vertical one, which no other arrangement can change: their search takes seconds for a deep network."""
     _check_ops(cost)
     region = GpuRegion(cost)
-    ops, arranged, reasons, complete = tuple(sorted(cost.region.ops)), list[Arranged](), list[str](), True
+    ops, arranged, reasons = tuple(sorted(cost.region.ops)), list[Arranged](), list[str]()
     makers: dict[str, Callable[[], list[Arranged]]] = {"fused": lambda: _vertical(region, ops)}
     if has_loops := bool(loops_of(cost, ops)):  # a tile runs all steps of a loop
         makers["over a cluster"] = lambda: over_clusters(region, ops)
@@ -311,9 +289,6 @@ def _candidates(cost: GpuCost, fully: bool) -> tuple[list[GpuPlan], bool]:
     for name, make in makers.items():
         if arranged and has_loops and _SHARE * region.tiles > region.machine.workers:
             continue  # CTAs with all weights in their own shared memory need not wait for others
-        if arranged and not fully and not has_loops and _is_bound_by_memory(region, arranged):
-            complete = False
-            continue
         try:
             arranged += make()
         except Infeasible as no:
@@ -324,13 +299,7 @@ def _candidates(cost: GpuCost, fully: bool) -> tuple[list[GpuPlan], bool]:
     best = min(p.seconds for p, _ in plans)
     plans.sort(key=lambda pair: (pair[1].arrangement != "vertical", pair[1].l2_bytes, pair[0].seconds, -pair[1].lanes))
     plans.sort(key=lambda pair: max(pair[0].seconds, _INDIFFERENT * best))
-    return [p for p, _ in plans], complete
-
-
-def _is_bound_by_memory(region: GpuRegion, arranged: Sequence[Arranged]) -> bool:
-    """Does the fastest arrangement take as long as one with perfect stages, which only moves operands and results?"""
-    perfect = Arranged("spatial", (), (), 1, 1, 1, 0.0, 0.0, "")
-    return min(region.plan(a).seconds for a in arranged) <= _AS_LONG * region.plan(perfect).seconds
+    return [p for p, _ in plans]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
