@@ -5,7 +5,9 @@ Such are the gradients of all biases of a network where one worker takes a tile 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,7 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitsune_jax.targets.cuda import tiles
+from kitsune_jax.capture.edit import Captured
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import PlannedRegion
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.planning.plan import GpuPlan, Infeasible
+from kitsune_jax.planning.streams import Region
+from kitsune_jax.program.build import build
+from kitsune_jax.regions.select import select
+from kitsune_jax.targets.cuda import lower, runtime, tiles
+from kitsune_jax.targets.cuda import target as cuda_target
+from kitsune_jax.targets.cuda.planning import planner
+from kitsune_jax.targets.cuda.planning.machines import H200
+from kitsune_jax.targets.cuda.target import CUDA
+from reference import standalone
 from tests.support import checks
 from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, kernel_cache, subject
 
@@ -78,3 +94,67 @@ def test_few_columns_stay_with_their_threads() -> None:
     """A thread keeps its two of eight columns where that takes half of its registers at most: no shuffle then."""
     assert tiles.spread_sums([tiles.MOST_SUM_REGISTERS * 4]) == (False,)
     assert tiles.spread_sums([tiles.MOST_SUM_REGISTERS * 4, 32, 8]) == (True, True, False)
+
+
+# --- A training step without the products of its weight gradients -----------------------------------------------------------------
+
+LAYERS = (48, 192, 192, 192, 3)
+
+
+def squared_error(params: Any, x: Any, y: Any) -> Any:
+    for k, (w, b) in enumerate(params):
+        x = x @ w + b
+        x = jnp.tanh(x) if k + 1 < len(params) else x
+    return jnp.mean((x.astype(jnp.float32) - y.astype(jnp.float32)) ** 2)
+
+
+@functools.lru_cache(maxsize=1)
+def step_without_gradients(dtype: str, rows: int) -> tuple[Captured, list[PlannedRegion], list[Any]]:
+    """The step where no sum of a weight gradient fits a kernel: XLA multiplies what the kernels store."""
+    rng = np.random.default_rng(rows)
+    draw = lambda *shape, by=1.0: jnp.asarray(rng.standard_normal(shape) * by, dtype)  # noqa: E731
+    params = [(draw(k, n, by=k**-0.5), draw(n)) for k, n in itertools.pairwise(LAYERS)]
+    args = [params, draw(rows, LAYERS[0]), draw(rows, LAYERS[-1])]
+    closed = jax.make_jaxpr(jax.value_and_grad(squared_error))(*args)
+    captured = capture(closed, context=RewriteContext(CUDA.capabilities))
+    graph = captured.graph
+
+    def supports(i: int) -> str | None:
+        op = graph.ops[i]
+        return cuda_target.supports(op, [graph.values[v] for v in op.inputs], [graph.values[v] for v in op.outputs])
+
+    def plan_of(graph: Graph, region: Region) -> GpuPlan | str:
+        if region.space.rows != rows or any(graph.ops[i].kind == "dot_general" for i in region.sinks):
+            return "its sums have no room"
+        try:
+            found = planner.plan(graph, region, H200, lambda p: lower.check(build(graph, region, p), p, "region"))
+        except Infeasible as no:
+            return str(no)
+        return dataclasses.replace(found, replicas=1, baseline_seconds=2.0 * len(region.ops))  # whatever has a plan pays
+
+    chosen = select(graph, supports, plan_of, dataclasses.replace(CUDA.capabilities, runs_phases=False, most_merged=1), force=False)
+    made = [Subject(captured, c.region, ()).planned(c.plan, "emulator") for c in chosen.regions if isinstance(c.plan, GpuPlan)]
+    return captured, made, args
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [("bfloat16", 193), ("float16", 257), pytest.param("float32", 227, marks=pytest.mark.slow)],
+)
+def test_a_step_whose_weight_gradients_are_products_of_stored_arrays(dtype: str, rows: int) -> None:
+    captured, made, args = step_without_gradients(dtype, rows)
+    graph, flat = captured.graph, jax.tree.leaves(args)
+    products = [i for r in made for i in r.region.ops if graph.ops[i].kind == "dot_general"]
+    assert len(products) == 2 * (len(LAYERS) - 1) - 1, "the forward pass, and the backward pass to the first layer"
+    sums = [i for r in made for i in r.region.sinks if graph.values[graph.ops[i].outputs[0]].size > 1]
+    assert len(sums) == len(LAYERS) - 1, "the gradients of the biases come with them"
+    executable = jax.jit(lambda *arrays: standalone.run(captured, made, arrays)).lower(*flat).compile()
+    results = []
+    for seed in (1, 2):
+        runtime.set_emulator_seed(seed)
+        results.append([np.asarray(r) for r in executable(*flat)])
+    want = jax.tree.leaves(checks.in_float64(jax.value_and_grad(squared_error), *args))
+    for k, (a, b, w) in enumerate(zip(*results, want, strict=True)):
+        assert a.tobytes() == b.tobytes(), f"result {k} depends on the schedule"
+        off = np.abs(a.astype(np.float64) - w).max()
+        assert off <= 12 * ROUNDING[dtype] * np.abs(w).max(), f"result {k} is off by {off:.3g} of {np.abs(w).max():.3g}"
