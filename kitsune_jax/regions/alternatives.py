@@ -339,9 +339,7 @@ def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | s
     return _best_without(index, sp, (region, plan, {}), dict.fromkeys((tuple(sizes), large), _GRADIENT), plan_of)
 
 
-def _best_without(
-    index: GraphIndex, sp: Spread, whole: Found, choices: Mapping[tuple[int, ...], str], plan_of: PlanOf
-) -> Found:
+def _best_without(index: GraphIndex, sp: Spread, whole: Found, choices: Mapping[tuple[int, ...], str], plan_of: PlanOf) -> Found:
     """``whole``, or its region without the ops of the one of ``choices`` that gains most, with the reasons."""
     region, plan, _ = best = whole
     most = 0.0

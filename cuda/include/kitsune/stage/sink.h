@@ -76,11 +76,12 @@ KITSUNE_DEVICE V fold_rows(const V (&own)[8]) {
   KITSUNE_UNROLL
   for (int i = 0; i < 4; ++i) half[i] = How::fold(group & 4 ? own[4 + i] : own[i], exchange(group & 4 ? own[i] : own[4 + i], 16));
   KITSUNE_UNROLL
-  for (int i = 0; i < 2; ++i) pair[i] = How::fold(group & 2 ? half[2 + i] : half[i], exchange(group & 2 ? half[i] : half[2 + i], 8));
+  for (int i = 0; i < 2; ++i)
+    pair[i] = How::fold(group & 2 ? half[2 + i] : half[i], exchange(group & 2 ? half[i] : half[2 + i], 8));
   return How::fold(group & 1 ? pair[1] : pair[0], exchange(group & 1 ? pair[0] : pair[1], 4));
 }
 
-// A vector of W columns that ``fold_rows`` has folded block by block.
+// A vector of W columns that `fold_rows` has folded block by block.
 template <class How, int W, class V>
 KITSUNE_DEVICE void store_partial(u32* partial, const Finish& at, const Lane& lane, const V (&acc)[W / 32]) {
   KITSUNE_UNROLL
