@@ -475,12 +475,13 @@ def panel_sums_of(cost: GpuCost) -> dict[int, int]:
     return found
 
 
-def spread_sums(cost: GpuCost, ops: Iterable[int]) -> frozenset[int]:
+def spread_sums(cost: GpuCost, ops: Sequence[int]) -> frozenset[int]:
     """Sums over the rows whose columns the threads of a warp share out (``tiles.spread_sums``)."""
-    ops = tuple(ops)
     own = [i for i in ops if i in cost.sinks and cost.work(i).dot is None and cost.access(i) is None]
-    sums = [i for i in own if cost.graph.values[cost.graph.ops[i].outputs[0]].size > 1 and i not in panel_sums(cost, ops)]
-    spread = tiles.spread_sums([tiles.padded(cost.graph.values[cost.graph.ops[i].outputs[0]].size) for i in sums])
+    sizes = {i: cost.graph.values[cost.graph.ops[i].outputs[0]].size for i in own}
+    panels = panel_sums(cost, ops) if own else frozenset()
+    sums = [i for i in own if sizes[i] > 1 and i not in panels]
+    spread = tiles.spread_sums([tiles.padded(sizes[i]) for i in sums])
     return frozenset(i for i, apart in zip(sums, spread, strict=True) if apart)
 
 

@@ -295,8 +295,13 @@ class _Fitter:
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         self.sums_last = several and a.lanes < 3
-        margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
-        margins = _SPREAD_MARGINS if self.facts.spread_sums and a.lanes < 3 else margins
+        margins: tuple[int, ...] = (0,)
+        if self.sums_last:
+            margins = _SUMS_MARGINS
+        elif carried and not self.sums and a.lanes == 3:
+            margins = _CARRIED_MARGINS
+        elif self.facts.spread_sums and a.lanes < 3:
+            margins = _SPREAD_MARGINS
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
