@@ -96,24 +96,25 @@ class LoadScalar(Node):
 
 
 class SinkStart(Node):
-    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
+    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts; ``spread``: the threads of a warp
+    hold different columns (``fold_rows`` of sink.h)."""
 
     ref: Ref
     how: str
     dtype: str
     width: int
     quad: bool
+    spread: bool = False
 
     def lines(self, at: Spelling) -> list[str]:
         sink, type_, identity = at.name(self.ref), pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
         if not self.width:
             return [f"{type_} {sink} = {identity};"]
-        count = self.width // 4
-        return [f"{type_} {sink}[{count}];", f"for (int i = 0; i < {count}; ++i) {sink}[i] = {identity};"]
+        return [f"{type_} {sink}[{self.held}];", f"for (int i = 0; i < {self.held}; ++i) {sink}[i] = {identity};"]
 
     @property
     def held(self) -> int:
-        return self.width // 4 or 1
+        return self.width // (32 if self.spread else 4) or 1
 
 
 class Tops(Node):

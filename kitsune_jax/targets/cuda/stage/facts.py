@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileProgram, walk
@@ -28,6 +28,8 @@ class Facts:
         self.readers = _readers(body, names)
         # (weight gradient, its operand, the sum over the rows that is made from the operand's panel)
         self.panel_sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
+        # Sums over the rows whose columns the threads of a warp share out.
+        self.spread_sums = _spread_sums(program, self.instrs, {i for _, _, i in self.panel_sums})
         # value -> reads of it; a panel sum reads the panel, not the value
         self.uses = Counter(names.get(x, x) for i in body if not names.keys() & i.outputs for x in _read(i))
         self.uses.subtract(names.get(v, v) for _, v, _ in self.panel_sums)
@@ -171,6 +173,13 @@ def _panel_sums(program: TileProgram, instrs: tuple[Instr, ...], names: dict[int
 def _is_sum(program: TileProgram, instr: Instr, dtype: str) -> bool:
     sink = program.sinks[instr["sink"]]
     return sink.how == "sum" and sink.dtype in ("float32", dtype)
+
+
+def _spread_sums(program: TileProgram, instrs: tuple[Instr, ...], in_panels: Set[Instr]) -> frozenset[Instr]:
+    columns = {i: math.prod(program.values[i.inputs[0]].shape) for i in instrs if i.kind == "sink" and tuple(i["axes"]) == (0,)}
+    sums = [i for i, n in columns.items() if n > 1 and i not in in_panels]
+    spread = tiles.spread_sums([tiles.padded(columns[i]) for i in sums])
+    return frozenset(i for i, apart in zip(sums, spread, strict=True) if apart)
 
 
 # --- Scalar rows: programs in which one thread computes whole rows ----------------------------------------------------------------

@@ -159,6 +159,9 @@ _SUMS_MARGINS = (56, 40, 24, 0)
 # The same with three lanes whose loop carries other values (a recurrence). An image of 16 registers moves 64 bytes of a thread in a
 # step; without it ptxas spills 200 more in an LSTM of 64.
 _CARRIED_MARGINS = (16, 0)
+# The same beside many sums over the rows: they live through the tile loop, and in the middle of an epilogue a sum has 8 numbers of
+# a thread more. NVRTC spills 17 registers in the backward pass of NeRF, and 104 without a margin.
+_SPREAD_MARGINS = (56, 24, 0)
 # Most registers of a value that returns from an image to registers: with one of 128, the size of float32 tiles of 256 columns,
 # ptxas spills although the estimate fits.
 _MOST_RETURNED = 64
@@ -292,7 +295,13 @@ class _Fitter:
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         self.sums_last = several and a.lanes < 3
-        margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
+        margins: tuple[int, ...] = (0,)
+        if self.sums_last:
+            margins = _SUMS_MARGINS
+        elif carried and not self.sums and a.lanes == 3:
+            margins = _CARRIED_MARGINS
+        elif self.facts.spread_sums and a.lanes < 3:
+            margins = _SPREAD_MARGINS
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
