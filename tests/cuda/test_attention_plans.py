@@ -145,6 +145,26 @@ def test_attention_is_one_kernel(name: str, dtype: str) -> None:
     assert error(got, want) < TOLERANCE[dtype]
 
 
+def rotated(x: Any, cos: Any, sin: Any, xp: Any) -> Any:
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return xp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float16"))])
+@pytest.mark.parametrize("name", ["causal", "few_keys"])
+def test_queries_that_are_rotated_by_their_position(name: str, dtype: str) -> None:
+    """The two halves are put together once, before the loops over the keys: a causal mask has a loop over whole blocks, and one
+    over those that it cuts."""
+    case = CASES[name]
+    q, k, v = drawn(case, dtype)
+    angles = np.outer(np.arange(case.queries), 0.1 ** np.arange(case.dim // 2))[:, None, :]
+    turn = [jnp.asarray(f(angles), dtype) for f in (np.cos, np.sin)]
+    got = one_kernel(lambda q, k, v, *turn: attention(case, jnp, rotated(q, *turn, jnp), k, v), q, k, v, *turn)
+    q, k, v, *turn = (np.asarray(a, np.float64) for a in (q, k, v, *turn))
+    assert error(got, attention(case, np, rotated(q, *turn, np), k, v)) < TOLERANCE[dtype]
+
+
 def masked(q: Any, k: Any, v: Any, **arrays: Any) -> Any:
     return jax.nn.dot_product_attention(q, k, v, **arrays)
 
