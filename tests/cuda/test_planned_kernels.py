@@ -38,7 +38,7 @@ BENCHMARKS = {**APPS, **GRAPH_APPS, **SEQUENCE_APPS, **PLANNED_APPS}
 # The sizes of the device check; of other applications the largest that the benchmarks measure.
 SIZES = {
     name: int(rows)
-    for name, dtype, rows in (words for case in (*cases.CASES, *cases.LATER) if len(words := case.split()[-3:]) == 3)
+    for name, dtype, rows in [case.split()[-3:] for case in (*cases.CASES, *cases.LATER) if len(case.split()) > 2]
     if name in BENCHMARKS and dtype in ("f32", "bf16")
 }
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -138,9 +138,7 @@ FAST = {
 
 
 @pytest.mark.parametrize("force", [None, pytest.param(True, marks=pytest.mark.slow)], ids=["chosen", "all"])
-@pytest.mark.parametrize(
-    "name, mode, dtype", [pytest.param(*p, marks=() if p in FAST else pytest.mark.slow) for p in programs()]
-)
+@pytest.mark.parametrize("name, mode, dtype", [pytest.param(*p, marks=() if p in FAST else pytest.mark.slow) for p in programs()])
 def test_every_planned_kernel_compiles(
     name: str, mode: str, dtype: str, force: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,4 +160,4 @@ def test_every_planned_kernel_compiles(
 
 def test_the_programs_are_those_of_every_application() -> None:
     assert {name for name, _, _ in programs()} == {*BENCHMARKS, *EXAMPLES}
-    assert FAST <= set(programs()) and SIZES["gat"] == 1_000_000
+    assert set(programs()) >= FAST and SIZES["gat"] == 1_000_000
