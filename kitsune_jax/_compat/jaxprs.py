@@ -252,10 +252,13 @@ MOST_INDEX_BYTES = 64 << 20
 
 def indices_inside(closed: Any) -> tuple[Any, list[Any]]:
     """The closed jaxpr with its constants as leading arguments, and these; but for each array of integers, which may be indices, an
-    equation ``kitsune_constant`` in front, so that it stays known to whoever lowers the jaxpr or its derivatives."""
+    equation ``kitsune_constant`` in front, so that it stays known to whoever lowers the jaxpr or its derivatives. The same for
+    booleans of the shape of such an array: ``ids < 0`` of an array of NumPy is one, which JAX reads to count from the end."""
     hoisted, consts = hoist_consts(closed)
     jaxpr, _ = open_parts(hoisted)
-    inside = {k: ArrayConstant(np.asarray(c)) for k, c in enumerate(consts) if _may_be_indices(c)}
+    shapes = {c.shape for c in consts if _is_known(c, "iu")}
+    known = (k for k, c in enumerate(consts) if _is_known(c, "iu") or _is_known(c, "b") and c.shape in shapes)
+    inside = {k: ArrayConstant(np.asarray(consts[k])) for k in known}
     if not inside:
         return hoisted, consts
     made = constant_primitive()
@@ -271,10 +274,11 @@ def indices_inside(closed: Any) -> tuple[Any, list[Any]]:
     return replace_jaxpr(hoisted, **parts), [c for k, c in enumerate(consts) if k not in inside]
 
 
-def _may_be_indices(x: Any) -> bool:
+def _is_known(x: Any, kinds: str) -> bool:
+    """Is it an array of a dtype of one of ``kinds`` in the memory of this process, and neither a number nor too large?"""
     if not isinstance(x, np.ndarray | jax.Array) or isinstance(x, core.Tracer) or is_key(jax.typeof(x)):
         return False
-    if x.dtype.kind not in "iu" or x.size < 2 or x.size * x.dtype.itemsize > MOST_INDEX_BYTES:
+    if x.dtype.kind not in kinds or x.size < 2 or x.size * x.dtype.itemsize > MOST_INDEX_BYTES:
         return False
     return isinstance(x, np.ndarray) or x.is_fully_addressable and len(x.devices()) == 1
 

@@ -120,7 +120,6 @@ class Captured:
             arrays = [_compat.varying_like(x, aval) for x in arrays]
             return [_compat.varying_like(spec.evaluate(dict(op.params), *arrays, out=self.graph.values[made]), aval)]
 
-
     def constant(self, v: int) -> np.ndarray | None:
         """The array that value ``v`` is in every call; None where it depends on an argument (``is_constant``)."""
         makers = self.graph.producers()

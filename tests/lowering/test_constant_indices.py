@@ -17,14 +17,15 @@ from tests.support.checks import close, in_float64
 
 ROWS, SEGMENTS, WIDTH = 4_001, 20_011, 64  # sums that no lane and no core has a table for: rows stream in order
 FEW = 67
+LARGE = 20_001, 50_021  # rows and segments of programs in which CPUs stream rows in order as well
 RNG = np.random.default_rng(31)
 Network = Callable[..., jax.Array]
 
 
-def network(mode: str | None = None) -> Network:
+def network(mode: str | None = None, segments: int = SEGMENTS) -> Network:
     def sums(x: jax.Array, table: jax.Array, senders: Any, receivers: Any) -> jax.Array:
         taken = table.at[senders].get(mode="clip" if mode == "clip" else "fill", fill_value=0)
-        return jnp.zeros((SEGMENTS, WIDTH), x.dtype).at[receivers].add(jnp.tanh(x + taken) * x, mode=mode)
+        return jnp.zeros((segments, WIDTH), x.dtype).at[receivers].add(jnp.tanh(x + taken) * x, mode=mode)
 
     return sums
 
@@ -51,11 +52,11 @@ def sorts(fn: Any, *args: Any) -> int:
 
 @pytest.mark.parametrize("target", [None, "emulator"])
 def test_no_call_sorts_constant_indices(target: str | None) -> None:
-    x, table = arrays()
-    ends = edges()
-    given = kj.pipeline(network(), target=target, force=True, strict=True)
+    rows, segments = LARGE
+    (x, table), ends, fn = arrays(rows=rows), edges(rows=rows), network(segments=segments)
+    given = kj.pipeline(fn, target=target, force=True, strict=True)
     assert sorts(given, x, table, *ends) > 0, "indices that are arguments have an order of each call"
-    assert sorts(pipelined(network(), *ends, target=target), x, table) == 0
+    assert sorts(pipelined(fn, *ends, target=target), x, table) == 0
 
 
 @pytest.mark.parametrize("mode", [None, "drop", "clip"])
@@ -73,13 +74,14 @@ def test_dtypes_and_few_rows(dtype: Any, rows: int) -> None:
     x, table = arrays(dtype, rows)
     ends = edges(np.int16, rows)
     got = jax.jit(pipelined(network(), *ends))(x, table)
-    close(got, in_float64(lambda x, t: network()(x, t, *ends), x, table))
+    close(got, in_float64(lambda x, t: network()(x, t, *ends), x, table), tol=0.02)
 
 
 def test_the_gradient_of_a_gather_sorts_no_constant() -> None:
     """The sum by senders is in the backward pass, which knows the constant as the forward pass does."""
-    x, table = jnp.asarray(RNG.standard_normal((ROWS, WIDTH)), jnp.float32), jnp.ones((SEGMENTS, WIDTH))
-    senders = RNG.integers(-3, SEGMENTS, ROWS).astype(np.int32)
+    rows, segments = LARGE
+    x, table = jnp.asarray(RNG.standard_normal((rows, WIDTH)), jnp.float32), jnp.ones((segments, WIDTH))
+    senders = RNG.integers(-3, segments, rows).astype(np.int32)
 
     def loss(x: jax.Array, table: jax.Array, senders: Any) -> jax.Array:
         return jnp.sum(jnp.sin(x * table[senders]))
@@ -97,8 +99,11 @@ def test_constants_in_order_need_no_order() -> None:
     x, table = arrays()
     senders, receivers = edges()
     rising = np.sort(np.abs(receivers))
-    names = [str(kj.explain(lambda *a, r=r: network()(*a, senders, r), force=True)(x, table)) for r in (rising, rising[::-1].copy())]
-    assert ["order of" in name for name in names] == [False, True], names
+    reports = []
+    for ends in (rising, rising[::-1].copy()):
+        explained = kj.explain(lambda *a, ends=ends: network()(*a, senders, ends), force=True, device="h200")
+        reports.append(str(explained(x, table)))
+    assert ["order of" in report for report in reports] == [False, True], reports
     got = jax.jit(pipelined(network(), senders, rising))(x, table)
     close(got, in_float64(lambda x, t: network()(x, t, senders, rising), x, table))
 
@@ -106,8 +111,10 @@ def test_constants_in_order_need_no_order() -> None:
 @pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint, jax.jit, lambda f: jax.jit(jax.vmap(f))])
 def test_transformations_of_a_function_with_constants(transform: Callable[..., Any]) -> None:
     senders, receivers = edges()
-    one = pipelined(network(), senders, receivers) if transform is jax.checkpoint else kj.pipeline(
-        lambda x, t: network()(x, t, senders, receivers), force=True
+    one = (
+        pipelined(network(), senders, receivers)
+        if transform is jax.checkpoint
+        else kj.pipeline(lambda x, t: network()(x, t, senders, receivers), force=True)
     )
     x, table = arrays()
     args = (x, table) if transform in (jax.checkpoint, jax.jit) else (jnp.stack([x, 2 * x]), jnp.stack([table, -table]))

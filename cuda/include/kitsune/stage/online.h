@@ -120,7 +120,10 @@ struct OnlineSegments : Segments<Sum, float, E, W> {
   }
 
   KITSUNE_DEVICE void store_partial(u8* arrived, u32* flag) { Base::store_partial(*this, arrived, flag); }
-  KITSUNE_DEVICE void combine() { Base::combine(*this); }
+  KITSUNE_DEVICE void combine() {
+    bar_sync(barrier, kGroupThreads);  // another sum by the same scores has read the tops of its own partial results
+    Base::combine(*this);
+  }
 
  private:
   friend Base;

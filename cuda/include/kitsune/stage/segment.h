@@ -7,10 +7,10 @@
 //
 // A warp walks down its 16 rows, a thread to a column. What begins and ends among them is a whole segment and goes to the result.
 // The first and the last run of each warp are joined by the lane, which carries the segment that its latest tile has left open.
-// What a lane finds first and what it has at the end may go on in other lanes: both are partial results. Those of `kFanIn` lanes are
-// the 64 rows of one more tile, which the one of them that comes last folds in the order of the lanes (`Finish` in stage/sink.h)
-// while other lanes still work. That leaves two partial results for each such group, one tile or few for the lane that comes last
-// of all, while everybody waits.
+// What a lane finds first and what it has at the end may go on in other lanes: both are partial results. Those of `kFanIn` lanes
+// are the 64 rows of one more tile, which the one of them that comes last folds in the order of the lanes (`Finish` in
+// stage/sink.h) while other lanes still work. That leaves two partial results for each such group, one tile or few for the lane
+// that comes last of all, while everybody waits.
 #pragma once
 
 #include "kitsune/stage/scratch.h"
@@ -131,8 +131,8 @@ struct Segments {
     turn ^= 1;  // the next tile's runs go to the other buffer, so that nobody need wait until all have read these
   }
 
-  // After the last tile: what is left is this lane's other partial result. `arrived`: counters of the groups of `kFanIn` lanes, each
-  // with a line of its own. The last lane of a group folds the partial results of the group in the place of the first lane's.
+  // After the last tile: what is left is this lane's other partial result. `arrived`: counters of the groups of `kFanIn` lanes,
+  // each with a line of its own. The last lane of a group folds the partial results of the group in the place of the first lane's.
   KITSUNE_DEVICE void store_partial(u8* arrived, u32* flag) { store_partial(*this, arrived, flag); }
 
   // The last lane's work, once the partial results of all groups are there.
@@ -155,7 +155,6 @@ struct Segments {
   }
   template <class Self>
   static KITSUNE_DEVICE void combine(Self& self) {
-    bar_sync(self.barrier, kGroupThreads);  // another sum by the same scores has read the tops of its own partial results
     self.id = -1, self.ended = true;
     fold_partials(self, 0, (self.workers + kFanIn - 1) / kFanIn, kFanIn);
     self.close();
@@ -180,7 +179,8 @@ struct Segments {
       self.begin(runs);
       KITSUNE_NO_UNROLL
       for (int b = 0; b < W / kColumns; ++b)
-        self.fold_rows(runs, b, [&](int r) { return Runs::row(index, r) < 0; }, [&](int r) { return place(mine + r, first, step); });
+        self.fold_rows(
+            runs, b, [&](int r) { return Runs::row(index, r) < 0; }, [&](int r) { return place(mine + r, first, step); });
       self.join();
     }
   }
