@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kitsune_jax import config, targets
+import numpy as np
+
+from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
@@ -29,7 +31,7 @@ from kitsune_jax.regions.joining import Chosen, overlap_gain, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes, op_flops
 from kitsune_jax.report.render import Report
-from kitsune_jax.targets import Evaluate, Target
+from kitsune_jax.targets import Evaluate, Target, order_of_constants
 
 # --- a region as a graph of its own, so that equal regions are planned and generated once -----------------------------------------
 
@@ -153,13 +155,19 @@ class PlannedRegion:
         """XLA's modelled time for the same operators over that of the call."""
         return sum(phase.plan.baseline_seconds for phase in self.phases) / max(self.seconds, 1e-12)
 
-    def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was
+    def call(
+        self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate, known: Callable[[int], np.ndarray | None]
+    ) -> list[Any]:
+        """Bind the custom call on ``args``, the ``operands``; one result per aval. ``known``: the array that a value of the graph
+        is in every call, if there is one: the order by such indices is a constant too. Raises ``ValueError`` for a region that was
         planned without code."""
         if self.code is None:
             raise ValueError("the region was planned without code: it cannot be called")
         target, given = targets.get(self.target), dict(zip(self.operands, args, strict=True))
-        orders = [target.order(given[order.ids], order.n) for order in self.orders]
+        orders = [
+            target.order(given[order.ids], order.n) if ids is None else _compat.constant(order_of_constants(ids, order.n))
+            for order, ids in ((order, known(order.ids)) for order in self.orders)
+        ]
         own = args[: self.program.operands - len(orders)]
         fetched = [] if self.ahead is None else [args[-1]]
         return target.emit(self.code, self.program, [*own, *orders, *fetched], out_avals, evaluate)

@@ -205,6 +205,11 @@ class SegmentStart(Node):
         return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
 
     @property
+    def fan_in(self) -> int:
+        """Lanes whose partial results are folded into one first."""
+        return tiles.FAN_IN if self.rows else tiles.SEGMENTS_FAN_IN
+
+    @property
     def partial_words(self) -> int:
         """Words of the partial result that a lane writes to global memory."""
         tops = self.tops.columns if self.tops else 0
@@ -451,13 +456,11 @@ class TileLoop(Node):
 
 
 class FinishSinks(Node):
-    """``sinks``: each with its result and columns. ``segments``: sinks by sorted indices; ``tables``: sinks by other indices, with
-    the counters of groups of lanes."""
+    """``sinks``: each with its result and columns. ``segments``: sinks by indices, each with the counters of groups of lanes."""
 
     arrived: Constant
     sinks: tuple[tuple[SinkStart, Result, int], ...]
-    segments: tuple[Ref, ...]
-    tables: tuple[tuple[Ref, Constant], ...]
+    segments: tuple[tuple[Ref, Constant], ...]
 
     def lines(self, at: Spelling) -> list[str]:
         counter = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(self.arrived)})"
@@ -465,11 +468,10 @@ class FinishSinks(Node):
         for sink, result, _ in self.sinks:
             what, lane = (str(sink.width), "lane, ") if sink.width else (flag(sink.quad), "")
             lines.append(f"store_partial<{sink.how}, {what}>({result.partials(at)}, finish, {lane}{at.name(sink.ref)});")
-        lines += [f"{at.name(ref)}.store_partial();" for ref in self.segments]
-        for ref, groups in self.tables:
+        for ref, groups in self.segments:
             lines.append(f"{at.name(ref)}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
         lines.append("if (finish.last()) {")
-        lines += [f"  {at.name(ref)}.combine();" for ref in (*self.segments, *(ref for ref, _ in self.tables))]
+        lines += [f"  {at.name(ref)}.combine();" for ref, _ in self.segments]
         for sink, result, columns in self.sinks:
             template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {result.element}"
             what = f"{at.constant(result.out)}, {result.partials(at, 'const ')}, finish, {columns}, {sink.width or 1}"

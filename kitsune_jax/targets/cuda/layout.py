@@ -367,8 +367,7 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
     for s, stage in enumerate(stages):
         sinks, segments = in_setup(stage, frame.SinkStart), in_setup(stage, frame.SegmentStart)
         counters += [(("sinks", s), _COUNTER_BYTES)] if sinks or segments else []
-        groups = -(-workers // tiles.FAN_IN)
-        counters += [(("groups", start.ref.of), groups * _COUNTER_BYTES) for start in segments if start.rows]
+        counters += [(("groups", start.ref.of), -(-workers // start.fan_in) * _COUNTER_BYTES) for start in segments]
     with_gradients = [s for s, stage in enumerate(stages) if in_setup(stage, frame.GradientStart)]
     counters += [(("gradients", s), a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
     counters += [(("ring", q), pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
@@ -554,9 +553,8 @@ def _finish(at: Layout, s: int) -> list[Node]:
         arrived = number("arrived", "sinks", at.workspace.at["sinks", s])
         sinks = [(x, _result(at, x.ref.of), math.prod(at.program.sinks[x.ref.of].shape)) for x in in_setup(stage, frame.SinkStart)]
         starts = in_setup(stage, frame.SegmentStart)
-        segments = tuple(start.ref for start in starts if not start.rows)
-        tables = [(x.ref, number("groups", x.ref.of, at.workspace.at["groups", x.ref.of])) for x in starts if x.rows]
-        found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tuple(tables)))
+        segments = [(x.ref, number("groups", x.ref.of, at.workspace.at["groups", x.ref.of])) for x in starts]
+        found.append(frame.FinishSinks(arrived, tuple(sinks), tuple(segments)))
     if ("gradients", s) in at.workspace.at:
         arrived = number("arrived", "gradients", at.workspace.at["gradients", s])
         parts, gradients = at.a.gradient_parts(at.program), []

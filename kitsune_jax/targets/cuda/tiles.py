@@ -215,6 +215,7 @@ def held_entries(lanes: int) -> int:
 
 
 FAN_IN = 16  # lanes whose tables are folded into one first (``Table::kFanIn``)
+SEGMENTS_FAN_IN = 32  # lanes whose rows of sums by sorted indices are folded into two first (``Segments::kFanIn``)
 MOST_TABLE_BYTES = 192 << 10  # of a lane's table of sums by unsorted indices; one lane has room for it beside its stage
 
 

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, is_constant
 from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.ops.reduce import ONLINE, any_order, may_differ
 from kitsune_jax.ops.spec import EVERYWHERE
@@ -241,7 +241,7 @@ class GpuCost(RegionCost):
 
     def order_seconds(self) -> float:
         """Seconds to sort the rows into this order, divided among the ops that fold by the same indices: XLA sorts once for all."""
-        if self.order is None:
+        if self.order is None or is_constant(self.graph, self.graph.producers(), self.order):  # a constant of the program too
             return 0.0
         folds = [op for op in self.graph.ops if OPS.get(op.kind) and OPS[op.kind].family == SCATTER]
         users = sum(self.order == op.inputs[1] for op in folds)
