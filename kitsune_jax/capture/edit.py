@@ -201,7 +201,8 @@ def merged(captured: Captured) -> Captured:
                 equal[made] = first
                 if OPS[op.kind].family in _MERGED and not constant.issuperset(op.inputs):
                     names[made] = first
-        ops.append(dataclasses.replace(op, inputs=tuple(names.get(v, v) for v in op.inputs)) if names else op)
+        renamed = names and any(v in names for v in op.inputs)
+        ops.append(dataclasses.replace(op, inputs=tuple(names.get(v, v) for v in op.inputs)) if renamed else op)
     if not names:
         return captured
     outputs = tuple(names.get(v, v) for v in graph.outputs)

@@ -334,7 +334,7 @@ class _TargetSearch:
         found: Sequence[Plan] | str
         try:
             found = self.target.merge_phases(
-                lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
+                lambda: _call_of(self.graph, chosen, (), "", self.target.name, self.machine).program,
                 plans,
                 self.machine,
                 math.inf if self.options.force else apart,
@@ -359,13 +359,14 @@ class _TargetSearch:
             return self.failed(error, region.ops)
 
     def _plan(self, graph: Graph, region: Region) -> Plan | str:
-        key = graph, region
-        if key not in self.known:
+        key, factor = (graph, region), self.options.xla_factor
+        plan = self.known.get(key)
+        if plan is None:
             try:
-                self.known[key] = self.target.plan(graph, region, self.machine, self.program)
+                plan = self.target.plan(graph, region, self.machine, self.program)
             except Infeasible as no:
-                self.known[key] = str(no)
-        plan, factor = self.known[key], self.options.xla_factor
+                plan = str(no)
+            self.known[key] = plan
         return plan if isinstance(plan, str) or factor == 1.0 else _scaled(plan, factor)
 
 
@@ -414,11 +415,12 @@ def _make_calls(
     """The ``chosen`` calls, each with the weight that it prefetches, or with the error that kept it from being made, which must not
     cost the others their code. A call merged of several that cannot be made is made as several calls again, which prefetch
     nothing."""
-    readers = _readers([call for call, _ in chosen])
+    readers = _Readers([call for call, _ in chosen])
 
     def attempt(call: Chosen, ahead: Ahead | None, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
         try:
-            made = dataclasses.replace(_call_of(graph, call, readers, name, target.name, machine), ahead=ahead)
+            wanted = readers.wanted(call.regions)
+            made = dataclasses.replace(_call_of(graph, call, wanted, name, target.name, machine), ahead=ahead)
             if generate:
                 source = graph.ops[_heaviest(graph, call.region.ops)].source
                 plans = tuple(p.plan for p in made.phases)
@@ -436,14 +438,23 @@ def _make_calls(
         return [result for results in pool.map(lambda one: attempt(*one), work) for result in results]
 
 
-def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:
-    """value -> the chosen regions that read it."""
-    readers: dict[int, set[Region]] = {}
-    for call in chosen:
-        for region in call.regions:
-            for v in region.inputs:
-                readers.setdefault(v, set()).add(region)
-    return readers
+class _Readers:
+    """The regions of ``chosen`` calls that read each value. Regions are numbered, because the hash of one takes time in proportion
+    to its ops."""
+
+    def __init__(self, chosen: Sequence[Chosen]):
+        self._number: dict[Region, int] = {}
+        self._readers: dict[int, set[int]] = {}
+        for call in chosen:
+            for region in call.regions:
+                number = self._number.setdefault(region, len(self._number))
+                for v in region.inputs:
+                    self._readers.setdefault(v, set()).add(number)
+
+    def wanted(self, regions: Sequence[Region]) -> list[int]:
+        """The results of ``regions`` that are not read by these regions alone."""
+        inside = {self._number.get(region) for region in regions}
+        return [v for region in regions for v in region.outputs if not inside.issuperset(self._readers.get(v, ()))]
 
 
 def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
@@ -451,10 +462,8 @@ def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
     return max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
 
 
-def _call_of(
-    graph: Graph, chosen: Chosen, readers: Mapping[int, set[Region]], name: str, target: str, machine: Machine
-) -> PlannedRegion:
-    """A call without code. ``readers``: value -> the regions, of all calls, that read it."""
+def _call_of(graph: Graph, chosen: Chosen, wanted: Sequence[int], name: str, target: str, machine: Machine) -> PlannedRegion:
+    """A call without code. ``wanted``: its results that others read."""
     orders: dict[StreamOrder, int] = {}
     built: dict[tuple[Graph, Region], TileProgram] = {}
     phases: list[Phase] = []
@@ -469,8 +478,6 @@ def _call_of(
         program = _build_later_phase(graph, region, plan, built) if phases else build(graph, region, plan)
         phases.append(dataclasses.replace(phase, plan=plan))
         parts.append((phase.number, program, reads, region.outputs))
-    inside = set(chosen.regions)
-    wanted = [v for region in chosen.regions for v in region.outputs if not inside.issuperset(readers.get(v, ()))]
     whole = region_of_call(graph, chosen.regions, wanted)
     call = assemble(parts, (*whole.inputs, *orders.values()), whole.outputs)
     ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))

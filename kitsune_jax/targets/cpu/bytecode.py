@@ -636,6 +636,9 @@ def _layout(kind: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return (kind.CODE,) if hasattr(kind, "CODE") else (), tuple(field.name for field in dataclasses.fields(kind))
 
 
+_FLOATS = frozenset({"imm", "fill"})  # fields whose numbers are floats
+
+
 def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
     """Append ``x`` to ``out``. ``programs``: words of each program by its identity, since equal parts share one program."""
     if isinstance(x, tuple):
@@ -645,17 +648,10 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
                 out.append(v)
             else:
                 _emit(v, out, programs)
-    elif isinstance(x, (bool, int, np.integer)):
-        out.append(int(x))
-    elif isinstance(x, float):
-        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
-    elif isinstance(x, str):
-        data = name_bytes(x)
-        out.append(len(data))
-        out.extend(data)
-    elif id(x) in programs:
-        out.extend(programs[id(x)])
-    else:
+    elif dataclasses.is_dataclass(x):
+        if id(x) in programs:
+            out.extend(programs[id(x)])
+            return
         start = len(out)
         code, names = _layout(x.__class__)
         out.extend(code)
@@ -664,6 +660,14 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
             if type(v) is int:
                 out.append(v)
             else:
-                _emit(tuple(float(e) for e in v) if name in ("imm", "fill") else v, out, programs)
+                _emit(tuple(map(float, v)) if name in _FLOATS else v, out, programs)
         if isinstance(x, CpuProgram):
             programs[id(x)] = out[start:]
+    elif isinstance(x, (bool, int, np.integer)):
+        out.append(int(x))
+    elif isinstance(x, float):
+        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
+    else:
+        data = name_bytes(x)
+        out.append(len(data))
+        out.extend(data)

@@ -128,10 +128,7 @@ def _narrow(flow: Flow, number: int | None) -> tuple[int | None, tuple[int, ...]
 def _only_reader(flow: Flow, v: int, reader: int) -> int | None:
     """The instruction that makes ``v``, if no other than ``reader`` reads it."""
     root = flow.root(v)
-    maker = flow.makers.get(root)
-    if maker is None or flow.readers(root) != [reader]:
-        return None
-    return next(i for i, instr in enumerate(flow.body) if instr is maker)
+    return flow.places.get(root) if flow.readers(root) == [reader] else None
 
 
 def _factor(flow: Flow, v: int) -> int | None:
