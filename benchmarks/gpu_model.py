@@ -20,8 +20,9 @@ import numpy as np
 
 from benchmarks import store, table
 from benchmarks.apps import APPS, DTYPES
-from benchmarks.graphs.apps import GRAPH_APPS, case_of
-from benchmarks.sequences.apps import SEQUENCE_APPS
+from benchmarks.graphs.apps import GRAPH_APPS, GraphCase, case_of
+from benchmarks.graphs.measure import train_step as graph_train_step
+from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS
 from benchmarks.training import initial_state, train_step
 from kitsune_jax import _compat
 from kitsune_jax.capture.jaxpr import capture
@@ -133,7 +134,7 @@ def name_of(record: dict[str, Any]) -> str:
 def compare(record: dict[str, Any]) -> Comparison:
     """A case of the record that is in ``MEASURED``."""
     kernels = [k for k in record["kernels"].get("pipeline", ()) if k["kernel"].startswith("kitsune")]
-    graph, regions = _regions(*_function(record))
+    graph, regions = _regions(*function_of(record["app"], record["mode"], DTYPES[record["dtype"]], record["rows"]))
     modelled, slowest = 0.0, (0.0, "")
     for ran in MEASURED[key_of(record)]:
         region = next(r for r in regions if len(r.ops) == ran.ops and ran.order == bool(orders_of(graph, r)))
@@ -215,25 +216,29 @@ def compare_plans(name: str, plans: list[dict[str, Any]]) -> Iterator[Comparison
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def _function(record: dict[str, Any]) -> Made:
-    name, dtype, rows, train = record["app"], DTYPES[record["dtype"]], record["rows"], record["mode"] == "train"
+def function_of(name: str, mode: str, dtype: Any, rows: int) -> Made:
+    """The application ``name`` of the benchmarks, or its training step ("train"), and the shapes of its arguments."""
     if name in store.ATTENTION_NAMES:
-        return _attention(name, rows)
+        return _attention(name, dtype, rows)
     if name in APPS:
         function, (params, x) = _of_rows(name, dtype, rows)
-        if not train:
+        if mode != "train":
             return function, (params, x)
-        state = jax.eval_shape(lambda p: initial_state(p, np.random.default_rng(0)), params)
-        return train_step(function), (state, x, jax.eval_shape(function, params, x))
-    functions: list[Callable[..., Any]] = []
+        return train_step(function), (_state(params), x, jax.eval_shape(function, params, x))
+    cases: list[GraphCase] = []
 
     def made() -> tuple[Any, ...]:
-        case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], record["dtype"], rows)
-        functions.append(case.function)
-        return case.params, *case.inputs
+        cases.append(case_of({**GRAPH_APPS, **SEQUENCE_APPS, **PLANNED_APPS}[name], "f32", rows).in_dtype(dtype))
+        return cases[0].params, cases[0].inputs, cases[0].targets
 
-    arguments = jax.eval_shape(made)
-    return functions[0], arguments
+    params, inputs, targets = jax.eval_shape(made)
+    if mode != "train":
+        return cases[0].function, (params, *inputs)
+    return graph_train_step(cases[0], cases[0].function), (_state(params), inputs, targets)
+
+
+def _state(params: Any) -> Any:
+    return jax.eval_shape(lambda params: initial_state(params, np.random.default_rng(0)), params)
 
 
 def _of_rows(name: str, dtype: Any, rows: int) -> Made:
@@ -242,12 +247,18 @@ def _of_rows(name: str, dtype: Any, rows: int) -> Made:
     return app.function, (params, jax.ShapeDtypeStruct((rows, app.width), dtype))
 
 
-def _attention(name: str, tokens: int) -> Made:
-    """As ``scripts/gpu/attention.py`` measures it: as many sequences as have ``_TOKENS`` tokens, of heads that are ``_WIDTH`` wide
-    in all."""
-    _, dim, mask = name.split("_")
-    array = jax.ShapeDtypeStruct((_TOKENS // tokens, tokens, _WIDTH // int(dim), int(dim)), jnp.bfloat16)
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=mask == "causal", implementation="xla"), (array,) * 3
+def _attention(name: str, dtype: Any, tokens: int) -> Made:
+    """As ``scripts/gpu/cases.py`` measures it: as many sequences as have ``_TOKENS`` tokens, of heads that are ``_WIDTH`` wide
+    in all. Of a gradient the cotangent of the result is the last argument."""
+    _, dim, mask, *gradient = name.split("_")
+    array = jax.ShapeDtypeStruct((_TOKENS // tokens, tokens, _WIDTH // int(dim), int(dim)), dtype)
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=mask == "causal", implementation="xla")
+
+    if gradient:
+        return lambda q, k, v, do: jax.vjp(attention, q, k, v)[1](do), (array,) * 4
+    return attention, (array,) * 3
 
 
 # --- The command ------------------------------------------------------------------------------------------------------------------

@@ -303,6 +303,7 @@ struct Cost {
   double operator()(const Vector& v) const { return of(v.extents) * static_cast<double>(v.code.size()) / 8; }
   double operator()(const Copy& c) const { return of(c.extents) / 4; }
   double operator()(const Reduce& r) const { return of(r.kept) * of(r.reduced) / 4; }
+  double operator()(const ExpRows& e) const { return of(e.kept) * static_cast<double>(e.n); }
   double operator()(const Accumulate& r) const { return of(r.kept) * of(r.reduced) / 4; }
   double operator()(const AccumulateMatmul& m) const {
     return flops(m.row_multiple * m.batch, static_cast<double>(m.m), static_cast<double>(m.n));

@@ -173,6 +173,7 @@ std::unique_ptr<const Step> compile(const StridedStore&, const Compile&);
 std::unique_ptr<const Step> compile(const Matmul&, const Compile&);
 std::unique_ptr<const Step> compile(const Vector&, const Compile&);
 std::unique_ptr<const Step> compile(const Reduce&, const Compile&);
+std::unique_ptr<const Step> compile(const ExpRows&, const Compile&);
 std::unique_ptr<const Step> compile(const Scan&, const Compile&);
 std::unique_ptr<const Step> compile(const Accumulate&, const Compile&);
 std::unique_ptr<const Step> compile(const AccumulateMatmul&, const Compile&);

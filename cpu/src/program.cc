@@ -206,6 +206,16 @@ Reduce read_reduce(Reader& r) {
   return x;
 }
 
+ExpRows read_exp_rows(Reader& r) {
+  ExpRows x;
+  x.kept = r.list("ExpRows.kept");
+  x.n = r.word("ExpRows.n");
+  x.factor = r.real("ExpRows.factor");
+  x.x = read_operand(r), x.shift = read_operand(r), x.out = read_operand(r);
+  x.sums = r.many("ExpRows.sums", [&] { return read_operand(r); });
+  return x;
+}
+
 Scan read_scan(Reader& r) {
   Scan x;
   x.how = static_cast<Cumulative>(r.in_range("Scan.how", 0, 4));
@@ -306,7 +316,8 @@ void read_body(Reader& r, int depth, std::vector<Instruction>* out) {
       case 17: out->push_back(read_run_max(r)); break;
       case 18: out->push_back(read_accumulate_scaled(r)); break;
       case 19: out->push_back(read_accumulate_taken(r)); break;
-      default: out->push_back(read_taken_dot(r));
+      case 20: out->push_back(read_taken_dot(r)); break;
+      default: out->push_back(read_exp_rows(r));
     }
   }
 }

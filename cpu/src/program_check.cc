@@ -76,6 +76,7 @@ class Checker {
   void check(const AccumulateScaled& x);
   void check(const AccumulateTaken& x);
   void check(const TakenDot& x);
+  void check(const ExpRows& x);
   void check(const RunMax& x);
   void check(const Take& x);
   void check(const Put& x);
@@ -544,6 +545,22 @@ void Checker::check(const Reduce& x) {
   DType t = x.out.ref.dtype;
   if (x.reduced.size() != 1 || is_float(t) || t == DType::kBool)
     reject(where, "argmax and argmin reduce one dimension to an integer");
+}
+
+void Checker::check(const ExpRows& x) {
+  bound("n", x.n, 1, kMaxCount);
+  if (x.sums.size() > 1) reject(where, "the sums of a row have one place");
+  const std::vector<int64_t> all = loops(x.kept, {x.n});
+  operand("x", x.x, all, false);
+  operand("shift", x.shift, x.kept, false);
+  operand("out", x.out, all, true);
+  for (const Operand& s : x.sums) operand("sums", s, x.kept, true);
+  if ((x.x.strides.back() != 1 || x.out.strides.back() != 1) && x.n > 1) reject(where, "the elements of a row are not dense");
+  for (const Operand* o : {&x.x, &x.out})
+    if (!is_float(o->ref.dtype) || compute_type(o->ref.dtype) != DType::kF32)
+      reject(where, std::string("makes ") + dtype_name(x.out.ref.dtype) + " of " + dtype_name(x.x.ref.dtype));
+  if (x.shift.ref.dtype != DType::kF32 || (!x.sums.empty() && x.sums[0].ref.dtype != DType::kF32))
+    reject(where, "shift and sums are float32");
 }
 
 void Checker::check(const Scan& x) {

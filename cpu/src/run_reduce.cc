@@ -320,6 +320,70 @@ std::unique_ptr<const Step> compile(const Reduce& r, const Compile& c) {
 
 std::unique_ptr<const Step> compile(const Accumulate& a, const Compile& c) { return std::make_unique<AccumulateStep>(a, c); }
 
+// ExpRows: e^(x factor - shift) of rows, a chunk at a time where x or out has 16 bits, with their sums.
+
+namespace {
+
+class ExpRowsStep final : public Step {
+ public:
+  ExpRowsStep(const ExpRows& e, const Compile& c)
+      : n_(e.n),
+        factor_(static_cast<float>(e.factor)),
+        summed_(!e.sums.empty()),
+        item_{static_cast<int64_t>(item_size(e.x.ref.dtype)), static_cast<int64_t>(item_size(e.out.ref.dtype))},
+        straight_{e.x.ref.dtype == DType::kF32, e.out.ref.dtype == DType::kF32},
+        x_(e.x.ref, e.x.row_stride),
+        shift_(e.shift.ref, e.shift.row_stride),
+        out_(e.out.ref, e.out.row_stride),
+        sums_(summed_ ? Address(e.sums[0].ref, e.sums[0].row_stride) : shift_),
+        load_(c.table, DType::kF32, e.x.ref.dtype, c.where),
+        store_(c.table, e.out.ref.dtype, DType::kF32, c.where),
+        row_(c.table.exp_row) {
+    std::vector<int64_t> xs = byte_strides(e.x), os = byte_strides(e.out);
+    xs.pop_back(), os.pop_back();
+    const Operand& sums = summed_ ? e.sums[0] : e.shift;
+    nest_ = make_nest(e.kept, {xs, byte_strides(e.shift), os, byte_strides(sums)});
+    simplify(nest_);
+    temp_bytes_ = 2 * kChunk * 8;
+  }
+
+  void run(const Context& c) const override {
+    char* at[4] = {x_.of(c), shift_.of(c), out_.of(c), sums_.of(c)};
+    int64_t index[kMaxLoopDims + 1];
+    const int64_t step = straight_[0] && straight_[1] ? n_ : kChunk;
+    float* const values = reinterpret_cast<float*>(c.temp);
+    walk(nest_.data(), static_cast<int>(nest_.size()), c.rows, at, 4, index, [&] {
+      const float shift = *reinterpret_cast<const float*>(at[1]);
+      float sum = 0;
+      for (int64_t i = 0; i < n_; i += step) {
+        const int64_t m = std::min(step, n_ - i);
+        char *const from = at[0] + i * item_[0], *const to = at[2] + i * item_[1];
+        const float* x = reinterpret_cast<const float*>(from);
+        if (!straight_[0]) load_(m, values, from, 1, c.temp + kChunk * 8), x = values;
+        sum += row_(m, x, factor_, shift, straight_[1] ? reinterpret_cast<float*>(to) : values);
+        if (!straight_[1]) store_(m, to, 1, values, c.temp + kChunk * 8);
+      }
+      if (summed_) *reinterpret_cast<float*>(at[3]) = sum;
+    });
+  }
+
+ private:
+  int64_t n_;
+  float factor_;
+  bool summed_;
+  int64_t item_[2];
+  bool straight_[2];
+  Address x_, shift_, out_, sums_;
+  Loader load_;
+  Storer store_;
+  ExpRowFn row_;
+  Nest nest_;  // (rows, *kept), operands x, shift, out and sums
+};
+
+}  // namespace
+
+std::unique_ptr<const Step> compile(const ExpRows& e, const Compile& c) { return std::make_unique<ExpRowsStep>(e, c); }
+
 // Scan: cumulative operations along the last dimension. Floating values are carried in double, so a long float32 sum stays exact to
 // an ulp.
 

@@ -125,6 +125,10 @@ class Words {
     operand(x.taken);
   }
   void instruction(const TakenDot& x) { add(x.heads), add(x.inner), rows(x.x), rows(x.y), operand(x.out); }
+  void instruction(const ExpRows& x) {
+    list(x.kept), add(x.n), real(x.factor), operand(x.x), operand(x.shift), operand(x.out);
+    each(x.sums, [&](const Operand& s) { operand(s); });
+  }
   void instruction(const RunMax& x) { add(x.count), list(x.extents), operand(x.index), operand(x.x), operand(x.out); }
   void select(const Select& x) {
     add(x.count), add(x.indices), add(x.inner), list(x.outer), operand(x.index), operand(x.x), operand(x.out);

@@ -228,6 +228,20 @@ class Reference {
       });
   }
 
+  void step(const ExpRows& x) {
+    for (int64_t r = 0; r < rows_; ++r)
+      loop(x.kept, [&](const auto& kept) {
+        const double shift = get(DType::kF32, at(x.shift, r, kept));
+        double sum = 0;
+        for (int64_t i = 0; i < x.n; ++i) {
+          const double e = std::exp(get(x.x.ref.dtype, at(x.x, r, joined(kept, {i}))) * x.factor - shift);
+          set(x.out.ref.dtype, at(x.out, r, joined(kept, {i})), e);
+          sum += e;
+        }
+        for (const Operand& s : x.sums) set(DType::kF32, at(s, r, kept), sum);
+      });
+  }
+
   void step(const Scan& x) {
     std::vector<int64_t> outer(x.extents.begin(), x.extents.end() - 1);
     int64_t n = x.extents.back();

@@ -164,6 +164,26 @@ inline Program taken_dots(DType t, DType out, int64_t rows, int64_t tile_rows, i
   return p;
 }
 
+// Exponentials of rows of `heads` times n elements, of which a number for each head is taken off, and their sums.
+inline Program exponentials(DType t, DType result, int64_t rows, int64_t tile_rows, int64_t heads, int64_t n, bool summed) {
+  const int64_t width = heads * n;
+  Program p =
+      program({rows}, tile_rows, {{t, rows * width}, {F32, rows * heads}}, {{result, rows * width}, {F32, rows * heads}}, {});
+  ExpRows e{{heads},
+            n,
+            -0.375,
+            operand(Space::kIn, 0, t, 0, width, {n, 1}),
+            operand(Space::kIn, 1, F32, 0, heads, {1}),
+            operand(Space::kOut, 0, result, 0, width, {n, 1}),
+            {operand(Space::kOut, 1, F32, 0, heads, {1})}};
+  if (!summed) {
+    e.sums = {};
+    p.outputs.pop_back();
+  }
+  p.stages[0].body = {e};
+  return p;
+}
+
 // Elements of a row that indices from -4 to 4 name, and the sums of elements put back by them.
 inline Program selection(DType t, int64_t rows, int64_t tile_rows, int64_t count, int64_t indices, int64_t inner, OutOfRange mode) {
   constexpr int64_t O = 2;

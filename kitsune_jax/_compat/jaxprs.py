@@ -245,6 +245,50 @@ def constants_inside(closed: Any) -> Any:
     return trace_jaxpr(lambda *a: jaxpr_as_fun(hoisted)(*(made.bind(value=v) for v in values), *a), avals, lower=True, like=closed)
 
 
+# Of a constant array of integers that stays in a jaxpr: 16 million indices of 32 bits. An order that is made of it is as large, and
+# a program holds both as text while it is compiled. Larger arrays are arguments, whose order XLA finds in every call.
+MOST_INDEX_BYTES = 64 << 20
+
+
+def indices_inside(closed: Any) -> tuple[Any, list[Any]]:
+    """The closed jaxpr with its constants as leading arguments, and these; but for each array of integers, which may be indices, an
+    equation ``kitsune_constant`` in front, so that it stays known to whoever lowers the jaxpr or its derivatives. The same for
+    booleans of the shape of such an array: ``ids < 0`` of an array of NumPy is one, which JAX reads to count from the end."""
+    hoisted, consts = hoist_consts(closed)
+    jaxpr, _ = open_parts(hoisted)
+    shapes = {c.shape for c in consts if _is_known(c, "iu")}
+    known = (k for k, c in enumerate(consts) if _is_known(c, "iu") or _is_known(c, "b") and c.shape in shapes)
+    inside = {k: ArrayConstant(np.asarray(consts[k])) for k in known}
+    if not inside:
+        return hoisted, consts
+    made = constant_primitive()
+    traced = [open_parts(trace_jaxpr(lambda v=v: [made.bind(value=v)], []))[0].eqns[0] for v in inside.values()]
+    eqns = [eqn.replace(outvars=[jaxpr.invars[k]]) for k, eqn in zip(inside, traced, strict=True)]
+    parts: dict[str, Any] = {
+        "invars": [v for k, v in enumerate(jaxpr.invars) if k not in inside],
+        "eqns": [*eqns, *jaxpr.eqns],
+    }
+    info, names = jaxpr.debug_info, getattr(jaxpr.debug_info, "arg_names", None)
+    if isinstance(names, tuple) and len(names) == len(jaxpr.invars):
+        parts["debug_info"] = info._replace(arg_names=tuple(name for k, name in enumerate(names) if k not in inside))
+    return replace_jaxpr(hoisted, **parts), [c for k, c in enumerate(consts) if k not in inside]
+
+
+def _is_known(x: Any, kinds: str) -> bool:
+    """Is it an array of a dtype of one of ``kinds`` in the memory of this process, and neither a number nor too large?"""
+    if not isinstance(x, np.ndarray | jax.Array) or isinstance(x, core.Tracer) or is_key(jax.typeof(x)):
+        return False
+    if x.dtype.kind not in kinds or x.size < 2 or x.size * x.dtype.itemsize > MOST_INDEX_BYTES:
+        return False
+    return isinstance(x, np.ndarray) or x.is_fully_addressable and len(x.devices()) == 1
+
+
+def constant(array: np.ndarray) -> jax.Array:
+    """``array`` as the result of an equation ``kitsune_constant`` of the jaxpr that is being traced."""
+    made: jax.Array = constant_primitive().bind(value=ArrayConstant(array))
+    return made
+
+
 class ArrayConstant:
     """An array as the parameter of an equation: hashable, equal to one of equal bytes."""
 
@@ -262,10 +306,14 @@ class ArrayConstant:
         return f"{self.array.dtype}{list(self.array.shape)}"
 
 
+CONSTANT_NAME = "kitsune_constant"
+
+
 @functools.cache
 def constant_primitive() -> Any:
     """``kitsune_constant[value]``, an array without operands."""
-    prim = new_primitive("kitsune_constant")
+    prim = new_primitive(CONSTANT_NAME)
+    prim.def_impl(lambda *, value: jax.numpy.asarray(value.array))
     prim.def_abstract_eval(lambda *, value: core.ShapedArray(value.array.shape, value.array.dtype))
     register_lowering(prim, lambda _, *, value: [mlir.ir_constant(value.array)])
     return prim

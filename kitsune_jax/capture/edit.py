@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat
 from kitsune_jax.config import printable
 from kitsune_jax.errors import Failure
-from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
+from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, is_constant, make_params
 from kitsune_jax.ops.loops import body_of, evaluate_jax, parts
-from kitsune_jax.ops.spec import DTYPES, is_float, name_of
+from kitsune_jax.ops.spec import DTYPES, is_float, name_of, np_dtype
 from kitsune_jax.ops.table import OPS, result, verify_op
 
 # --- a function as a Graph, with the means to evaluate it -------------------------------------------------------------------------
@@ -70,6 +71,7 @@ class Step:
     ``evaluate`` takes an array (or tracer) for each of the op's inputs and returns its results; a literal may be any array.
     ``prepare``: to be called before ``evaluate`` of a loop or branch that is left to XLA: it puts pipelines into the bodies, and
     returns the failures. ``rewritten``: a loop that a rewrite has changed, so that its equation computes something else.
+    ``constant``: the integers that the op without inputs makes, where they are known.
     """
 
     origin: Origin = Origin()
@@ -77,6 +79,7 @@ class Step:
     has_effects: bool = False
     prepare: Callable[[], Sequence[Failure]] | None = None
     rewritten: bool = False
+    constant: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +119,28 @@ class Captured:
         with step.origin.context():
             arrays = [_compat.varying_like(x, aval) for x in arrays]
             return [_compat.varying_like(spec.evaluate(dict(op.params), *arrays, out=self.graph.values[made]), aval)]
+
+    def constant(self, v: int) -> np.ndarray | None:
+        """The array that value ``v`` is in every call; None where it depends on an argument (``is_constant``)."""
+        makers = self.graph.producers()
+        if not is_constant(self.graph, makers, v):
+            return None
+        known: dict[int, np.ndarray] = {}
+
+        def array(x: int) -> np.ndarray:
+            value = self.graph.values[x]
+            if value.literal is not None:
+                return np.asarray(value.literal, np_dtype(value.dtype))
+            if x not in known:
+                made = makers[x]
+                constant = self.steps[made].constant
+                if constant is None:
+                    constant = np.asarray(self.run(made, [jnp.asarray(array(y)) for y in self.graph.ops[made].inputs])[0])
+                known[x] = constant
+            return known[x]
+
+        with jax.ensure_compile_time_eval():
+            return array(v)
 
 
 def pruned(captured: Captured) -> Captured:
@@ -176,7 +201,8 @@ def merged(captured: Captured) -> Captured:
                 equal[made] = first
                 if OPS[op.kind].family in _MERGED and not constant.issuperset(op.inputs):
                     names[made] = first
-        ops.append(dataclasses.replace(op, inputs=tuple(names.get(v, v) for v in op.inputs)) if names else op)
+        renamed = names and any(v in names for v in op.inputs)
+        ops.append(dataclasses.replace(op, inputs=tuple(names.get(v, v) for v in op.inputs)) if renamed else op)
     if not names:
         return captured
     outputs = tuple(names.get(v, v) for v in graph.outputs)

@@ -142,7 +142,7 @@ class Equation:
         return self.broadcast(self.constant(scalar, dtype), shape, ())
 
 
-def bind_in_place(eqn: Any, origin: Origin, params: dict[str, Any] | None, *arrays: Any) -> list[Any]:
+def bind_in_place(eqn: Any, origin: Origin, params: dict[str, Any] | None = None, *arrays: Any) -> list[Any]:
     """The equation on ``arrays``, in its context (with other ``params`` if given). Literals keep their own, perhaps weak, type."""
     vals = [v.val if _compat.is_literal(v) and np.ndim(x) == 0 else x for v, x in zip(eqn.invars, arrays, strict=True)]
     with origin.enclosing():

@@ -24,7 +24,7 @@ from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
 from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, apply_rewrites
 from kitsune_jax.errors import Failure
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import CONSTANT, Graph, Op
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.spec import is_float, name_of, np_dtype
 from kitsune_jax.ops.table import NO_OPERATOR, OPS
@@ -456,6 +456,12 @@ class _Walk:
     def _read(self, env: Mapping[Any, int], v: Any, origin: Origin) -> int:
         return self._constant(v.val, v.aval, origin) if _compat.is_literal(v) else env[v]
 
+    def _integers(self, eqn: Any, origin: Origin) -> list[int]:
+        """The result of an equation ``kitsune_constant``, whose value is known to whoever plans or lowers the graph."""
+        array = eqn.params["value"].array
+        step = Step(origin, lambda: bind_in_place(eqn, origin), constant=array)
+        return self.builder.opaque((), [eqn.outvars[0].aval], step, "a constant array", CONSTANT, flops=0)
+
     def _constant(self, x: Any, aval: Any, origin: Origin) -> int:
         """A literal for a scalar; for any other constant an op without inputs that yields it."""
         scalar = scalar_of(x)
@@ -485,6 +491,8 @@ class _Walk:
         if name in _BODY:
             reason = why_not_inlined(eqn)
             return self._call(eqn, ins, origin) if reason is None else self._opaque(eqn, ins, origin, reason)
+        if name == _compat.CONSTANT_NAME:
+            return self._integers(eqn, origin)
         effects = _effects(eqn)
         if effects:
             return self._opaque(eqn, ins, origin, effects)

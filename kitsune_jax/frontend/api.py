@@ -347,7 +347,7 @@ def explain(
         traced, lost = _traced(pipelined, pipelined.residuals(), args, kwargs)
         if why_not := preview.why_jax_is_unsupported():
             return preview.report_without_plan(traced, chosen, device, why_not)
-        closed, consts = _compat.hoist_consts(traced)
+        closed, consts = _compat.indices_inside(traced)
         flat = [*consts, *jax.tree.leaves(pipelined._statics.split(args, kwargs)[1:])]
         live = _compat.without_dead_code(_compat.without_refs(closed))
         calls = [] if isinstance(fn, Pipeline) or options else preview.pipelined_calls(live)

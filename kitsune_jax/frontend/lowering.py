@@ -758,7 +758,7 @@ def run_nodes(
         avals = [captured.avals[v] for v in region.outputs]
         try:
             with captured.steps[region.ops[-1]].origin.context(), jax.named_scope(node.name):
-                outs = node.call(operands, avals, evaluate)
+                outs = node.call(operands, avals, evaluate, captured.constant)
         except Exception as error:
             failed(node, error)
             for i in sorted(region.ops):

@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kitsune_jax import config, targets
+import numpy as np
+
+from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
@@ -29,7 +31,7 @@ from kitsune_jax.regions.joining import Chosen, overlap_gain, region_of_call
 from kitsune_jax.regions.select import select
 from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes, op_flops
 from kitsune_jax.report.render import Report
-from kitsune_jax.targets import Evaluate, Target
+from kitsune_jax.targets import Evaluate, Target, order_of_constants
 
 # --- a region as a graph of its own, so that equal regions are planned and generated once -----------------------------------------
 
@@ -153,13 +155,19 @@ class PlannedRegion:
         """XLA's modelled time for the same operators over that of the call."""
         return sum(phase.plan.baseline_seconds for phase in self.phases) / max(self.seconds, 1e-12)
 
-    def call(self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call on ``args``, the ``operands``; one result per aval. Raises ``ValueError`` for a region that was
+    def call(
+        self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate, known: Callable[[int], np.ndarray | None]
+    ) -> list[Any]:
+        """Bind the custom call on ``args``, the ``operands``; one result per aval. ``known``: the array that a value of the graph
+        is in every call, if there is one: the order by such indices is a constant too. Raises ``ValueError`` for a region that was
         planned without code."""
         if self.code is None:
             raise ValueError("the region was planned without code: it cannot be called")
         target, given = targets.get(self.target), dict(zip(self.operands, args, strict=True))
-        orders = [target.order(given[order.ids], order.n) for order in self.orders]
+        orders = [
+            target.order(given[order.ids], order.n) if ids is None else _compat.constant(order_of_constants(ids, order.n))
+            for order, ids in ((order, known(order.ids)) for order in self.orders)
+        ]
         own = args[: self.program.operands - len(orders)]
         fetched = [] if self.ahead is None else [args[-1]]
         return target.emit(self.code, self.program, [*own, *orders, *fetched], out_avals, evaluate)
@@ -326,7 +334,7 @@ class _TargetSearch:
         found: Sequence[Plan] | str
         try:
             found = self.target.merge_phases(
-                lambda: _call_of(self.graph, chosen, {}, "", self.target.name, self.machine).program,
+                lambda: _call_of(self.graph, chosen, (), "", self.target.name, self.machine).program,
                 plans,
                 self.machine,
                 math.inf if self.options.force else apart,
@@ -351,13 +359,14 @@ class _TargetSearch:
             return self.failed(error, region.ops)
 
     def _plan(self, graph: Graph, region: Region) -> Plan | str:
-        key = graph, region
-        if key not in self.known:
+        key, factor = (graph, region), self.options.xla_factor
+        plan = self.known.get(key)
+        if plan is None:
             try:
-                self.known[key] = self.target.plan(graph, region, self.machine, self.program)
+                plan = self.target.plan(graph, region, self.machine, self.program)
             except Infeasible as no:
-                self.known[key] = str(no)
-        plan, factor = self.known[key], self.options.xla_factor
+                plan = str(no)
+            self.known[key] = plan
         return plan if isinstance(plan, str) or factor == 1.0 else _scaled(plan, factor)
 
 
@@ -406,11 +415,12 @@ def _make_calls(
     """The ``chosen`` calls, each with the weight that it prefetches, or with the error that kept it from being made, which must not
     cost the others their code. A call merged of several that cannot be made is made as several calls again, which prefetch
     nothing."""
-    readers = _readers([call for call, _ in chosen])
+    readers = _Readers([call for call, _ in chosen])
 
     def attempt(call: Chosen, ahead: Ahead | None, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
         try:
-            made = dataclasses.replace(_call_of(graph, call, readers, name, target.name, machine), ahead=ahead)
+            wanted = readers.wanted(call.regions)
+            made = dataclasses.replace(_call_of(graph, call, wanted, name, target.name, machine), ahead=ahead)
             if generate:
                 source = graph.ops[_heaviest(graph, call.region.ops)].source
                 plans = tuple(p.plan for p in made.phases)
@@ -428,14 +438,23 @@ def _make_calls(
         return [result for results in pool.map(lambda one: attempt(*one), work) for result in results]
 
 
-def _readers(chosen: Sequence[Chosen]) -> dict[int, set[Region]]:
-    """value -> the chosen regions that read it."""
-    readers: dict[int, set[Region]] = {}
-    for call in chosen:
-        for region in call.regions:
-            for v in region.inputs:
-                readers.setdefault(v, set()).add(region)
-    return readers
+class _Readers:
+    """The regions of ``chosen`` calls that read each value. Regions are numbered, because the hash of one takes time in proportion
+    to its ops."""
+
+    def __init__(self, chosen: Sequence[Chosen]):
+        self._number: dict[Region, int] = {}
+        self._readers: dict[int, set[int]] = {}
+        for call in chosen:
+            for region in call.regions:
+                number = self._number.setdefault(region, len(self._number))
+                for v in region.inputs:
+                    self._readers.setdefault(v, set()).add(number)
+
+    def wanted(self, regions: Sequence[Region]) -> list[int]:
+        """The results of ``regions`` that are not read by these regions alone."""
+        inside = {self._number.get(region) for region in regions}
+        return [v for region in regions for v in region.outputs if not inside.issuperset(self._readers.get(v, ()))]
 
 
 def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
@@ -443,10 +462,8 @@ def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
     return max(ops, key=lambda i: (graph.ops[i].kind == "dot_general", -i))
 
 
-def _call_of(
-    graph: Graph, chosen: Chosen, readers: Mapping[int, set[Region]], name: str, target: str, machine: Machine
-) -> PlannedRegion:
-    """A call without code. ``readers``: value -> the regions, of all calls, that read it."""
+def _call_of(graph: Graph, chosen: Chosen, wanted: Sequence[int], name: str, target: str, machine: Machine) -> PlannedRegion:
+    """A call without code. ``wanted``: its results that others read."""
     orders: dict[StreamOrder, int] = {}
     built: dict[tuple[Graph, Region], TileProgram] = {}
     phases: list[Phase] = []
@@ -461,8 +478,6 @@ def _call_of(
         program = _build_later_phase(graph, region, plan, built) if phases else build(graph, region, plan)
         phases.append(dataclasses.replace(phase, plan=plan))
         parts.append((phase.number, program, reads, region.outputs))
-    inside = set(chosen.regions)
-    wanted = [v for region in chosen.regions for v in region.outputs if not inside.issuperset(readers.get(v, ()))]
     whole = region_of_call(graph, chosen.regions, wanted)
     call = assemble(parts, (*whole.inputs, *orders.values()), whole.outputs)
     ids = tuple(dict.fromkeys(order.ids for order in orders if order.ids not in whole.inputs))

@@ -516,7 +516,7 @@ class Body:
         closed, out_tree = _compat.trace_call(flat, dynamic, _compat.call_info(fn, args, kwargs, places))
         closed, out_tree, lost = find_lost_mutations(closed, out_tree)
         refuse_mutations(self._fn(), lost)
-        closed, consts = _compat.hoist_consts(closed)
+        closed, consts = _compat.indices_inside(closed)
         outs = pipeline_p.bind(*consts, *dynamic, call_jaxpr=closed, options=self._options)
         return jax.tree.unflatten(out_tree, outs)
 

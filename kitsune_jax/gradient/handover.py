@@ -270,7 +270,8 @@ def shrink_residuals(
         if better is not None:
             primal, tangent, forwarded = found = better
     jaxpr, _ = _compat.open_parts(primal)
-    moves = {e.outvars[0]: e for e in jaxpr.eqns if _is_move(e) and not e.effects}
+    known = _of_constants(jaxpr)
+    moves = {e.outvars[0]: e for e in jaxpr.eqns if not e.effects and (_is_move(e) or e.outvars[0] in known)}
     if jaxpr.effects or not any(not _compat.is_literal(v) and v in moves for v in jaxpr.outvars[results:]):
         return found
     return _MoveRepeater(primal, tangent, forwarded, results, consts, moves).run() or found
@@ -280,6 +281,18 @@ def _is_move(eqn: Any) -> bool:
     if eqn.primitive.name == "gather":
         return math.prod(eqn.params["slice_sizes"]) * eqn.outvars[0].aval.dtype.itemsize >= _GATHERED_BYTES
     return eqn.primitive.name in _MOVES
+
+
+def _of_constants(jaxpr: Any) -> set[Any]:
+    """Known integers, and what is computed of them alone: the backward pass that makes them again knows them as well, while nobody
+    knows a residual."""
+    made = set[Any]()
+    for e in jaxpr.eqns:
+        operands = [v for v in e.invars if not _compat.is_literal(v)]
+        known = e.primitive.name == _compat.CONSTANT_NAME or operands and all(v in made for v in operands)
+        if known and not e.effects and len(e.outvars) == 1 and e.outvars[0].aval.dtype.kind in "iub":
+            made.add(e.outvars[0])
+    return made
 
 
 class _MoveRepeater:

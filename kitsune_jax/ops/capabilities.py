@@ -24,6 +24,8 @@ class TargetCapabilities:
     #: The weight gradient of a concatenation is captured as one product for each part. (Ops that read such a gradient then read
     #: several results, so a target whose calls update parameters is better off without.)
     divides_gradients: bool = False
+    #: The operands of weight gradients may be stored for products of their own, where these and the rest take less time.
+    stores_gradients: bool = False
     #: Rows are stored much faster than columns, so an attention is captured with its values in rows, whatever the order of the
     #: operands in its product (``capture.rewrites.products.exchange_operands``).
     stores_rows: bool = False

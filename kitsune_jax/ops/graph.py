@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = bool | int | float
@@ -189,3 +189,24 @@ def topological(needs: Sequence[Collection[int]], rank: Sequence[int]) -> list[i
             if missing[reader] == 0:
                 heapq.heappush(ready, (rank[reader], reader))
     return order
+
+
+CONSTANT = "constant"  # the label of an opaque op without inputs whose result, an array of integers, is known where it is lowered
+
+
+def is_constant(graph: Graph, producers: Mapping[int, int], v: int) -> bool:
+    """Is value ``v`` the same in every call, and known: made of arrays that are known (``CONSTANT``), by operators of the table?"""
+    wanted, seen, found = [v], set[int](), False
+    while wanted:
+        x = wanted.pop()
+        if x in seen or graph.values[x].literal is not None:
+            continue
+        seen.add(x)
+        if x not in producers:
+            return False
+        op = graph.ops[producers[x]]
+        if op.kind == "opaque" and op.label != CONSTANT or op.body is not None:
+            return False
+        found |= op.kind == "opaque"
+        wanted += op.inputs
+    return found

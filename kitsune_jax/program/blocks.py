@@ -684,10 +684,14 @@ class _Blocked:
         return seen, visible
 
     def _is_top(self, loop: _BlockLoopState, fold: _BlockedFold) -> bool:
-        """Whether ``fold`` is the largest of scores whose running maximum is carried in any case."""
+        """Whether ``fold`` is the largest of scores whose running maximum is carried in any case, perhaps as a wider float, which
+        has the same value."""
         (scores, *_), (out,) = fold.instr.inputs, fold.instr.outputs
-        same = scores in loop.tops and fold.how == "max" and fold.instr["axes"] == (self.inner[scores],)
-        return same and self.writer.types[loop.tops[scores]] == self.writer.types[out]
+        if scores not in loop.tops or fold.how != "max" or fold.instr["axes"] != (self.inner[scores],):
+            return False
+        types = self.writer.types
+        top, result = types[loop.tops[scores]], types[out]
+        return dataclasses.replace(top, dtype=result.dtype) == result and result.dtype in (top.dtype, types[scores].dtype)
 
     def _step(
         self, loop: _BlockLoopState, carries: Sequence[int], number: int, step: int, size: int, facts: Mapping[int, bool]
@@ -710,7 +714,7 @@ class _Blocked:
         tops = dict(zip(loop.tops, out, strict=True))
         for fold in loop.folds:
             if self._is_top(loop, fold):
-                out.append(tops[fold.instr.inputs[0]])
+                out.append(w.convert(tops[fold.instr.inputs[0]], w.types[fold.result].dtype))
                 continue
             t, acc = w.types[fold.result], now[fold.result]
             if fold.part.top is not None:

@@ -308,7 +308,7 @@ class _TileProgramBuilder:
         if not still and (result is not None or any(v in stage.labels for v in (*op.inputs, *op.outputs))):
             ins = [stage.dims(v) for v in op.inputs]
             if family != "dot":
-                ins = [dataclasses.replace(x, batch=0) for x in ins]
+                ins = [dataclasses.replace(x, batch=0) if x.batch else x for x in ins]
             made = stage.dims(op.outputs[0]) if result is None else Dims(result.shape, None, result.dtype)
             local = OPS[op.kind].local(op, ins, made)
         inputs = [self._read(stage, v) for v in op.inputs]
@@ -504,7 +504,8 @@ def assemble(
     """The call that reads the graph values ``operands`` and returns ``results``. Each of ``parts``: (phase, program, the values it
     reads, the values it makes)."""
     given = [v for _, _, _, gives in parts for v in gives]
-    order = [*operands, *results, *(v for v in given if v not in set(results))]
+    returned = set(results)
+    order = [*operands, *results, *(v for v in given if v not in returned)]
     number = {v: k for k, v in enumerate(order)}
     types: dict[int, Array] = {}
     for _, program, reads, gives in parts:

@@ -58,6 +58,7 @@ class Flow:
     def __init__(self, values: Types, literals: Iterable[tuple[int, Scalar]], body: Sequence[Instr], results: Sequence[int] = ()):
         self.values, self.body, self.results = values, body, tuple(results)
         self.makers: dict[int, Instr] = {v: instr for instr in body for v in instr.outputs}
+        self.places = {v: i for i, instr in enumerate(body) for v in instr.outputs}  # the numbers of the makers
         self.uses: dict[int, list[Use]] = {}  # of a root, by instructions other than names and views of constants
         self.constants: dict[int, Scalar] = dict(literals)
         self._roots: dict[int, int] = {}
@@ -129,7 +130,8 @@ class _Names:
         """``known``: instructions that have been computed before ``body`` -> their values."""
         out = []
         for instr in body:
-            instr = dataclasses.replace(instr, inputs=tuple(self.names.get(v, v) for v in instr.inputs))
+            if any(v in self.names for v in instr.inputs):
+                instr = dataclasses.replace(instr, inputs=tuple(self.names.get(v, v) for v in instr.inputs))
             if instr.block is not None:
                 inside = self.body(instr.block.body, dict(known))
                 results = tuple(self.names.get(v, v) for v in instr.block.results)

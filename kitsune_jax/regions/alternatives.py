@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
@@ -28,42 +28,38 @@ from kitsune_jax.regions.joining import (
 # --- cuts: a training step at its loss, a network behind its products for each row ------------------------------------------------
 
 Pass = tuple[Seed, frozenset[int]]
+BestOf = Callable[[Spread, Region], tuple[Region, Plan | str]]
 _PUT_TOGETHER = frozenset({"concatenate", "reshape", "broadcast_in_dim"})
 
 
 def best_cut(
-    region: Region,
-    whole: Plan | str,
-    index: GraphIndex,
-    order: Order,
-    free: Set[int],
-    spread: SpreadOver,
-    planner: PlanOf,
-    widest: bool,
+    cuts: Sequence[tuple[Pass, ...]], index: GraphIndex, order: Order, free: Set[int], spread: SpreadOver, best_of: BestOf
 ) -> list[Chosen]:
-    """The parts of the cut of ``region`` that gains most, those that pay. No op of a part depends on a later part. ``whole``: the
-    plan of the whole region; ``widest``: also cut behind the widest rows; ``order``: that of the chosen calls; ``free``: ops that
-    none of them has."""
+    """The parts of the one of ``cuts`` of a region that gains most, those that pay. No op of a part depends on a later part.
+    ``order``: that of the chosen calls; ``free``: ops that none of them has. ``best_of``: a region, or the rest of it without ops
+    that cost less elsewhere, with a plan."""
 
     def parts(cut: tuple[Pass, ...]) -> list[Chosen]:
         now, found = order.copy(), list[Chosen]()
         for seed, ops in cut:
             sp = spread(seed, ops & free)
             part = max(regions_of(index, sp, now), key=lambda r: len(r.ops), default=None)
-            plan = planner(part) if part is not None and part.outputs else ""
+            part, plan = best_of(sp, part) if part is not None and part.outputs else (None, "")
             if part is not None and not isinstance(plan, str) and pays(plan):
                 found.append(Chosen.of([(part, plan)]))
                 now.join(anchored(index.graph, part))
         return found
 
-    return max(map(parts, possible_cuts(index.graph, region, whole, widest)), key=total_gain, default=[])
+    return max(map(parts, cuts), key=total_gain, default=[])
 
 
-def possible_cuts(graph: Graph, region: Region, whole: Plan | str, widest: bool) -> list[tuple[Pass, ...]]:
-    """Every way to cut ``region``, whose plan is ``whole``: without a plan not at its loss; with a vertical one only behind the
-    widest operand of a product, if ``widest``."""
-    spatial = isinstance(whole, str) or whole.arrangement == "spatial"
-    at_loss = [] if isinstance(whole, str) or not spatial else [split_at_loss(graph, region)]
+def possible_cuts(graph: Graph, region: Region, plans: tuple[Plan | str, Plan | str], widest: bool) -> list[tuple[Pass, ...]]:
+    """Every way to cut ``region``. ``plans``: of all of it, and of the best rest of it without ops that others compute. Without a
+    plan of all of it there is no cut at its loss; where that of the rest is vertical, only one behind the widest operand of a
+    product, if ``widest``."""
+    whole, rest = plans
+    spatial = isinstance(rest, str) or rest.arrangement == "spatial"
+    at_loss = [split_at_loss(graph, region)] if spatial and not isinstance(whole, str) else []
     products = _around_products(graph, region) if spatial else []
     behind = [_behind_widest(graph, region)] if widest else []
     return [cut for cut in (*at_loss, *products, *behind) if cut is not None]
@@ -312,7 +308,10 @@ def _region(index: GraphIndex, like: Region, ops: set[int], outputs: Sequence[in
 Found = tuple[Region, Plan | str, dict[int, str]]  # the last: removed op -> reason
 
 _TABLE = "the pipeline that computes its rows would need one table per worker, and alone"
+_GRADIENT = "it has more sums than fit a worker that takes a tile through all operators: its operands are stored, and alone"
 _REPEATED = "XLA computes it once: the pipeline that reads it would compute it again for every index of an axis that it lacks"
+_MOST_PRODUCTS = 12  # of a training step whose activations may all stay with a worker
+_SMALL = 16  # a weight gradient with so many times fewer elements than the largest may stay where that one does not fit
 _MOVED = frozenset({"reshape", "transpose"})
 # Elements that a region computes repeatedly: with fewer of them there is nothing to gain, and a plan takes time to make.
 _MANY = 1 << 17
@@ -342,10 +341,37 @@ def _without_tables(index: GraphIndex, sp: Spread, region: Region, plan: Plan | 
     needs none.
     """
     folds = tuple(i for i in region.sinks if OPS[index.graph.ops[i].kind].family == "scatter")
-    order, most = None if isinstance(plan, str) else plan.order, 0.0
+    order = None if isinstance(plan, str) else plan.order
     others = tuple(i for i in folds if index.graph.ops[i].inputs[1] != order)
-    best: Found = region, plan, {}
-    for left in dict.fromkeys((others, folds)):
+    return _best_without(index, sp, (region, plan, {}), dict.fromkeys((others, folds), _TABLE), plan_of)
+
+
+def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, plan_of: PlanOf) -> Found:
+    """``region`` without weight gradients, if that gains more.
+
+    The sums of all of them fit no worker, so they take a pipeline with stages, which wait for each other. Without them one worker
+    takes a tile through a whole backward pass and stores the operands of the gradients, once. A deep training step is cut at its
+    loss instead: a worker has no room for all activations of a tile, and it takes seconds to find that out.
+    """
+    if not isinstance(plan, str) and plan.arrangement != "spatial":
+        return region, plan, {}
+    graph, rows = index.graph, region.space.rows
+    products = [i for i in region.ops if graph.ops[i].kind == "dot_general"]
+    made = {i: graph.values[graph.ops[i].outputs[0]] for i in region.sinks if i in products}
+    sizes = {i: value.size for i, value in made.items()}
+    if not sizes or len(sizes) == len(products) or any(max(value.shape, default=1) > rows for value in made.values()):
+        return region, plan, {}
+    if len(products) > _MOST_PRODUCTS and split_at_loss(graph, region) is not None:
+        return region, plan, {}
+    large = tuple(i for i, size in sizes.items() if _SMALL * size >= max(sizes.values()))
+    return _best_without(index, sp, (region, plan, {}), dict.fromkeys((tuple(sizes), large), _GRADIENT), plan_of)
+
+
+def _best_without(index: GraphIndex, sp: Spread, whole: Found, choices: Mapping[tuple[int, ...], str], plan_of: PlanOf) -> Found:
+    """``whole``, or its region without the ops of the one of ``choices`` that gains most, with the reasons."""
+    region, plan, _ = best = whole
+    most = 0.0
+    for left, text in choices.items():
         if not left:
             continue
         rest = region_of(index, sp, needed(index, sp, set(region.ops).difference(left)))
@@ -355,8 +381,8 @@ def _without_tables(index: GraphIndex, sp: Spread, region: Region, plan: Plan | 
         alone = [plan_of(region_of(index, sp, needed(index, sp, {i}))) for i in left]
         gain = gain_of_splitting(plan, smaller, alone)
         if gain > most:
-            why = {i: own if isinstance(own, str) else f"{_TABLE} {estimate_text(own)}" for i, own in zip(left, alone, strict=True)}
-            best, most = (rest, smaller, best[2] | why), gain
+            why = {i: own if isinstance(own, str) else f"{text} {estimate_text(own)}" for i, own in zip(left, alone, strict=True)}
+            best, most = (rest, smaller, why), gain
     return best
 
 

@@ -30,7 +30,7 @@ from kitsune_jax.planning.streams import (
     relations_of,
     spread,
 )
-from kitsune_jax.regions.alternatives import best_cut, drop_costly_ops, recompute
+from kitsune_jax.regions.alternatives import best_cut, drop_costly_ops, drop_gradients, possible_cuts, recompute
 from kitsune_jax.regions.grow import (
     NEVER_SEEDS,
     GraphIndex,
@@ -238,6 +238,7 @@ class _Selector:
         self.plans: dict[Region, Plan | str] = {}
         self.asked: dict[int, tuple[Region, Plan | str]] = {}
         self.reduced: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
+        self.without_gradients: dict[int, tuple[Region, tuple[Region, Plan | str]]] = {}
         self.cut: dict[Region, tuple[int, list[Chosen]]] = {}  # the best cut of a region, by how many were chosen then
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
@@ -418,19 +419,24 @@ class _Selector:
                 best = candidate
         return best, looked_at
 
-    def _best_parts(self, region: Region, plan: Plan | str) -> list[Chosen]:
-        """The parts of a region that pay as calls of their own, if they gain more than the region does as one.
+    def _best_of_part(self, sp: Spread, part: Region) -> tuple[Region, Plan | str]:
+        return self._drop_gradients(sp, part, self._plan_of(part))
+
+    def _best_parts(self, region: Region, whole: Plan | str, plan: Plan | str) -> list[Chosen]:
+        """The parts of a region that pay as calls of their own, if they gain more than the region does as one, by ``plan``.
+        ``whole``: the plan of all of the region.
 
         In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has its own arrangement, and the values
         that the second reads of the first go through memory.
         """
         widest = self.capabilities.cuts_wide_rows
-        if self.force or not widest and not isinstance(plan, str) and plan.arrangement != "spatial":
+        if not widest and not isinstance(plan, str) and plan.arrangement != "spatial":
             return []
         known = self.cut.get(region)
         if known is None or known[0] != len(self.chosen):
-            around = self.index, self.order, self.free, self._spread, lambda r: self.planner(self.graph, r)
-            known = self.cut[region] = len(self.chosen), best_cut(region, plan, *around, widest)
+            around = self.index, self.order, self.free, self._spread, self._best_of_part
+            cuts = possible_cuts(self.graph, region, (whole, plan), widest)
+            known = self.cut[region] = len(self.chosen), best_cut(cuts, *around)
         gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
         return known[1] if total_gain(known[1]) > PROFIT_MARGIN * gain_as_one else []
 
@@ -441,6 +447,17 @@ class _Selector:
             rest, smaller, why = drop_costly_ops(self.index, sp, region, plan, self._plan_of)
             self.why.update(why)
             known = self.reduced[id(region)] = region, (rest, smaller)
+        return known[1]
+
+    def _drop_gradients(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
+        """``region`` and its plan, or the rest of it without weight gradients whose operands are stored for others."""
+        if not self.capabilities.stores_gradients:
+            return region, plan
+        known = self.without_gradients.get(id(region))
+        if known is None:
+            rest, smaller, why = drop_gradients(self.index, sp, region, plan, self._plan_of)
+            self.why.update(why)
+            known = self.without_gradients[id(region)] = region, (rest, smaller)
         return known[1]
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
@@ -463,9 +480,11 @@ class _Selector:
             return None, {seed_op}
         first = id(region) not in self.asked
         plan = self._plan_of(region)
+        passes = list[Chosen]()
         if not self.force:
-            region, plan = self._drop_costly_ops(kept.spread, region, plan)
-        passes = self._best_parts(region, plan)
+            whole, of_whole = self._drop_costly_ops(kept.spread, region, plan)
+            region, plan = self._drop_gradients(kept.spread, whole, of_whole)
+            passes = self._best_parts(whole, of_whole, plan)
         if passes:  # the others are found when their own ops are tried, and the rest once all of them are taken
             mine = [c for c in passes if seed_op in c.region.ops]
             return (mine or passes)[0], {seed_op}

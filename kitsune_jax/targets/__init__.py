@@ -133,6 +133,17 @@ class Target(abc.ABC, Generic[M, P, L]):
         return None
 
 
+def order_of_constants(ids: np.ndarray, n: int) -> np.ndarray:
+    """The order of ``Target.order``, by indices that are known.
+
+    >>> order_of_constants(np.array([2, -1, 0, 9, 2, 1], np.int8), 3)
+    array([2, 5, 0, 4, 1, 3], dtype=int32)
+    """
+    keys = ids.reshape(-1).astype(np.int64)  # an index beyond 2^63 becomes negative, and is outside all the same
+    outside = (keys < 0) | (keys >= n)
+    return np.argsort(np.where(outside, n, keys), kind="stable").astype(np.int32)
+
+
 def profiler_label(title: str) -> str:
     """The name of a call in profilers.
 

@@ -204,6 +204,15 @@ def test_a_static_selection_in_each_row_is_a_take_along_the_row():
     assert take["axis"] == 1 and graph.values[take.inputs[0]].shape == (4, 25)
 
 
+def test_one_element_of_each_row_where_the_rows_of_the_result_have_another_order():
+    x, index = RNG.standard_normal((5, 7, 11)).astype(np.float32), RNG.integers(0, 11, (7, 1)).astype(np.int32)
+    numbers = lax.GatherDimensionNumbers((1,), (2,), (2,), (1,), (0,))
+    check(lambda x, i: lax.gather(2 * x, i, numbers, (5, 1, 1), mode="clip"), x, index)
+    numbers = lax.ScatterDimensionNumbers((1,), (2,), (2,), (1,), (0,))
+    updates = RNG.standard_normal((7, 5)).astype(np.float32)
+    check(lambda i, u: lax.scatter_add(jnp.zeros((5, 7, 11), u.dtype), i, u, numbers, mode="clip"), index, updates)
+
+
 @pytest.mark.parametrize("ids", [np.zeros(0, np.int32), np.array([2], np.int32), np.full(9, 3, np.int32), np.full(9, -9, np.int32)])
 def test_no_id_one_id_and_equal_ids(ids):
     u = RNG.integers(-3, 4, (len(ids), 3)).astype(np.float32)

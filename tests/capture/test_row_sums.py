@@ -126,6 +126,20 @@ def test_other_sums_stay() -> None:
         assert np.abs(np.asarray(a, np.float64) - b).max() < 2e-5 * np.abs(np.asarray(b)).max()
 
 
+def test_a_number_that_the_weights_of_the_result_do_not_have_is_a_factor_of_the_sum() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((263, 8), (257, 8), (257, 12), (263, 12)))
+
+    def function(q: Array, k: Array, v: Array, g: Array) -> Any:
+        p = jax.nn.softmax(q @ k.T)
+        return p @ v, (0.25 * p * jnp.einsum("qc,kc->qk", g, v)).sum(-1)
+
+    assert row_sums(graph_of(function, q, k, v, g)) == 0
+    got = jax.jit(kj.pipeline(function, strict=True, force=True))(q, k, v, g)
+    for a, b in zip(got, in_float64(function, q, k, v, g), strict=True):
+        assert np.abs(np.asarray(a, np.float64) - b).max() < 2e-5 * np.abs(np.asarray(b)).max()
+
+
 def test_few_keys_are_summed_as_they_are() -> None:
     """Fewer keys than columns: the sum over the keys is the shorter one."""
 

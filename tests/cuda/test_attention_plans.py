@@ -168,6 +168,36 @@ def qkv(queries: int = 70, keys: int = 300, heads: int = 4, kv_heads: int = 4, d
     return [tokens(2, queries, heads, dim), tokens(2, keys, kv_heads, dim, seed=1), tokens(2, keys, kv_heads, dim, seed=2)]
 
 
+def rotated(x: Any, cos: Any, sin: Any, xp: Any) -> Any:
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return xp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def rotated_attention(q: Any, k: Any, v: Any, cos: Any, sin: Any) -> Any:
+    """As Llama's: heads of queries in groups, for each of which there is a head of keys; causal."""
+    batch, queries, heads, dim = q.shape
+    q = rotated(q, cos, sin, jnp).reshape(batch, queries, k.shape[2], -1, dim)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * dim**-0.5
+    seen = jnp.arange(k.shape[1]) <= jnp.arange(queries)[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf).astype(jnp.float32), axis=-1)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(q.dtype), v).reshape(batch, queries, heads, dim)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float16"))])
+@pytest.mark.parametrize("queries", [300, pytest.param(1, marks=pytest.mark.slow)])
+def test_queries_that_are_rotated_by_their_position(queries: int, dtype: str) -> None:
+    """The two halves of a query are put together before both loops over its keys: over whole blocks, and over those that the mask
+    cuts."""
+    q, k, v = (jnp.asarray(a[:1], dtype) for a in qkv(queries, queries, heads=4, kv_heads=2, dim=64))
+    angles = np.outer(np.arange(queries), 0.1 ** np.arange(32))[:, None, :]
+    turn = [jnp.asarray(f(angles), dtype) for f in (np.cos, np.sin)]
+    got = one_kernel(rotated_attention, q, k, v, *turn)
+    hidden = np.arange(queries) > np.arange(queries)[:, None]
+    q, k, v, *turn = (np.asarray(a, np.float64) for a in (q, k, v, *turn))
+    assert error(got, wanted(rotated(q, *turn, np), k, v, hidden)) < TOLERANCE[dtype]
+
+
 @pytest.mark.slow
 def test_grouped_heads_with_a_causal_mask() -> None:
     args = qkv(300, 300, heads=4, kv_heads=2)
@@ -370,6 +400,14 @@ def test_attention_is_chosen(name: str, is_causal: bool) -> None:
     (region,) = report.regions
     assert region.seconds < region.baseline_seconds
     assert report.coverage > 0.9
+
+
+def test_the_only_stage_of_a_kernel_in_blocks_is_number_0() -> None:
+    x = jax.ShapeDtypeStruct((1, 4096, 16, 128), "bfloat16")
+    attention = kj.pipeline(lambda q, k, v: jax.nn.dot_product_attention(q, k, v))
+    (region,) = kj.explain(attention, platform="cuda", device="h200")(x, x, x).regions
+    (stage,) = region.stages
+    assert stage.name.startswith("0:")
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

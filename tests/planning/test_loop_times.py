@@ -15,6 +15,7 @@ from jax import lax
 import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend.route import RouteOptions, route
+from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import cpu_model
 
 MACHINES = ("avx512-2", "avx2-8", "zen5-2")
@@ -119,6 +120,19 @@ def test_states_of_loops_that_are_one_pass_stay_in_the_first_cache() -> None:
     (small,) = report(pass_over, state, "avx512-2").regions
     (tall,) = report(with_keys, (jax.random.key(0), *state), "avx512-2").regions
     assert 256 <= small.tile_rows <= 40 * 1024 // (6 * 4) < tall.tile_rows
+
+
+def test_a_slice_of_a_state_of_few_columns_takes_no_time() -> None:
+    """While its loop runs, such a state lies column by column."""
+
+    def summed(s: Any) -> Any:
+        return lax.fori_loop(0, 100, lambda i, s: s + jnp.sin(s[:, 1:4]).sum(1)[:, None], s)
+
+    graph = capture(jax.make_jaxpr(summed)(ones(1009, 6))).graph
+    (chosen,) = route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions
+    ((_, _, body),) = CpuCost(graph, chosen.region, cpu_model("avx512-2")).loops()
+    (piece,) = (i for i in body.region.ops if body.family(i) == "slice")
+    assert body.seconds(body.cpu_work(piece), 64) == 0.0
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -20,8 +20,11 @@ from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, make_params
 from kitsune_jax.planning.cost import kernels_of, pipeline_traffic
 from kitsune_jax.planning.plan import CpuPlan, Infeasible, Machine, Plan
-from kitsune_jax.planning.stages import Levels, Load, balance, finest, links
+from kitsune_jax.planning.stages import Levels, Load, balance, finest, inner_of, links
 from kitsune_jax.planning.streams import Region, StreamSpace
+from kitsune_jax.program.build import build
+from kitsune_jax.program.loop_bounds import with_known_bounds
+from kitsune_jax.targets.cpu.planning import planner
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import GAIN_BAND, cpu_at_hand, cpu_model
 from kitsune_jax.targets.cpu.planning.planner import partial_bytes
@@ -455,3 +458,21 @@ def test_rows_that_nothing_is_multiplied_with_are_worked_off_whole(f, columns):
     (region,) = route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions
     assert region.plan.tile_rows < 16
     assert region.plan.blocks is None
+
+
+def test_each_operand_that_a_block_packs_costs_a_step(monkeypatch):
+    """Keys and values, in each of the 8 blocks."""
+    x = jax.ShapeDtypeStruct((1, 1024, 2, 64), "float32")
+    graph = graph_of(lambda q, k, v: jax.nn.dot_product_attention(q, k, v), x, x, x)
+    (chosen,) = route(graph, "cpu", RouteOptions(force=True, device="zen5-2")).regions
+    cost, inner = CpuCost(graph, chosen.region, cpu_model("zen5-2")), inner_of(graph, chosen.region)
+    program = with_known_bounds(
+        build(graph, chosen.region, dataclasses.replace(chosen.plan, blocks=(*chosen.plan.blocks[:2], 128)))
+    )
+    monkeypatch.setattr(planner, "_STATE_STEPS", 0)
+
+    def seconds(step):
+        monkeypatch.setattr(planner, "STEP_SECONDS", step)
+        return planner.BlockModel(cost, inner, 128, program).seconds(64)
+
+    assert seconds(1e-6) - seconds(0.0) == pytest.approx(8 * 2 * 1e-6)

@@ -14,9 +14,10 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.capabilities import TargetCapabilities
+from kitsune_jax.planning.cost import Access
 from kitsune_jax.planning.plan import VECTOR_MARGIN
 from kitsune_jax.regions import joining
-from kitsune_jax.targets.cpu.planning.machines import cpu_model
+from kitsune_jax.targets.cpu.planning.machines import CpuTimes, cpu_model
 from kitsune_jax.targets.cpu.planning.planner import FOLD_MARGIN
 
 PROFILE = cpu_model("amx-2").profile
@@ -57,6 +58,12 @@ def test_so_do_the_workers_of_a_pipeline(rows: int, width: int, segments: int) -
     # 100 rows of 16 numbers took 21 us into 10 000 segments, 6 into ten.
     more = planned(rows, width, segments)["seconds"] - planned(rows, width, 10)["seconds"]
     assert more > 0.5 * copied(4 * width * segments)
+
+
+@pytest.mark.parametrize("width", [16, 256])
+def test_a_row_that_is_folded_into_a_table_of_the_l2_takes_what_was_measured(width: int) -> None:
+    access = Access(1, 4 * width, PROFILE.l2 // 4, folds=True, near=False)
+    assert CpuTimes(PROFILE).access(access) == pytest.approx(PROFILE.seconds(f"folded/{width}"))
 
 
 def test_runs_that_end_take_time() -> None:

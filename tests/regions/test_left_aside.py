@@ -1,4 +1,5 @@
-"""What a stream would make again for every index of an axis that it lacks is made once, outside, where that costs less."""
+"""What costs less outside of a pipeline: what its stream would make again for every index of an axis that it lacks, and weight
+gradients that no worker has room for."""
 
 from __future__ import annotations
 
@@ -10,9 +11,16 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax import targets
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
+from kitsune_jax.frontend.route import PlannedRegion, RouteOptions, route
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.regions.alternatives import repeated_ops
 from kitsune_jax.regions.grow import GraphIndex
+from kitsune_jax.targets.cuda.planning import planner, xla
+from kitsune_jax.targets.cuda.planning.machines import gpu
 from tests.support.graphs import graph_of
 
 BATCH, HEADS, TOKENS, SIZE, BUCKETS = 4, 8, 512, 32, 16
@@ -67,3 +75,57 @@ def test_what_is_made_again_goes_with_all_that_only_it_needs() -> None:
     assert left_of(lambda x, y: jnp.sin(x) + y, x, y, rows=(64, 9000)) == []  # of every row another one
     assert left_of(lambda x, y: x + jnp.sin(y * 2), x[:, :90], y[:, :90], rows=(64, 90)) == []  # too little
     assert left_of(lambda x, y: (x * (z := y * 2)) + jnp.sin(z), x, y, rows=(64, 9000)) == ["sin"]  # z stays where it is read
+
+
+# --- Weight gradients -------------------------------------------------------------------------------------------------------------
+
+
+def step_of(width: int, layers: int, rows: int) -> tuple[Graph, list[PlannedRegion]]:
+    """The loss and the gradients of a network by its weights and biases, planned for an H200."""
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        for w, b in params:
+            x = jax.nn.relu(x @ w + b)
+        return jnp.mean((x.astype(jnp.float32) - y.astype(jnp.float32)) ** 2)
+
+    params = [(jax.ShapeDtypeStruct((width, width), "bfloat16"), jax.ShapeDtypeStruct((width,), "bfloat16"))] * layers
+    x = jax.ShapeDtypeStruct((rows, width), "bfloat16")
+    options = RouteOptions(device="h200", code=False)
+    closed = jax.make_jaxpr(jax.value_and_grad(loss))(params, x, x)
+    graph = capture(closed, context=RewriteContext(targets.get("cuda").capabilities, options)).graph
+    return graph, list(route(graph, "cuda", options).regions)
+
+
+def products_of(graph: Graph, region: Region) -> tuple[list[int], list[int]]:
+    """(weight gradients, other products)."""
+    found = [i for i in region.ops if graph.ops[i].kind == "dot_general"]
+    return [i for i in found if i in region.sinks], [i for i in found if i not in region.sinks]
+
+
+def test_weight_gradients_that_no_worker_has_room_for_are_products_of_stored_arrays() -> None:
+    """The backward pass of a deep network: one worker takes a tile through all of it, and XLA multiplies what it stores. By the
+    model that takes less time than the backward pass with its gradients, in stages."""
+    graph, calls = step_of(256, 8, 262_144)
+    backward = max(calls, key=lambda c: len(c.region.outputs))
+    gradients, others = products_of(graph, backward.region)
+    plan = backward.phases[0].plan
+    assert not gradients and len(others) >= 7 and plan.arrangement == "vertical"
+    sums = [i for i in backward.region.sinks if graph.values[graph.ops[i].outputs[0]].size == 256]
+    assert len(sums) >= 7, "the gradients of the biases stay"
+
+    inside = {i for c in calls for i in c.region.ops}
+    left = [i for i, op in enumerate(graph.ops) if op.kind == "dot_general" and i not in inside]
+    region, machine = backward.region, gpu("h200")
+    read = {v for i in left for v in graph.ops[i].inputs}
+    mine = [i for i in left if not set(graph.ops[i].inputs).isdisjoint(region.outputs)]
+    labels = region.label_of() | {v: ((0,), ()) for v in read}
+    ops = sorted((*region.ops, *mine))
+    outputs = [v for v in region.outputs if v not in read] + [v for i in mine for v in graph.ops[i].outputs]
+    whole = planner.plan(graph, Region.of(graph, region.space, ops, labels, outputs, {*region.sinks, *mine}), machine)
+    assert len(mine) >= 7 and whole.seconds > plan.seconds + xla.of_ops(graph, mine, machine)
+
+
+def test_small_weight_gradients_stay_in_their_kernel() -> None:
+    graph, calls = step_of(32, 3, 262_144)
+    gradients, others = products_of(graph, max((c.region for c in calls), key=lambda r: len(r.ops)))
+    assert len(gradients) == 3 and others

@@ -247,6 +247,14 @@ class _Machine(OnlineSums):
         axes = tuple(range(1 + len(x.kept), value.ndim))
         self._write(x.out, x.kept, _fold(bc.REDUCTIONS[x.how], value, axes))
 
+    def _exprows(self, x: bc.ExpRows) -> None:
+        value = self._read(x.x, (*x.kept, x.n)).astype(np.float64) * x.factor
+        with np.errstate(all="ignore"):
+            e = np.exp(value - self._read(x.shift, x.kept).astype(np.float64)[..., None])
+        self._write(x.out, (*x.kept, x.n), e)
+        for sums in x.sums:
+            self._write(sums, x.kept, e.sum(-1))
+
     def _scan(self, x: bc.Scan) -> None:
         value = self._read(x.x, x.extents)
         value = value[..., ::-1] if x.reverse else value

@@ -158,6 +158,9 @@ struct DotArgs {
 };
 using DotFn = void (*)(const DotArgs&);
 
+// out[j] <- e^(x[j] factor - shift) for j < n, and their sum. `out` may be `x`.
+using ExpRowFn = float (*)(int64_t n, const float* x, float factor, float shift, float* out);
+
 struct KernelTable {
   const char* isa;  // "amx", "avx512bf16", "avx512", "avx2", "generic"
   // Panels used for a product with a weight of this dtype, of this shape (for a tile of rows; shorter ones use the same panels).
@@ -190,6 +193,7 @@ struct KernelTable {
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);
   DotFn (*dot)(DType);  // of x and y; nullptr: there is none, and y is packed
+  ExpRowFn exp_row;
   const StripKernels* strips;
   // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
   // is nothing to do.

@@ -19,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 14;
+constexpr int64_t kFormatVersion = 15;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -92,6 +92,16 @@ struct Reduce {
   Reduction how;
   std::vector<int64_t> kept, reduced;
   Operand x, out;
+};
+
+// out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), of elements that lie dense; `sums`: nothing, or the
+// place of their sums (rows, *kept).
+struct ExpRows {
+  std::vector<int64_t> kept;
+  int64_t n;
+  double factor;
+  Operand x, shift, out;
+  std::vector<Operand> sums;
 };
 
 struct Scan {
@@ -230,7 +240,7 @@ struct Stationary {
 // The position in the variant plus one is the instruction's CODE.
 using Instruction =
     std::variant<StridedLoad, StridedStore, Matmul, Vector, Reduce, Scan, Accumulate, AccumulateMatmul, Gather, AccumulateAt, Pack,
-                 Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled, AccumulateTaken, TakenDot>;
+                 Dot, Loop, Stationary, Take, Put, RunMax, AccumulateScaled, AccumulateTaken, TakenDot, ExpRows>;
 constexpr const char* kInstructionNames[] = {"StridedLoad",
                                              "StridedStore",
                                              "Matmul",
@@ -250,7 +260,8 @@ constexpr const char* kInstructionNames[] = {"StridedLoad",
                                              "RunMax",
                                              "AccumulateScaled",
                                              "AccumulateTaken",
-                                             "TakenDot"};
+                                             "TakenDot",
+                                             "ExpRows"};
 
 struct Prep {
   PrepKind kind;

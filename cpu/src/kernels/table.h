@@ -4,6 +4,7 @@
 #include "constant_ops.h"
 #include "dot_rows.h"
 #include "dots.h"
+#include "exp_rows.h"
 #include "fold.h"
 #include "gemm.h"
 #include "outer.h"
@@ -48,6 +49,7 @@ constexpr KernelTable kTable = {
     &fold_table_function,
     &take_function,
     &dot_function,
+    &exp_row,
     &strip_kernels,
     nullptr,
 };

@@ -22,6 +22,7 @@ from kitsune_jax.capture.rewrites.products import (
     fold_transposes,
     masks_of_results,
     move_indexing,
+    promise_sorted,
     split_gradients,
     spread_indices,
 )
@@ -72,6 +73,7 @@ _ONLINE = Rewrite("summing a segment softmax online", sum_online, lambda c: c.ca
 OF_BODIES: Sequence[Rewrite] = (
     Rewrite("merging equal operators", merged),
     _INDICES,
+    Rewrite("finding constant indices in order", promise_sorted),
     Rewrite("summing rows of weights and their gradients by results", sum_results),
     Rewrite("folding transpositions into weight gradients", fold_transposes),
     Rewrite("exchanging operands of products to store rows", exchange_operands, lambda c: c.capabilities.stores_rows),

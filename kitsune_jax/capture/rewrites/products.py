@@ -10,8 +10,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kitsune_jax.capture.edit import Captured, GraphEditor, Inserter, kept_dims, pruned, with_params
-from kitsune_jax.ops.graph import Op, Param, Value, make_params
+from kitsune_jax.ops.graph import Op, Param, Value, is_constant, make_params
 from kitsune_jax.ops.spec import is_float, is_narrow
 from kitsune_jax.ops.table import OPS
 
@@ -243,6 +245,25 @@ def _against_zero(values: Sequence[Value], op: Op, places: tuple[int, ...]) -> i
         if other is not None and not isinstance(other, bool) and other == 0 and values[op.inputs[p]].literal is None:
             return op.inputs[p]
     return None
+
+
+# --- folds by indices that are constants and in order already ---------------------------------------------------------------------
+
+
+def promise_sorted(captured: Captured) -> Captured:
+    """Mark each fold by constant indices that never decrease as ``sorted``: it needs no order of its own."""
+    producers = captured.graph.producers()
+    editor, in_order = GraphEditor(captured), dict[int, bool]()
+    for i, op in enumerate(editor.graph.ops):
+        if not op.kind.startswith("scatter_") or op["sorted"] or not is_constant(captured.graph, producers, op.inputs[1]):
+            continue
+        index = op.inputs[1]
+        if index not in in_order:
+            ids = captured.constant(index)
+            in_order[index] = ids is not None and bool(np.all(ids.reshape(-1)[1:] >= ids.reshape(-1)[:-1]))
+        if in_order[index]:
+            editor.replace(i, with_params(op, op.inputs, op.outputs, sorted=True))
+    return editor.finish()
 
 
 # --- sums by index in any order ---------------------------------------------------------------------------------------------------

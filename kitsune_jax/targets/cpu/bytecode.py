@@ -204,7 +204,7 @@ class Take(CpuPut):
 # --- Programs ---------------------------------------------------------------------------------------------------------------------
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 14
+VERSION = 15
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -339,6 +339,24 @@ class Reduce:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpRows:
+    """out(rows, *kept, n) = e^(x(rows, *kept, n) * factor - shift(rows, *kept)), in float32, of elements that lie dense.
+
+    ``shift`` is float32, ``x`` and ``out`` float32 or a 16-bit float. ``sums``: (), or the place of the sums over n, float32,
+    before ``out`` is rounded. Where the CPU has no instruction for scaling, results below the normal numbers are 0.
+    """
+
+    CODE: ClassVar[int] = 21
+    kept: tuple[int, ...]
+    n: int
+    factor: float
+    x: CpuOperand  # strides for (*kept, n)
+    shift: CpuOperand  # strides for kept
+    out: CpuOperand  # strides for (*kept, n)
+    sums: tuple[CpuOperand, ...]  # strides for kept
+
+
+@dataclasses.dataclass(frozen=True)
 class Scan:
     """Cumulative op along the last of ``extents`` (from the end when ``reverse``)."""
 
@@ -464,7 +482,7 @@ class CpuStationary:
 Instruction = (
     StridedLoad | StridedStore | Matmul | CpuVector | Reduce | Scan | Accumulate | AccumulateMatmul
     | Gather | AccumulateAt | Pack | Dot | CpuLoop | CpuStationary | Take | CpuPut | RunMax
-    | AccumulateScaled | AccumulateTaken | CpuTakenDot
+    | AccumulateScaled | AccumulateTaken | CpuTakenDot | ExpRows
 )  # fmt: skip
 
 CLIP, FILL = range(2)  # Gather.mode
@@ -618,6 +636,9 @@ def _layout(kind: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return (kind.CODE,) if hasattr(kind, "CODE") else (), tuple(field.name for field in dataclasses.fields(kind))
 
 
+_FLOATS = frozenset({"imm", "fill"})  # fields whose numbers are floats
+
+
 def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
     """Append ``x`` to ``out``. ``programs``: words of each program by its identity, since equal parts share one program."""
     if isinstance(x, tuple):
@@ -627,17 +648,10 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
                 out.append(v)
             else:
                 _emit(v, out, programs)
-    elif isinstance(x, (bool, int, np.integer)):
-        out.append(int(x))
-    elif isinstance(x, float):
-        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
-    elif isinstance(x, str):
-        data = name_bytes(x)
-        out.append(len(data))
-        out.extend(data)
-    elif id(x) in programs:
-        out.extend(programs[id(x)])
-    else:
+    elif dataclasses.is_dataclass(x):
+        if id(x) in programs:
+            out.extend(programs[id(x)])
+            return
         start = len(out)
         code, names = _layout(x.__class__)
         out.extend(code)
@@ -646,6 +660,14 @@ def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
             if type(v) is int:
                 out.append(v)
             else:
-                _emit(tuple(float(e) for e in v) if name in ("imm", "fill") else v, out, programs)
+                _emit(tuple(map(float, v)) if name in _FLOATS else v, out, programs)
         if isinstance(x, CpuProgram):
             programs[id(x)] = out[start:]
+    elif isinstance(x, (bool, int, np.integer)):
+        out.append(int(x))
+    elif isinstance(x, float):
+        out.append(struct.unpack("<q", struct.pack("<d", x))[0])
+    else:
+        data = name_bytes(x)
+        out.append(len(data))
+        out.extend(data)

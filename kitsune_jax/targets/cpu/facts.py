@@ -128,10 +128,7 @@ def _narrow(flow: Flow, number: int | None) -> tuple[int | None, tuple[int, ...]
 def _only_reader(flow: Flow, v: int, reader: int) -> int | None:
     """The instruction that makes ``v``, if no other than ``reader`` reads it."""
     root = flow.root(v)
-    maker = flow.makers.get(root)
-    if maker is None or flow.readers(root) != [reader]:
-        return None
-    return next(i for i, instr in enumerate(flow.body) if instr is maker)
+    return flow.places.get(root) if flow.readers(root) == [reader] else None
 
 
 def _factor(flow: Flow, v: int) -> int | None:
@@ -148,6 +145,112 @@ def _factor(flow: Flow, v: int) -> int | None:
     own = [d - 1 for d, n in zip(instr["dims"][1:], flow.type(source).shape, strict=True) if n != 1]
     real = [d for d, n in enumerate(shape) if n != 1]
     return source if own == real[: len(own)] else None
+
+
+# --- Exponentials of rows ---------------------------------------------------------------------------------------------------------
+
+NARROW = ("bfloat16", "float16")
+SHORT_ROW = 16  # elements; shorter rows are better off in a loop over all rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowExponential:
+    """``exp(x * factor - shift)`` with a number ``shift`` for each row (of the last dimension), as in a softmax.
+
+    ``out``: the exponential, or the 16-bit float that it is rounded to where nothing else reads it. ``sums``: the sums over the
+    last dimension, or None; where ``out`` is rounded, they are of the exact numbers. ``absorbed``: the other instructions of the
+    body that the step replaces."""
+
+    x: int
+    factor: float
+    shift: int
+    out: int
+    sums: int | None
+    absorbed: tuple[int, ...]
+
+
+def row_exponentials(flow: Flow) -> dict[int, RowExponential]:
+    """The exponentials of rows in ``flow``'s body, by the position of their ``exp``: of values that lie in memory in any case,
+    because a matrix product makes them or a reduction reads them."""
+    found = {i: _exponential(flow, i, instr) for i, instr in enumerate(flow.body) if instr.kind == "exp"}
+    return {i: match for i, match in found.items() if match is not None}
+
+
+def _exponential(flow: Flow, i: int, instr: Instr) -> RowExponential | None:
+    (e,) = instr.outputs
+    row = flow.type(e)
+    number = _only_reader(flow, instr.inputs[0], i)
+    if row.dtype != "float32" or not row.tile or not row.shape or row.shape[-1] < SHORT_ROW:
+        return None
+    if number is None or flow.body[number].kind != "sub":
+        return None
+    x, repeated = flow.body[number].inputs
+    shift = _repeated_along_rows(flow, repeated)
+    if shift is None or flow.literal(x) is not None or flow.type(x).shape != row.shape or not flow.type(x).tile:
+        return None
+    absorbed: tuple[int, ...] = (number,)
+    factor = 1.0
+    scaled = _only_reader(flow, x, number)
+    if scaled is not None and flow.body[scaled].kind == "mul":
+        constants = [flow.literal(v) for v in flow.body[scaled].inputs]
+        if sum(c is not None for c in constants) == 1:
+            factor = float(next(c for c in constants if c is not None))
+            x = next(v for v, c in zip(flow.body[scaled].inputs, constants, strict=True) if c is None)
+            absorbed += (scaled,)
+            number = scaled
+    widened = _only_reader(flow, x, number)
+    narrow, positions = _narrow(flow, widened) if widened is not None else (None, ())
+    if positions:
+        x = flow.body[positions[0]].inputs[0]
+        absorbed += positions
+    if flow.type(x).shape != row.shape or not _lies_in_memory(flow, x):
+        return None
+    sums = [j for j in flow.readers(flow.root(e)) if _sums_rows(flow, j, e)]
+    others = [j for j in flow.readers(flow.root(e)) if j not in sums]
+    out = e
+    if len(others) == 1 and _converts(flow, others[0], NARROW):
+        absorbed += (others[0],)
+        out = flow.body[others[0]].outputs[0]
+        for j in flow.readers(flow.root(out)):  # a sum of the rounded numbers, which that of the exact ones replaces
+            wide = flow.instruction(j).outputs[0] if _converts(flow, j, ("float32",)) else None
+            if wide is not None and (summed := flow.readers(flow.root(wide))) and _sums_rows(flow, summed[0], wide):
+                absorbed += (j,) if len(summed) == 1 else ()
+                sums += summed if len(summed) == 1 else []
+    elif not sums:
+        return None  # its readers may take it from a register
+    if len(sums) > 1:
+        return None
+    return RowExponential(x, factor, shift, out, flow.body[sums[0]].outputs[0] if sums else None, (*absorbed, *sums))
+
+
+def _repeated_along_rows(flow: Flow, v: int) -> int | None:
+    """The float32 value of which ``v`` repeats each number along the last dimension."""
+    instr = flow.makers.get(flow.root(v))
+    if instr is None or instr.kind != "broadcast_in_dim" or flow.literal(v) is not None:
+        return None
+    source, shape = instr.inputs[0], flow.type(v).shape
+    kept, t = shape[:-1], flow.type(source)
+    fits = t.tile and t.dtype == "float32" and (t.shape in (kept, (*kept, 1)))
+    return source if fits and tuple(instr["dims"]) == tuple(range(1 + len(t.shape))) else None
+
+
+def _lies_in_memory(flow: Flow, v: int) -> bool:
+    maker = flow.makers.get(flow.root(v))
+    reduced = (flow.instruction(j).kind.startswith("reduce_") for j in flow.readers(flow.root(v)))
+    return maker is not None and (maker.kind == "matmul" or any(reduced))
+
+
+def _sums_rows(flow: Flow, i: int, e: int) -> bool:
+    """Whether instruction ``i`` sums ``e`` over its last dimension."""
+    instr = flow.instruction(i)
+    if instr.kind != "reduce_sum" or flow.root(instr.inputs[0]) != flow.root(e):
+        return False
+    return tuple(instr["axes"]) == (len(flow.type(e).shape),)
+
+
+def _converts(flow: Flow, i: int, dtypes: tuple[str, ...]) -> bool:
+    instr = flow.instruction(i)
+    return instr.kind == "convert_element_type" and flow.dtype(instr.outputs[0]) in dtypes
 
 
 # --- Sums of two products ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kitsune_jax.program.passes import simplified, with_biases_first, with_epilo
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.call import check
-from kitsune_jax.targets.cpu.facts import TakenDotFacts, TakenSum
+from kitsune_jax.targets.cpu.facts import RowExponential, TakenDotFacts, TakenSum
 from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.products import emit_dot, emit_loop, emit_matmul, emit_matmul_sink, emit_paste
 from kitsune_jax.targets.cpu.stage import StageLowering
@@ -280,6 +280,9 @@ def _emit(stage: StageLowering) -> None:
             pointwise.emit_group(stage, item.ops, item.loop)
         else:
             (i,) = item.ops
+            if i in stage.exponentials:
+                _exponential(stage, stage.exponentials[i])
+                continue
             kind = stage.body[i].kind
             handler = _HANDLERS.get(kind) or (_FAMILIES.get(OPS[kind].family) if kind in OPS else None)
             if handler is None:
@@ -348,6 +351,22 @@ def _reduce(stage: StageLowering, i: int, instr: Instr) -> None:
         reduced, reduced_steps = (1,), (0,)
     operands = x.operand((*steps, *reduced_steps)), out.operand(out_steps)
     stage.emit(bc.Reduce(bc.REDUCTIONS.index(how), extents, reduced, *operands), tile)
+
+
+def _exponential(stage: StageLowering, found: RowExponential) -> None:
+    def dense(view: View) -> bool:
+        return view.shape[-1] == 1 or view.strides[-1] == 1
+
+    def place(v: int) -> View:
+        t = stage.type(v)
+        return stage.place(stage.root(v), dense, lambda: stage.scratch(t.shape, t.dtype))
+
+    x = stage.view_that(dense, found.x, stage.type(found.x).dtype)
+    kept = x.shape[:-1]
+    shift = stage.view(found.shift)
+    operands = x.operand(), shift.operand(shift.strides[: len(kept)]), place(found.out).operand()
+    sums = () if found.sums is None else (stage.place(stage.root(found.sums)).operand(),)
+    stage.code.append(bc.ExpRows(kept, x.shape[-1], found.factor, *operands, sums))
 
 
 Ints = tuple[int, ...]

@@ -233,7 +233,7 @@ def operands(x: Any) -> list[bc.CpuOperand]:
 def _with_refs(x: Any, change: Callable[[bc.CpuRef], bc.CpuRef]) -> Any:
     """``x`` with ``change`` applied to the memory of each of ``operands(x)``."""
     if isinstance(x, bc.CpuOperand):
-        return dataclasses.replace(x, ref=change(x.ref))
+        return bc.CpuOperand(change(x.ref), x.row_stride, x.strides)
     if isinstance(x, tuple):
         return tuple(_with_refs(y, change) for y in x)
     return dataclasses.replace(x, **{name: _with_refs(getattr(x, name), change) for name in _OPERANDS[type(x)]})
@@ -310,7 +310,7 @@ def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[b
         if ref.space != bc.SCRATCH:
             return ref
         base = offsets[ref.index] // itemsize(bc.DTYPES[ref.dtype])
-        return dataclasses.replace(ref, index=0, offset=base + ref.offset)
+        return bc.CpuRef(ref.space, 0, base + ref.offset, ref.dtype, ref.loop_strides, ref.batch_strides)
 
     if isinstance(instruction, bc.Pack):
         preps[instruction.prep] = dataclasses.replace(preps[instruction.prep], source=placed(preps[instruction.prep].source))

@@ -39,6 +39,11 @@ def schedule(stage: StageLowering) -> list[Item]:
         inputs = {stage.root(v) for v in (*instr.inputs, *captured(instr))}
         ready = max((at[r] for r in inputs if r in at), default=-1)
         out = stage.root(instr.outputs[0]) if instr.outputs else -1
+        if i in stage.exponentials:
+            found = stage.exponentials[i]
+            items.append(Item(None, [i]))
+            at.update({stage.root(v): len(items) - 1 for v in (out, found.out, *(() if found.sums is None else (found.sums,)))})
+            continue
         if i in stage.added:
             at[out] = ready  # the item of the later product
             continue

@@ -23,7 +23,7 @@ from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
-from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, taken_dots, taken_sums
+from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, row_exponentials, taken_dots, taken_sums
 from kitsune_jax.targets.cpu.memory import BorderArray, View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
@@ -64,7 +64,9 @@ class StageLowering:
         self.uses = self.flow.uses
         self.rounded = rounded_values(program, self.flow, rounding)
         self.taken, self.dots = taken_sums(program, self.flow), taken_dots(self.flow)  # by the number of their sum
-        self.absorbed = {i for sums in (self.taken, self.dots) for found in sums.values() for i in found.absorbed}
+        self.exponentials = row_exponentials(self.flow)  # by the number of their exp
+        facts = (self.taken, self.dots, self.exponentials)
+        self.absorbed = {i for found in facts for fact in found.values() for i in fact.absorbed}
         self.sums = product_sums(self.flow)
         self.added = {s.add for s in self.sums.values()}
         self.code: list[bc.Instruction] = []

@@ -96,24 +96,25 @@ class LoadScalar(Node):
 
 
 class SinkStart(Node):
-    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts."""
+    """``width``: columns, 0 for a scalar; ``quad``: the threads of a quad hold different parts; ``spread``: the threads of a warp
+    hold different columns (``fold_rows`` of sink.h)."""
 
     ref: Ref
     how: str
     dtype: str
     width: int
     quad: bool
+    spread: bool = False
 
     def lines(self, at: Spelling) -> list[str]:
         sink, type_, identity = at.name(self.ref), pointwise.COMPUTE[self.dtype], Identity(self.how, self.dtype).text(at)
         if not self.width:
             return [f"{type_} {sink} = {identity};"]
-        count = self.width // 4
-        return [f"{type_} {sink}[{count}];", f"for (int i = 0; i < {count}; ++i) {sink}[i] = {identity};"]
+        return [f"{type_} {sink}[{self.held}];", f"for (int i = 0; i < {self.held}; ++i) {sink}[i] = {identity};"]
 
     @property
     def held(self) -> int:
-        return self.width // 4 or 1
+        return self.width // (32 if self.spread else 4) or 1
 
 
 class Tops(Node):
@@ -202,6 +203,11 @@ class SegmentStart(Node):
     def bytes(self) -> int:
         """Bytes in the lane's memory."""
         return tiles.table_bytes(self.rows, self.width) if self.rows else tiles.segment_bytes(self.width)
+
+    @property
+    def fan_in(self) -> int:
+        """Lanes whose partial results are folded into one first."""
+        return tiles.FAN_IN if self.rows else tiles.SEGMENTS_FAN_IN
 
     @property
     def partial_words(self) -> int:
@@ -450,13 +456,11 @@ class TileLoop(Node):
 
 
 class FinishSinks(Node):
-    """``sinks``: each with its result and columns. ``segments``: sinks by sorted indices; ``tables``: sinks by other indices, with
-    the counters of groups of lanes."""
+    """``sinks``: each with its result and columns. ``segments``: sinks by indices, each with the counters of groups of lanes."""
 
     arrived: Constant
     sinks: tuple[tuple[SinkStart, Result, int], ...]
-    segments: tuple[Ref, ...]
-    tables: tuple[tuple[Ref, Constant], ...]
+    segments: tuple[tuple[Ref, Constant], ...]
 
     def lines(self, at: Spelling) -> list[str]:
         counter = f"reinterpret_cast<u32*>(p.zeroed() + {at.constant(self.arrived)})"
@@ -464,11 +468,10 @@ class FinishSinks(Node):
         for sink, result, _ in self.sinks:
             what, lane = (str(sink.width), "lane, ") if sink.width else (flag(sink.quad), "")
             lines.append(f"store_partial<{sink.how}, {what}>({result.partials(at)}, finish, {lane}{at.name(sink.ref)});")
-        lines += [f"{at.name(ref)}.store_partial();" for ref in self.segments]
-        for ref, groups in self.tables:
+        for ref, groups in self.segments:
             lines.append(f"{at.name(ref)}.store_partial(p.zeroed() + {at.constant(groups)}, &header.flags[group]);")
         lines.append("if (finish.last()) {")
-        lines += [f"  {at.name(ref)}.combine();" for ref in (*self.segments, *(ref for ref, _ in self.tables))]
+        lines += [f"  {at.name(ref)}.combine();" for ref, _ in self.segments]
         for sink, result, columns in self.sinks:
             template = f"{sink.how}, {pointwise.COMPUTE[sink.dtype]}, {result.element}"
             what = f"{at.constant(result.out)}, {result.partials(at, 'const ')}, finish, {columns}, {sink.width or 1}"

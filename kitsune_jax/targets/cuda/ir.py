@@ -643,16 +643,23 @@ class Store(Action):
 
 
 class Fold(Action):
-    """Fold the columns of a row into ``ref[2]``; or with ``stream`` the rows, into ``ref`` (``scalar``) or into one per column."""
+    """Fold the columns of a row into ``ref[2]``; or with ``stream`` the rows, into ``ref`` (``scalar``) or into one per column.
+    ``start``: of columns that are spread over the threads of a warp."""
 
     how: str
     ref: Ref
     stream: bool = False
     scalar: bool = True
+    start: Identity | None = None
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
         to = loop.at.name(self.ref)
-        if not (self.scalar and self.stream):
+        if self.start is not None:
+            start, own = self.start.text(loop.at), f"{to}_own"
+            loop.before.append(f"{pointwise.COMPUTE[self.start.dtype]} {own}[8] = {{{', '.join([start] * 8)}}};")
+            loop.after.append(f"{to}[b] = {self.how}::fold({to}[b], fold_rows<{self.how}>({own}));")
+            to = f"{own}[c]"
+        elif not (self.scalar and self.stream):
             to += f"[{f'b * {loop.pairs} + c' if self.stream else 'h'}]"
         guards = " && ".join(filter(None, [put.inside(loop), "valid[h]" if self.stream else ""]))
         loop.element.append(f"{f'if ({guards}) ' if guards else ''}{to} = {self.how}::fold({to}, {put.type}({x}));")

@@ -299,7 +299,7 @@ def _ring(program: TileProgram, arrays: Sequence[int], entries: int, at: int) ->
 def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) -> int:
     """Upper bound of the bytes of a part's barriers."""
     most = max((len(fitting.staged_arrays(program, s)) for s in range(len(program.stages))), default=0) if staging else 0
-    rings = 16 * most * a.lanes + 16 * fitting.MAX_DEPTH + sum(16 * q.depth * a.lanes for q in program.queues)
+    rings = 16 * most * a.lanes + 16 * fitting.most_chunks(program) + sum(16 * q.depth * a.lanes for q in program.queues)
     rings += split.ring_bytes(zip(a.split, (s.body for s in program.stages), strict=True), a.lanes)
     return rings + 128
 
@@ -367,8 +367,7 @@ def _workspace(program: TileProgram, a: Arrangement, stages: tuple[Fitted, ...])
     for s, stage in enumerate(stages):
         sinks, segments = in_setup(stage, frame.SinkStart), in_setup(stage, frame.SegmentStart)
         counters += [(("sinks", s), _COUNTER_BYTES)] if sinks or segments else []
-        groups = -(-workers // tiles.FAN_IN)
-        counters += [(("groups", start.ref.of), groups * _COUNTER_BYTES) for start in segments if start.rows]
+        counters += [(("groups", start.ref.of), -(-workers // start.fan_in) * _COUNTER_BYTES) for start in segments]
     with_gradients = [s for s, stage in enumerate(stages) if in_setup(stage, frame.GradientStart)]
     counters += [(("gradients", s), a.split[s] * a.lanes * _COUNTER_BYTES) for s in with_gradients]
     counters += [(("ring", q), pipelines * 2 * program.queues[q].depth * _COUNTER_BYTES) for q in l2]
@@ -554,9 +553,8 @@ def _finish(at: Layout, s: int) -> list[Node]:
         arrived = number("arrived", "sinks", at.workspace.at["sinks", s])
         sinks = [(x, _result(at, x.ref.of), math.prod(at.program.sinks[x.ref.of].shape)) for x in in_setup(stage, frame.SinkStart)]
         starts = in_setup(stage, frame.SegmentStart)
-        segments = tuple(start.ref for start in starts if not start.rows)
-        tables = [(x.ref, number("groups", x.ref.of, at.workspace.at["groups", x.ref.of])) for x in starts if x.rows]
-        found.append(frame.FinishSinks(arrived, tuple(sinks), segments, tuple(tables)))
+        segments = [(x.ref, number("groups", x.ref.of, at.workspace.at["groups", x.ref.of])) for x in starts]
+        found.append(frame.FinishSinks(arrived, tuple(sinks), tuple(segments)))
     if ("gradients", s) in at.workspace.at:
         arrived = number("arrived", "gradients", at.workspace.at["gradients", s])
         parts, gradients = at.a.gradient_parts(at.program), []

@@ -99,6 +99,7 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         runs_phases=True,
         most_merged=4,  # phases of a call: they are compiled as one kernel, and all arrays between them exist at the same time
         divides_gradients=True,
+        stores_gradients=True,
         repeats_products=True,
         sums_online=True,
         sums_unordered=True,

@@ -7,6 +7,7 @@ weights. Invariant: the same numbers as in ``cuda/include/kitsune/layout.h``, ``
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 TILE_ROWS = 64
 HALF_TILE_ROWS = 32  # of a loop over a cluster: each thread has one row, not two
@@ -53,6 +54,20 @@ def owned(width: int) -> int:
 
 def blocks(width: int) -> int:
     return width // block(width)
+
+
+MOST_SUM_REGISTERS = 128  # of a thread, for sums over the rows of a stage's values
+
+
+def spread_sums(widths: Sequence[int]) -> tuple[bool, ...]:
+    """For each sum over the rows of a tile of that padded width: do the threads of a warp share out its columns after each tile
+    (``fold_rows`` of stage/sink.h)? It then takes an eighth of the registers, and a shuffle for each two of a thread's elements.
+
+    >>> spread_sums([256, 128]), spread_sums([256, 256, 256, 8])
+    ((False, False), (True, True, True, False))
+    """
+    many = sum(width // 4 for width in widths) > MOST_SUM_REGISTERS
+    return tuple(many and width % BLOCK_COLUMNS == 0 for width in widths)
 
 
 def column_chunks(width: int, most: int) -> tuple[int, ...]:
@@ -201,6 +216,7 @@ def held_entries(lanes: int) -> int:
 
 
 FAN_IN = 16  # lanes whose tables are folded into one first (``Table::kFanIn``)
+SEGMENTS_FAN_IN = 32  # lanes whose rows of sums by sorted indices are folded into two first (``Segments::kFanIn``)
 MOST_TABLE_BYTES = 192 << 10  # of a lane's table of sums by unsorted indices; one lane has room for it beside its stage
 
 

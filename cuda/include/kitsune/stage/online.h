@@ -119,32 +119,19 @@ struct OnlineSegments : Segments<Sum, float, E, W> {
     turn ^= 1;
   }
 
-  KITSUNE_DEVICE void store_partial() const {
-    const u32 k = 2 * worker + (ended ? 1 : 0);
-    put_partial(k);
-    if (thread_id() % kGroupThreads == 0 && !ended) st_global(partial_id(k + 1), static_cast<u32>(-1));
-  }
-
+  KITSUNE_DEVICE void store_partial(u8* arrived, u32* flag) { Base::store_partial(*this, arrived, flag); }
   KITSUNE_DEVICE void combine() {
     bar_sync(barrier, kGroupThreads);  // another sum by the same scores has read the tops of its own partial results
-    id = -1, ended = true;
-    KITSUNE_NO_UNROLL
-    for (u32 first = 0; first < 2 * workers; first += 16 * kWarps) {
-      const u32 mine = first + 16 * warp();
-      const i32 index = mine + lane_id() % 16 < 2 * workers ? static_cast<i32>(ld_l2(partial_id(mine + lane_id() % 16))) : -1;
-      const Runs runs = Runs::of(index);
-      Base::begin(runs);
-      KITSUNE_NO_UNROLL
-      for (int b = 0; b < W / kColumns; ++b) walk_pairs(runs, index, mine, b);
-      join();
-    }
-    close();
+    Base::combine(*this);
   }
 
  private:
+  friend Base;
+
   // Down 16 partial results: a thread has the pairs of one column of block b, and fetches eight at once, because each comes from
   // the L2 and the lanes that wait for the sums do nothing else meanwhile.
-  KITSUNE_DEVICE void walk_pairs(const Runs& runs, i32 index, u32 from, int b) const {
+  template <class None, class At>
+  KITSUNE_DEVICE void fold_rows(const Runs& runs, int b, None none, At at_row) const {
     constexpr int kAhead = 8;
     const int column = b * kColumns + static_cast<int>(lane_id()) % kColumns;
     const bool mine = static_cast<int>(lane_id()) < kColumns;
@@ -155,15 +142,16 @@ struct OnlineSegments : Segments<Sum, float, E, W> {
       float sum[kAhead], top[kAhead];
       KITSUNE_UNROLL
       for (int i = 0; i < kAhead; ++i) {
-        if (Runs::row(index, batch + i) < 0) continue;
-        sum[i] = from_word<float>(ld_l2(partial + static_cast<i64>(from + batch + i) * W + column));
-        top[i] = from_word<float>(ld_l2(partial_top(from + batch + i) + top_of(column)));
+        if (none(batch + i)) continue;
+        const u32 k = at_row(batch + i);
+        sum[i] = from_word<float>(ld_l2(partial + static_cast<i64>(k) * W + column));
+        top[i] = from_word<float>(ld_l2(partial_top(k) + top_of(column)));
       }
       KITSUNE_UNROLL
       for (int i = 0; i < kAhead; ++i) {
         const int r = batch + i;
         const i32 segment = Runs::row(runs.id, r);
-        if (Runs::row(index, r) >= 0) add_scaled(acc, at, sum[i], top[i]);
+        if (!none(r)) add_scaled(acc, at, sum[i], top[i]);
         if (!(runs.ends >> r & 1)) continue;
         if (segment >= 0) {
           if (mine && (first || r == 15)) {

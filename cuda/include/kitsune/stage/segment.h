@@ -7,8 +7,10 @@
 //
 // A warp walks down its 16 rows, a thread to a column. What begins and ends among them is a whole segment and goes to the result.
 // The first and the last run of each warp are joined by the lane, which carries the segment that its latest tile has left open.
-// What a lane finds first and what it has at the end may go on in other lanes: both are partial results, which the lane that comes
-// last folds in the order of the lanes (`Finish` in stage/sink.h), as if they were the rows of some more tiles.
+// What a lane finds first and what it has at the end may go on in other lanes: both are partial results. Those of `kFanIn` lanes
+// are the 64 rows of one more tile, which the one of them that comes last folds in the order of the lanes (`Finish` in
+// stage/sink.h) while other lanes still work. That leaves two partial results for each such group, one tile or few for the lane
+// that comes last of all, while everybody waits.
 #pragma once
 
 #include "kitsune/stage/scratch.h"
@@ -71,6 +73,7 @@ struct Segments {
   static constexpr int kColumns = kBlock<W>;                            // of a block
   static constexpr int kOwn = (W + kGroupThreads - 1) / kGroupThreads;  // columns that a thread carries
   static constexpr u32 kEdges = kWarps * 2;                             // runs of a tile that are joined
+  static constexpr u32 kFanIn = kTileRows / 2;                          // lanes whose partial results are folded first
   u32* edges;  // of this lane, in shared memory: two buffers of kEdges rows of W words, then two of kEdges indices
   void* out;   // the result
   int columns;
@@ -128,36 +131,70 @@ struct Segments {
     turn ^= 1;  // the next tile's runs go to the other buffer, so that nobody need wait until all have read these
   }
 
-  // After the last tile: what is left is this lane's other partial result.
-  KITSUNE_DEVICE void store_partial() const {
-    const u32 k = 2 * worker + (ended ? 1 : 0);
-    put_partial(k);
-    if (thread_id() % kGroupThreads == 0 && !ended) st_global(partial_id(k + 1), static_cast<u32>(-1));
-  }
+  // After the last tile: what is left is this lane's other partial result. `arrived`: counters of the groups of `kFanIn` lanes,
+  // each with a line of its own. The last lane of a group folds the partial results of the group in the place of the first lane's.
+  KITSUNE_DEVICE void store_partial(u8* arrived, u32* flag) { store_partial(*this, arrived, flag); }
 
-  // The last lane's work, once the partial results of all are there.
-  KITSUNE_DEVICE void combine() {
-    id = -1, ended = true;
-    KITSUNE_NO_UNROLL
-    for (u32 first = 0; first < 2 * workers; first += 16 * kWarps) {
-      const u32 mine = first + 16 * warp();
-      const i32 index = mine + lane_id() % 16 < 2 * workers ? static_cast<i32>(ld_l2(partial_id(mine + lane_id() % 16))) : -1;
-      const Runs runs = Runs::of(index);
-      begin(runs);
-      KITSUNE_NO_UNROLL
-      for (int b = 0; b < W / kColumns; ++b) {
-        const u32* const column = partial + static_cast<i64>(mine) * W + b * kColumns + lane_id() % kColumns;
-        walk(
-            runs, b,
-            [&](int r) { return Runs::row(index, r) < 0 ? How::template identity<V>() : from_word<V>(ld_l2(column + r * W)); },
-            [&](i32 segment, int c, V acc, int) { put(segment, c, acc); });
-      }
-      join();
-    }
-    close();
-  }
+  // The last lane's work, once the partial results of all groups are there.
+  KITSUNE_DEVICE void combine() { combine(*this); }
 
  protected:
+  // Row `k` of the partial results of lanes `first`, `first + step`, ...: each has two.
+  static KITSUNE_DEVICE u32 place(u32 k, u32 first, u32 step) { return 2 * (first + k / 2 * step) + k % 2; }
+
+  // `Self`: this, or a class with another `fold_rows`, `join`, `close` and `put_partial`.
+  template <class Self>
+  static KITSUNE_DEVICE void store_partial(Self& self, u8* arrived, u32* flag) {
+    left(self);
+    const u32 first = self.worker / kFanIn * kFanIn, rest = self.workers - first, lanes = rest < kFanIn ? rest : kFanIn;
+    const Finish group{reinterpret_cast<u32*>(arrived + self.worker / kFanIn * 128), flag, lanes, self.worker, self.barrier};
+    if (!group.last()) return;
+    self.worker = first, self.id = -1, self.ended = false;
+    fold_partials(self, first, lanes, 1);
+    left(self);
+  }
+  template <class Self>
+  static KITSUNE_DEVICE void combine(Self& self) {
+    self.id = -1, self.ended = true;
+    fold_partials(self, 0, (self.workers + kFanIn - 1) / kFanIn, kFanIn);
+    self.close();
+  }
+
+  // The open segment is the lane's second partial result, or its only one.
+  template <class Self>
+  static KITSUNE_DEVICE void left(const Self& self) {
+    const u32 k = 2 * self.worker + (self.ended ? 1 : 0);
+    self.put_partial(k);
+    if (thread_id() % kGroupThreads == 0 && !self.ended) st_global(self.partial_id(k + 1), static_cast<u32>(-1));
+  }
+
+  // The partial results of `lanes` lanes in their order, as the rows of tiles.
+  template <class Self>
+  static KITSUNE_DEVICE void fold_partials(Self& self, u32 first, u32 lanes, u32 step) {
+    KITSUNE_NO_UNROLL
+    for (u32 from = 0; from < 2 * lanes; from += 16 * kWarps) {
+      const u32 mine = from + 16 * warp(), row = mine + lane_id() % 16;
+      const i32 index = row < 2 * lanes ? static_cast<i32>(ld_l2(self.partial_id(place(row, first, step)))) : -1;
+      const Runs runs = Runs::of(index);
+      self.begin(runs);
+      KITSUNE_NO_UNROLL
+      for (int b = 0; b < W / kColumns; ++b)
+        self.fold_rows(
+            runs, b, [&](int r) { return Runs::row(index, r) < 0; }, [&](int r) { return place(mine + r, first, step); });
+      self.join();
+    }
+  }
+
+  // `none`: has row r no segment? `at`: its partial result.
+  template <class None, class At>
+  KITSUNE_DEVICE void fold_rows(const Runs& runs, int b, None none, At at) const {
+    const u32* const column = partial + b * kColumns + lane_id() % kColumns;
+    walk(
+        runs, b,
+        [&](int r) { return none(r) ? How::template identity<V>() : from_word<V>(ld_l2(column + static_cast<i64>(at(r)) * W)); },
+        [&](i32 segment, int c, V acc, int) { put(segment, c, acc); });
+  }
+
   // Down the 16 rows: a thread has the elements of one column of block b, and fetches four at once. `whole`: of a run that begins
   // and ends among them, with its segment, the column, its fold and its last row.
   template <class Load, class Whole>

@@ -66,6 +66,28 @@ KITSUNE_DEVICE void store_partial(u32* partial, const Finish& at, const Lane& la
   }
 }
 
+// A value's 8 columns of a thread, folded over the 16 rows of its warp. The eight threads with the same columns halve them three
+// times, so that each ends with one: a thread of row group g with column g. A sum of W columns then takes W / 32 registers of a
+// thread, and not W / 4.
+template <class How, class V>
+KITSUNE_DEVICE V fold_rows(const V (&own)[8]) {
+  V half[4], pair[2];
+  const u32 group = lane_id() / 4;
+  KITSUNE_UNROLL
+  for (int i = 0; i < 4; ++i) half[i] = How::fold(group & 4 ? own[4 + i] : own[i], exchange(group & 4 ? own[i] : own[4 + i], 16));
+  KITSUNE_UNROLL
+  for (int i = 0; i < 2; ++i)
+    pair[i] = How::fold(group & 2 ? half[2 + i] : half[i], exchange(group & 2 ? half[i] : half[2 + i], 8));
+  return How::fold(group & 1 ? pair[1] : pair[0], exchange(group & 1 ? pair[0] : pair[1], 4));
+}
+
+// A vector of W columns that `fold_rows` has folded block by block.
+template <class How, int W, class V>
+KITSUNE_DEVICE void store_partial(u32* partial, const Finish& at, const Lane& lane, const V (&acc)[W / 32]) {
+  KITSUNE_UNROLL
+  for (int b = 0; b < W / 32; ++b) st_global(partial + at.row() * W + first_column<W>(lane, b) + lane_id() / 4, to_word(acc[b]));
+}
+
 // The last warpgroup's work on a sink of `columns` numbers in rows of `width`. Each row is a trip to the L2, so where there are few
 // columns (a loss), a warp takes one, and each of its lanes every 32nd row; else thread t takes columns t, t + 128, ...
 template <class How, class V, class E>

@@ -244,6 +244,8 @@ class CpuCost(RegionCost):
         return CpuCost(graph, region, self.machine, program=self.program)
 
     def tile_seconds(self, i: int, rows: int) -> float:
+        if self.graph.ops[i].body is None:
+            return self.seconds(self.cpu_work(i), rows)
         return sum(count * self.seconds(work, rows) for work, count in self.kinds((i,)).items())
 
     def kinds(self, ops: Iterable[int]) -> dict[CpuWork, int]:

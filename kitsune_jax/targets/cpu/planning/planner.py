@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Set
 from typing import Any
 
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, is_constant
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import FREE, SCATTER, Access, pipeline_traffic, round_up
@@ -239,7 +239,8 @@ def order_seconds(cost: CpuCost) -> float:
         return 0.0
     rows = cost.region.space.rows
     keys = max((_segments(access) for access in _folds(cost) if access.near), default=0)
-    seconds = rows * cost.times["order"] + keys * _KEY_SECONDS
+    known = is_constant(cost.graph, cost.graph.producers(), cost.order)
+    seconds = 0.0 if known else rows * cost.times["order"] + keys * _KEY_SECONDS
     for v in cost.border:
         row = Access(1, cost.row_bytes(v), cost.bytes(v), False, False)
         near = dataclasses.replace(row, near=True)

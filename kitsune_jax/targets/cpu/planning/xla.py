@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning.cost import (
@@ -71,16 +71,16 @@ def baseline(cost: CpuCost) -> tuple[float, int]:
 def _in_front_of_reductions(cost: CpuCost) -> set[int]:
     """The values that XLA writes to memory for its library, which computes a reduction with the elementwise operations in front of
     it, but no slices, gathers or the like."""
-    found = set[int]()
-    work = [i for i in cost.region.ops if cost.family(i) == "reduce" and not cost.program.looped]
-    for i in work:  # grows
-        makers = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
-        for maker in makers:
-            if cost.family(maker) in (*FAMILIES, *FREE):
-                work += [] if maker in work else [maker]
-            elif cost.family(maker) not in ROOTS:  # which have kernels of their own
-                found.update(cost.graph.ops[maker].outputs)
-    return found
+
+    def makers(i: int) -> list[int]:
+        return [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
+
+    folds = [i for i in cost.region.ops if cost.family(i) == "reduce" and not cost.program.looped]
+    fused = {*FAMILIES, *FREE}
+    near = reached(folds, lambda i: (maker for maker in makers(i) if cost.family(maker) in fused))
+    # Roots have kernels of their own.
+    others = {maker for i in near for maker in makers(i) if cost.family(maker) not in fused | ROOTS}
+    return {v for maker in others for v in cost.graph.ops[maker].outputs}
 
 
 def of_ops(graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext = REGION_ALONE) -> float:

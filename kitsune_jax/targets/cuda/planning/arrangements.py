@@ -53,6 +53,7 @@ from kitsune_jax.targets.cuda.tiles import (
     FAN_IN,
     HALF_TILE_ROWS,
     NO_RING,
+    SEGMENTS_FAN_IN,
     SUM_BYTES,
     TILE_ROWS,
     InputRing,
@@ -140,15 +141,17 @@ class GpuRegion:
 
     def _fold_seconds(self, lanes: int) -> float:
         """Seconds after the last tile, when one lane folds what all lanes have left: their tables, of which others fold 16 each
-        before; and two rows of a lane for each sink by sorted indices, 64 in a round. A thread has four numbers of each 512 of a
-        table, and fetches those of four tables, or of four rows, at once, or eight rows of an online sum; each fetch takes a hop's
-        time. (The record's last lane of a graph attention network, which fetched its 416 rows one by one, needed 273 us.)"""
+        before; and for each sink by sorted indices two rows of each 32 lanes, 64 in a round, when the last of these 32 has folded
+        theirs in a round of its own. A thread has four numbers of each 512 of a table, and fetches those of four tables, or of four
+        rows, at once, or eight rows of an online sum; each fetch takes a hop's time. (The record's last lane of a graph attention
+        network, which fetched the 416 rows of all lanes one by one, needed 273 us.)"""
         waits, hops = sum(-(-words // 512) for words in self.cost.lane_tables()) * (FAN_IN + -(-lanes // FAN_IN)) / 4, 0
         for i in self.cost.region.sinks:
             access, op = self.cost.access(i), self.cost.graph.ops[i]
             if access is not None and access.near:
                 blocks = -(-padded(self.cost.elements(i)) // BLOCK_COLUMNS)
-                hops += -(-2 * lanes // TILE_ROWS) * blocks * (2 if op.kind in ONLINE else 4)
+                rounds = 1 + -(-2 * -(-lanes // SEGMENTS_FAN_IN) // TILE_ROWS)
+                hops += rounds * blocks * (2 if op.kind in ONLINE else 4)
         return waits * self.machine.place("l2").latency + hops * self.machine.rate(self.machine.transfers.hop_seconds, "l2")
 
     def _partial_bytes(self, ctas: int, lanes: int) -> int:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, is_constant
 from kitsune_jax.ops.loops import as_step, parts
 from kitsune_jax.ops.reduce import ONLINE, any_order, may_differ
 from kitsune_jax.ops.spec import EVERYWHERE
@@ -242,7 +242,7 @@ class GpuCost(RegionCost):
 
     def order_seconds(self) -> float:
         """Seconds to sort the rows into this order, divided among the ops that fold by the same indices: XLA sorts once for all."""
-        if self.order is None:
+        if self.order is None or is_constant(self.graph, self.graph.producers(), self.order):  # a constant of the program too
             return 0.0
         folds = [op for op in self.graph.ops if OPS.get(op.kind) and OPS[op.kind].family == SCATTER]
         users = sum(self.order == op.inputs[1] for op in folds)
@@ -476,6 +476,16 @@ def panel_sums_of(cost: GpuCost) -> dict[int, int]:
     return found
 
 
+def spread_sums(cost: GpuCost, ops: Sequence[int]) -> frozenset[int]:
+    """Sums over the rows whose columns the threads of a warp share out (``tiles.spread_sums``)."""
+    own = [i for i in ops if i in cost.sinks and cost.work(i).dot is None and cost.access(i) is None]
+    sizes = {i: cost.graph.values[cost.graph.ops[i].outputs[0]].size for i in own}
+    panels = panel_sums(cost, ops) if own else frozenset()
+    sums = [i for i in own if sizes[i] > 1 and i not in panels]
+    spread = tiles.spread_sums([tiles.padded(sizes[i]) for i in sums])
+    return frozenset(i for i, apart in zip(sums, spread, strict=True) if apart)
+
+
 def useful_split(columns: int, split: int) -> int:
     """The largest number of equal slabs, of whole blocks of 32 columns, that ``split`` CTAs can share.
 
@@ -569,7 +579,7 @@ class StageSteps:
         for i in self.ops:
             self._add_to_step(i)
         self.kept = self._kept_values()
-        panels = panel_sums(cost, ops)
+        panels, self.spread = panel_sums(cost, ops), spread_sums(cost, ops)
         self.sums = sum(2 if i in panels else self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
         self.runs = max((self._segment_bytes(i) for i in ops if i in cost.sinks and cost.access(i) is not None), default=0)
         self.products = product_bytes(cost, ops)
@@ -699,7 +709,7 @@ class StageSteps:
         if self.cost.access(i) is not None:
             return 1  # of the segment that is open
         columns = sum(self.cost.graph.values[v].size for v in self.cost.graph.ops[i].outputs)
-        return 2 if columns == 1 else tiles.padded(columns) // 4
+        return 2 if columns == 1 else tiles.padded(columns) // (32 if i in self.spread else 4)
 
     def _segment_bytes(self, i: int) -> int:
         """Shared memory of a lane for sink ``i`` by indices: the block to fold, and the runs of a tile or the lane's table."""
@@ -767,6 +777,8 @@ SPECIAL_SLOTS = 8
 CONVERT_SLOTS = 0.5  # one instruction converts and packs two values (cvt.rn.bf16x2.f32)
 # Four threads share a row: two shuffles and two adds in each of the 128 threads, for 64 rows.
 ROW_SLOTS = 8
+# Of an element of a sum whose columns a warp's threads share out: for 16 of a thread, 7 shuffles and folds, and 14 selections.
+_SPREAD_SLOTS = 28 / 16
 _ADDRESS_SLOTS = 16  # of two rows of a table: compare the indices with its ends, multiply by its pitch
 # Fraction of wgmma's rate that mma.sync reaches, for float32 gradients and products for each row. An assumption until measured.
 _WARP_MATMUL = 0.62
@@ -944,6 +956,7 @@ def _step(body: GpuCost, storage: Storage, efficiency: float, split: int) -> Til
 def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]:
     """(instructions, special function results) of ``ops`` on a tile."""
     slots = special = 0.0
+    slots += sum(TILE_ROWS * cost.elements(i) * _SPREAD_SLOTS for i in spread_sums(cost, ops))
     for i in ops:
         if cost.is_maker(i):
             continue

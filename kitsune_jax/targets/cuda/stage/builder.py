@@ -356,13 +356,21 @@ class StageCodeBuilder:
                 return st.Operand("rows", home.rows.ref, width, dtype, home.rows.ref, home.rows)
         if value.row:
             return st.Operand("registers", self.row_tile(v), 8, dtype, Ref("r", self.root(v)))
-        if not isinstance(home, (st.InImage, st.InRegisters)):
+        if self.is_kept_for_products(v):
             self.materialize(v)
         home = self.value(v).home
         if isinstance(home, st.InImage):
             return st.Operand("image", home.ref, width, dtype, home.owner)
         assert isinstance(home, st.InRegisters)
         return st.Operand("registers", home.ref, width, dtype, home.owner)
+
+    def is_kept_for_products(self, v: int) -> bool:
+        """Must ``v`` be brought to registers or an image before products read it? They read no other place but an array's rows."""
+        value = self.value(v)
+        if value.row or isinstance(value.home, (st.InImage, st.InRegisters)):
+            return False
+        in_array = isinstance(value.home, st.InArray) and (tiles.blocks(value.width) <= _NARROW or not value.home.rows.strides)
+        return not in_array
 
     def _name_of_copy(self, v: int) -> Ref:
         self.counter += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileProgram, walk
@@ -28,6 +28,8 @@ class Facts:
         self.readers = _readers(body, names)
         # (weight gradient, its operand, the sum over the rows that is made from the operand's panel)
         self.panel_sums = tuple(found for block in blocks for found in _panel_sums(program, block, names))
+        # Sums over the rows whose columns the threads of a warp share out.
+        self.spread_sums = _spread_sums(program, self.instrs, {i for _, _, i in self.panel_sums})
         # value -> reads of it; a panel sum reads the panel, not the value
         self.uses = Counter(names.get(x, x) for i in body if not names.keys() & i.outputs for x in _read(i))
         self.uses.subtract(names.get(v, v) for _, v, _ in self.panel_sums)
@@ -45,7 +47,7 @@ class Facts:
         self.rounded = _rounded(program, body, names)  # float32 value -> its only 16-bit form
         self.compared = compared_values(program)  # values with the same bits in every context
         self.coarse = coarse_exponentials(program, body) - self.compared
-        self.kept_rows = _kept_rows(program, self.instrs, names)  # read from their arrays once
+        self.kept_rows = kept_rows(program, self.instrs)  # read from their arrays once
         # 16-bit values that are rounded when they are made, as ``jax.jit`` does (``stage/simplify.py``)
         self.rounded_results = rounded_results(program, [i for _, _, i in self.panel_sums])
 
@@ -143,9 +145,10 @@ def _only_read_by(kind: str, stacked: dict[int, tuple[int, ...]], readers: dict[
     return frozenset(found)
 
 
-def _kept_rows(program: TileProgram, instrs: Sequence[Instr], names: dict[int, int]) -> frozenset[int]:
+def kept_rows(program: TileProgram, instrs: Sequence[Instr]) -> frozenset[int]:
     """Loaded rows that several products of many columns, a gate and others, multiply with. A product reads rows from their array
     again for each chunk of its columns, so a lane keeps these."""
+    names = _aliases(program, tuple(walk(instrs)))
     loaded = {names.get(v, v) for i in instrs if i.kind == "load" for v in i.outputs}
     columns: dict[int, list[int]] = {}
     for i in instrs:
@@ -183,6 +186,13 @@ def _panel_sums(program: TileProgram, instrs: tuple[Instr, ...], names: dict[int
 def _is_sum(program: TileProgram, instr: Instr, dtype: str) -> bool:
     sink = program.sinks[instr["sink"]]
     return sink.how == "sum" and sink.dtype in ("float32", dtype)
+
+
+def _spread_sums(program: TileProgram, instrs: tuple[Instr, ...], in_panels: Set[Instr]) -> frozenset[Instr]:
+    columns = {i: math.prod(program.values[i.inputs[0]].shape) for i in instrs if i.kind == "sink" and tuple(i["axes"]) == (0,)}
+    sums = [i for i, n in columns.items() if n > 1 and i not in in_panels]
+    spread = tiles.spread_sums([tiles.padded(columns[i]) for i in sums])
+    return frozenset(i for i, apart in zip(sums, spread, strict=True) if apart)
 
 
 # --- Scalar rows: programs in which one thread computes whole rows ----------------------------------------------------------------

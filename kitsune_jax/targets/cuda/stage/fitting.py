@@ -20,7 +20,7 @@ from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
 from kitsune_jax.targets.cuda.stage import chunks, instructions
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
-from kitsune_jax.targets.cuda.stage.facts import Facts
+from kitsune_jax.targets.cuda.stage.facts import Facts, kept_rows
 
 # --- Liveness: registers that the values of a stage need --------------------------------------------------------------------------
 
@@ -162,6 +162,9 @@ _SUMS_MARGINS = (56, 40, 24, 0)
 # The same with three lanes whose loop carries other values (a recurrence). An image of 16 registers moves 64 bytes of a thread in a
 # step; without it ptxas spills 200 more in an LSTM of 64.
 _CARRIED_MARGINS = (16, 0)
+# The same beside many sums over the rows: they live through the tile loop, and in the middle of an epilogue a sum has 8 numbers of
+# a thread more. NVRTC spills 17 registers in the backward pass of NeRF, and 104 without a margin.
+_SPREAD_MARGINS = (56, 24, 0)
 # Most registers of a value that returns from an image to registers: with one of 128, the size of float32 tiles of 256 columns,
 # ptxas spills although the estimate fits.
 _MOST_RETURNED = 64
@@ -287,6 +290,11 @@ def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
     return frozenset(k for k in loads if frame.is_staged(program, program.inputs[k]))
 
 
+def most_chunks(program: TileProgram) -> int:
+    """The most chunks of a ring of weights in a kernel of ``program``."""
+    return _KEPT_DEPTH if any(kept_rows(program, stage.body) for stage in program.stages) else MAX_DEPTH
+
+
 class _Fitter:
     def __init__(self, program: TileProgram, s: int, a: Arrangement):
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
@@ -295,7 +303,13 @@ class _Fitter:
         self.sums, several = _summed_products(self.instrs)
         carried = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         self.sums_last = several and a.lanes < 3
-        margins = _SUMS_MARGINS if self.sums_last else _CARRIED_MARGINS if carried and not self.sums and a.lanes == 3 else (0,)
+        margins: tuple[int, ...] = (0,)
+        if self.sums_last:
+            margins = _SUMS_MARGINS
+        elif carried and not self.sums and a.lanes == 3:
+            margins = _CARRIED_MARGINS
+        elif self.facts.spread_sums and a.lanes < 3:
+            margins = _SPREAD_MARGINS
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:

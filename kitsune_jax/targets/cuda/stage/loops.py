@@ -40,6 +40,9 @@ def _lower_counted_loop(at: StageCodeBuilder, instr: Instr) -> None:
         raise CannotLower("a sink by sorted indices in a loop has no code on the GPU: every iteration has an order of its own")
     for v in _outer_values(block):
         _give_home(at, v)
+    for v in _operands(at, block):
+        if at.is_kept_for_products(v):
+            at.materialize(v)
     carries = [_carry(at, *pair) for pair in zip(block.carries, instr.inputs, strict=True)]
     number = Ref("number", block.index)
     at.values[block.index] = st.StageValue(1, "int32", True, st.LoopNumber(number))
@@ -102,6 +105,14 @@ def _outer_values(block: Block) -> list[int]:
             made.update((i.block.index, *i.block.carries))
             read += i.block.results
     return [v for v in dict.fromkeys((*read, *block.results)) if v not in made]
+
+
+def _operands(at: StageCodeBuilder, block: Block) -> list[int]:
+    """Values from outside that products of the body contract. They may have a home, as rotated keys of two halves, and still none
+    that a product reads: the first product would keep them inside of the loop, where nothing behind the loop sees them."""
+    contracted = {at.root(p) for i in walk(block.body) if i.kind == "matmul" for p in at.split.pieces(i.inputs[0])}
+    pieces = [at.root(p) for v in _outer_values(block) for p in at.split.pieces(v)]
+    return [p for p in dict.fromkeys(pieces) if p in contracted and p in at.values and not at.values[p].slab]
 
 
 def _give_home(at: StageCodeBuilder, v: int) -> None:

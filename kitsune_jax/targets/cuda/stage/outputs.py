@@ -226,10 +226,11 @@ def _sink(at: StageCodeBuilder, instr: Instr) -> _Effect:
         raise CannotLower("a sink over the rows and a part of a row's dimensions has no code on the GPU")
     at.split.refuse_stage("a sink")
     apart = not value.row or facts.has_scalar_rows(at.program)
-    at.setup.append(frame.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart))
+    spread = instr in at.facts.spread_sums
+    at.setup.append(frame.SinkStart(ref, how, sink.dtype, 0 if scalar else value.width, apart, spread))
     if value.row:
         return _Effect((st.FoldRow(ref, how, sink.dtype, at.row(v)),))
-    return _Effect((), ir.Fold(v, how, ref, stream=True, scalar=scalar))
+    return _Effect((), ir.Fold(v, how, ref, True, scalar, ir.Identity(how, sink.dtype) if spread else None))
 
 
 def _sink_at(at: StageCodeBuilder, instr: Instr) -> _Effect:
