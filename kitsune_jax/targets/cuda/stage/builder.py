@@ -369,8 +369,10 @@ class StageCodeBuilder:
         value = self.value(v)
         if value.row or isinstance(value.home, (st.InImage, st.InRegisters)):
             return False
-        in_array = isinstance(value.home, st.InArray) and (tiles.blocks(value.width) <= _NARROW or not value.home.rows.strides)
-        return not in_array
+        if not isinstance(value.home, st.InArray):
+            return True
+        rows = not value.home.rows.strides and self.root(v) not in self.facts.kept_rows
+        return tiles.blocks(value.width) > _NARROW and not rows
 
     def _name_of_copy(self, v: int) -> Ref:
         self.counter += 1
