@@ -39,13 +39,13 @@ from kitsune_jax.targets.cuda.planning.cost import (
     largest_storage,
     load_seconds,
     loops_of,
-    matmul_efficiency,
     most_split,
     packed_bytes,
     repeated_bytes,
     shared_bytes,
     tile_work,
 )
+from kitsune_jax.targets.cuda.planning.machines import matmul_efficiency
 from kitsune_jax.targets.cuda.planning.xla import baseline
 from kitsune_jax.targets.cuda.tiles import (
     BLOCK_COLUMNS,

@@ -688,8 +688,11 @@ class StageSteps:
         """Loaded rows that several products of many columns read, one chunk of columns after the other."""
         cost, columns = self.cost, dict[int, list[int]]()
         for i in self.ops:
-            dot, v = cost.work(i).dot, cost.graph.ops[i].inputs[0]
-            if dot is not None and not dot.per_row and i not in cost.sinks and v in cost.region.inputs and cost.slices is None:
+            dot = cost.work(i).dot
+            if dot is None or dot.per_row or i in cost.sinks or cost.slices is not None:
+                continue
+            v = cost.graph.ops[i].inputs[0]
+            if v in cost.region.inputs:
                 columns.setdefault(v, []).append(dot.n // self.split)
         found = list[_LiveValue]()
         for v, n in columns.items():
@@ -993,11 +996,3 @@ def _pointwise_slots(cost: GpuCost, i: int) -> tuple[float, int]:
     op = cost.graph.ops[i]
     spec, narrow = OPS[op.kind], itemsize(cost.graph.values[op.outputs[0]].dtype) == 2
     return spec.fast if narrow and spec.fast else spec.flops, int(spec.special)
-
-
-def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool, lanes: int) -> float:
-    """Fraction of the tensor rate that matmuls reach while their epilogues are hidden behind other lanes."""
-    of_lanes = machine.lane_efficiency[lanes - 1]
-    if arrangement == "spatial":
-        return of_lanes * machine.rate(machine.spatial_efficiency, "other")
-    return of_lanes * machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")

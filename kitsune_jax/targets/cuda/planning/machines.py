@@ -344,3 +344,11 @@ def fitted(name: str) -> GpuMachine | None:
         return None
     sms, kib, l2, clock, bandwidth = (int(group or 0) for group in match.groups()[1:])
     return _fit(GPUS[match[1]], _DRIVER[match[1]], Sizes(sms, kib * KIB, l2 * MIB, clock * 1e6, bandwidth * 1e9), name)
+
+
+def matmul_efficiency(machine: GpuMachine, arrangement: str, resident: bool, lanes: int) -> float:
+    """Fraction of the tensor rate that matmuls reach while their epilogues are hidden behind other lanes."""
+    of_lanes = machine.lane_efficiency[lanes - 1]
+    if arrangement == "spatial":
+        return of_lanes * machine.rate(machine.spatial_efficiency, "other")
+    return of_lanes * machine.rate(machine.vertical_efficiency, "resident" if resident else "streamed")

@@ -38,14 +38,13 @@ from kitsune_jax.targets.cuda.planning.cost import (
     gradients_of,
     largest_storage,
     loops_of,
-    matmul_efficiency,
     packed_bytes,
     panel_sums_of,
     shared_bytes,
     tile_work,
     vector_bytes,
 )
-from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine, matmul_efficiency
 from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
 from kitsune_jax.targets.cuda.planning.xla import baseline
 from kitsune_jax.targets.cuda.stage.fitting import MAX_DEPTH, STAGED_DEPTH

@@ -17,7 +17,7 @@ from kitsune_jax.program.passes import is_other_name
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning import cost
 from kitsune_jax.targets.cuda.planning.cost import CONVERT_SLOTS, DEPENDENT, PRODUCT_CYCLES, QUAD, ROW_SLOTS, TileWork
-from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.planning.machines import GpuMachine, matmul_efficiency
 from kitsune_jax.targets.cuda.stage import facts, fitting
 from kitsune_jax.targets.cuda.stage.simplify import rounded_results
 from kitsune_jax.targets.cuda.tiles import TILE_ROWS
@@ -33,7 +33,7 @@ class ProgramWork:
 
     def __init__(self, program: TileProgram, machine: GpuMachine, lanes: int, in_time: bool = False):
         self.program, self.machine, self.lanes, self.in_time = program, machine, lanes, in_time
-        self.efficiency = cost.matmul_efficiency(machine, "vertical", False, lanes)
+        self.efficiency = matmul_efficiency(machine, "vertical", False, lanes)
         self.coarse = facts.coarse_exponentials(program, program.stages[0].body)
         self.rounded = rounded_results(program)
 
