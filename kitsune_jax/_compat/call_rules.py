@@ -7,10 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from kitsune_jax._compat.jaxprs import (
-    VERSION,
     ad,
     ad_util,
     batching,
@@ -18,16 +15,13 @@ from kitsune_jax._compat.jaxprs import (
     core,
     discharge,
     hoist_consts,
-    is_literal,
     jaxpr_as_fun,
     jet_lib,
     jex_core,
     lu,
-    open_parts,
     out_avals,
     pe,
     remat,
-    replace_jaxpr,
     source_info_util,
     state_types,
     trace_jaxpr,
@@ -169,106 +163,11 @@ def register_call_rules(prim: Any, choose_residuals: Callable[..., Any], context
     jet_lib.jet_rules[prim] = functools.partial(_jet_rule, prim)
 
 
-# Operators whose derivative reads each tangent once. Of others, a call would add up the cotangents of an operand in another order.
-# Products stay as they are: the choice of residuals looks for them.
-SHARED_STEPS = frozenset(
-    {
-        *(
-            "abs",
-            "add",
-            "broadcast_in_dim",
-            "concatenate",
-            "convert_element_type",
-            "cos",
-            "div",
-            "erf",
-            "exp",
-            "exp2",
-            "integer_pow",
-        ),
-        *(
-            "log",
-            "log1p",
-            "logistic",
-            "max",
-            "min",
-            "mul",
-            "neg",
-            "reduce_sum",
-            "reshape",
-            "rsqrt",
-            "select_n",
-            "sin",
-            "slice",
-            "sqrt",
-        ),
-        *("square", "squeeze", "sub", "tanh", "transpose"),
-    }
-)
-
-
-def with_shared_steps(closed: Any, varies: Sequence[bool]) -> Any:
-    """``closed`` with its equations as inlined calls of one body for all equal equations, which JAX differentiates once: 0.2 ms for
-    each equation. A function that JAX differentiates without a jaxpr has such calls as well, of the functions of ``jax.numpy``."""
-    jaxpr, consts = open_parts(closed)
-    call = None if consts or VERSION < (0, 12) else _inlined_call()  # earlier ones are not known to inline the same
-    if call is None:
-        return closed
-    bodies, eqns = dict[Any, Any](), list[Any]()
-    tangent_of = {
-        v: v for v, nonzero in zip(jaxpr.invars, varies, strict=True) if nonzero
-    }  # of each value: equal for equal tangents
-    for eqn in jaxpr.eqns:
-        read = [tangent_of[v] for v in eqn.invars if not is_literal(v) and v in tangent_of]
-        same = len(read) == 1 and eqn.primitive.name in ("add", "sub")  # as that of the operand, if the other is a constant
-        if read:
-            tangent_of.update((v, read[0] if same else v) for v in eqn.outvars)
-        # Where a tangent has two names, a call would add up its cotangents in another order.
-        eqns.append(eqn if same or len(set(read)) < len(read) else _shared(eqn, closed, bodies, call))
-    return replace_jaxpr(closed, eqns=eqns)
-
-
-def _inlined_call() -> Any:
-    """An equation that calls a function of one argument, to be inlined where it is traced; ``None`` where this JAX has another."""
-    (eqn, *_) = open_parts(trace_jaxpr(lambda x: [jax.jit(jax.lax.neg)(x)], [core.ShapedArray((), "float32")]))[0].eqns
-    if not {"jaxpr", "inline", "in_shardings", "donated_invars", "out_shardings"} <= eqn.params.keys():
-        return None
-    inline = eqn.params["inline"]
-    early = True if isinstance(inline, bool) else getattr(type(inline), "JAX_EARLY", None)
-    return None if early is None else eqn.replace(params={**eqn.params, "inline": early})
-
-
-def _shared(eqn: Any, around: Any, bodies: dict[Any, Any], call: Any) -> Any:
-    """``eqn`` as a call of the body of an equal equation; itself where it has a rule of its own, or reads a value twice."""
-    prim, read = eqn.primitive, [v for v in eqn.invars if not is_literal(v)]
-    if prim.name not in SHARED_STEPS or prim in ad.primitive_linearizations or len(set(read)) < len(read):
-        return eqn
-    operands = tuple((repr(v.val), v.aval) if is_literal(v) else read.index(v) for v in eqn.invars)
-    key = (prim, tuple(eqn.params.items()), operands, tuple(v.aval for v in (*read, *eqn.outvars)), eqn.ctx)
-    try:
-        body = bodies.get(key)
-    except TypeError:  # parameters that have no hash
-        return eqn
-    if body is None:
-        info = open_parts(around)[0].debug_info.with_unknown_names()
-        inner = eqn.replace(source_info=source_info_util.new_source_info())  # the call has the name stack and the line
-        body = replace_jaxpr(around, invars=read, outvars=eqn.outvars, eqns=[inner], effects=eqn.effects, debug_info=info)
-        bodies[key] = body
-    several = dict[str, Any]()
-    for name, value in call.params.items():
-        if name.startswith(("in_", "donated_")):
-            several[name] = value[:1] * len(read)
-        elif name.startswith("out_"):
-            several[name] = value[:1] * len(eqn.outvars)
-    params = {**call.params, **several, "jaxpr": body, "name": prim.name}
-    return eqn.replace(primitive=call.primitive, params=params, invars=read)
-
-
 def _linearize_rule(prim: Any, choose_residuals: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
     """JAX's rule, but with the residuals of ``choose_residuals`` where that returns some."""
 
     def divide(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
-        primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(with_shared_steps(call_jaxpr, nzs), list(nzs), is_vjp=is_vjp)
+        primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(call_jaxpr, list(nzs), is_vjp=is_vjp)
         division = primal, tangent, tuple(forwarded)
         structured = None if isinstance(made, int) else made.unpack()[2]  # a tree of residuals, since 0.11
         if not structured:
