@@ -246,8 +246,8 @@ _SMALLER = 16  # an operand so many times smaller than the result is stored, not
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
     """Ops of ``region`` that no other region computes: all but its makers and ``region.recomputed``."""
-    labels, again = region.label_of(), set(region.recomputed)
-    return tuple(i for i in region.ops if i not in again and any(v in labels for v in graph.ops[i].inputs))
+    labelled, again = region.label_of().keys(), set(region.recomputed)
+    return tuple([i for i in region.ops if i not in again and not labelled.isdisjoint(graph.ops[i].inputs)])
 
 
 def regions_of(index: GraphIndex, sp: Spread, order: Order | None = None) -> list[Region]:

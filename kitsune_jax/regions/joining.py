@@ -60,7 +60,8 @@ class Chosen:
     @property
     def ops(self) -> tuple[int, ...]:
         """The ops of the whole call."""
-        return tuple(dict.fromkeys(i for p in self.phases for i in p.region.ops))
+        first, *rest = self.phases
+        return tuple(dict.fromkeys(itertools.chain(first.region.ops, *(p.region.ops for p in rest)))) if rest else first.region.ops
 
 
 PlanOf = Callable[[Region], Plan | str]  # a plan, or the reason why there is none
