@@ -74,9 +74,12 @@ def generation(machine: dict[str, Any]) -> str:
     ``/proc/cpuinfo`` numbers them: https://en.wikichip.org/wiki/amd/cpuid."""
     if "AMD" not in machine.get("cpu", ""):
         return ""
-    if machine.get("family") == 26:
+    family, model = machine.get("family"), machine.get("model")
+    if family == 26:
         return "Zen 5"
-    return "Zen 4" if machine.get("family") == 25 and machine.get("model", 0) // 16 in (1, 6, 7, 10) else ""
+    if family != 25 or model is None:
+        return ""
+    return {**dict.fromkeys((1, 6, 7, 10), "Zen 4"), **dict.fromkeys((0, 2, 3, 4, 5), "Zen 3")}.get(model // 16, "")
 
 
 def describe_software() -> dict[str, str | None]:

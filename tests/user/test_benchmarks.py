@@ -207,6 +207,15 @@ def test_run_store_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "up to date" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("family", "model", "design"), [(25, 1, "zen-3-"), (25, 0x21, "zen-3-"), (25, 0x11, "zen-4-"), (26, 2, "zen-5-"), (23, 49, "")]
+)
+def test_cpus_of_one_name_are_told_apart_by_their_design(family: int, model: int, design: str) -> None:
+    machine = {"cpu": "AMD EPYC", "cores": 2, "family": family, "model": model}
+    assert machine_slug(machine) == f"amd-epyc-{design}2c"
+    assert machine_slug({"cpu": "AMD EPYC", "cores": 2}) == "amd-epyc-2c"  # records of before tell no model
+
+
 def test_newest_record_of_a_case_wins(tmp_path: Path) -> None:
     machine = {"cpu": "Some(R) CPU @ 2 GHz", "cores": 2}
     assert machine_slug(machine) == "some-2c"
