@@ -177,6 +177,7 @@ def test_an_arrangement_becomes_the_instructions_it_was_planned_for(
 SERIALISED = {
     *(("nerf", "float32", f"sm90-spatial-l2-lanes{lanes}") for lanes in (2, 3)),
     *(("nerf", dtype, "sm90-spatial-l2-lanes3") for dtype in ("bfloat16", "float16")),
+    *(("edge-update", "float16", f"sm90-vertical-streamed-cluster{n}-lanes3") for n in (1, 2)),
 }
 
 
