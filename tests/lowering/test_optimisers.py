@@ -394,7 +394,7 @@ def test_the_interpreter_runs_all_phases(seed: int | None, monkeypatch: pytest.M
     p, x, y = network(17)
     args = (p, zeros_like(p), x, y)
 
-    def emit(region: PlannedRegion, operands: Any, avals: Any, evaluate: Any) -> Any:
+    def emit(region: PlannedRegion, operands: Any, avals: Any, evaluate: Any, known: Any) -> Any:
         def run(*arrays: Any) -> Any:
             return tuple(interpret(region.program, arrays, schedule_seed=seed))
 
