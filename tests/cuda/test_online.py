@@ -270,7 +270,8 @@ def test_the_machine_code(dtype: str, lanes: int, compiler: str) -> None:
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0
     paths = flow(code.instructions)
     assert not in_flight(paths).hazards and not (skipped(paths) if code.count("CALL") == 0 else ())
-    assert sum(i.opcode.startswith(("ATOM", "RED.")) for i in code.instructions) == 1  # the counter of lanes
+    atomics = sum(i.opcode.startswith(("ATOM", "RED.")) for i in code.instructions)
+    assert atomics == 3  # the counter of lanes, and of each of the two sums the counters of its groups of 32 lanes
     if lanes > 1:
         pool = register_pool(code, found.launch[3])
         assert pool.fits and all(role.used <= role.registers for role in pool.roles), pool

@@ -310,7 +310,7 @@ def test_what_the_planner_picks_is_tensor_code_without_local_memory(app: str, dt
 
 
 # In one kernel of each of these ptxas serialises the products (C7514): it reads sums of float16 products in flight.
-SERIALISED = {("nerf", "network", "float16"), ("nerf", "whole", "float16")}
+SERIALISED_STEPS = {("nerf", "network", "float16"), ("nerf", "whole", "float16")}
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_training_steps_that_the_planner_picks_run_as_they_were_issued(
     """Some spill, and docs/kernels.md says which; none may touch a product in flight, or wait for each."""
     kernels = picked(app, mode, jnp.dtype(dtype), monkeypatch)
     assert kernels
-    known = (app, mode, dtype) in SERIALISED
+    known = (app, mode, dtype) in SERIALISED_STEPS
     complained = False
     for source, newest in kernels.items():
         for compiler in COMPILERS:

@@ -100,6 +100,33 @@ def test_every_folder_is_a_room():
     assert {path.parent.name for path in (ROOT / "kitsune_jax").glob("*/__init__.py")} == {*ROOMS, "_compat"}
 
 
+def assigned_twice(tree: ast.Module) -> list[str]:
+    """The names of a module that two statements outside of functions, branches and loops give a value, in the order of the second."""
+    seen, twice = set[str](), []
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) and node.value else []
+        names = [t.id for t in targets if isinstance(t, ast.Name)]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:  # an overload or a property's setter is decorated
+            names.append(node.name)
+        for name in names:
+            if name in seen:
+                twice.append(name)
+            seen.add(name)
+    return twice
+
+
+def test_a_name_that_is_assigned_twice_is_found():
+    assert assigned_twice(ast.parse("A = 1\nB: int\nB = 2\nif A:\n    B = 3\ndef f(): ...\nA = 4\n")) == ["A"]
+
+
+def test_modules_assign_a_name_once():
+    """Functions between the two assignments would see the second (a test's list of exceptions was replaced by another's)."""
+    folders = ("kitsune_jax", "kernel_checks", "reference", "trust", "benchmarks", "scripts", "examples", "tests")
+    files = [path for folder in folders for path in sources(folder, ".py")]
+    found = {str(path.relative_to(ROOT)): twice for path in files if (twice := assigned_twice(ast.parse(path.read_text())))}
+    assert not found
+
+
 def test_a_class_name_stands_once():
     """In the package, whether private or not."""
     found = collections.defaultdict(list)
