@@ -54,10 +54,11 @@ def kernels_in(lowered: Any) -> list[Held]:
 def kernels_of_text(text: str) -> list[Held]:
     found = []
     for call in re.findall(rf"custom_call @{runtime.TARGET_NAME}\(.*", text):
-        image, launch = re.search(r'image = dense<"0x([0-9A-F]+)">', call), re.search(r"launch = dense<\[([-0-9, ]+)\]>", call)
-        name = re.search(r'name = "([^"]*)"', call)
+        image, name = re.search(r'image = dense<"0x([0-9A-F]+)">', call), re.search(r'name = "([^"]*)"', call)
+        launch = re.search(r'launch = dense<(?:\[([-0-9, ]+)\]|"0x([0-9A-F]+)")>', call)  # MLIR prints more than 100 numbers as bytes
         assert image and launch and name, call[:200]
-        found.append(Held(bytes.fromhex(image[1]), tuple(map(int, launch[1].split(","))), name[1]))
+        words = map(int, launch[1].split(",")) if launch[1] else np.frombuffer(bytes.fromhex(launch[2]), np.int64).tolist()
+        found.append(Held(bytes.fromhex(image[1]), tuple(words), name[1]))
     return found
 
 
