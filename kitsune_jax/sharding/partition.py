@@ -50,6 +50,20 @@ class OpPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Fold:
+    """The fold ``how`` over the devices along ``axes`` of the parts of a value, from the sharding ``before`` it to that ``after``."""
+
+    how: str
+    axes: Axes
+    before: Spec
+    after: Spec
+
+    def transposed(self, permutation: Sequence[int]) -> _Fold:
+        before, after = (tuple(spec[d] for d in permutation) for spec in (self.before, self.after))
+        return dataclasses.replace(self, before=before, after=after)
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphPlan:
     """``ops``: one plan for each op; None for an op that is evaluated where it is read, in the sharding of its reader. ``specs``:
     the sharding in which each value is made; None for a literal, and for a value of such an op. ``outputs``: of the results."""
@@ -323,6 +337,8 @@ class _Evaluation:
         self.made: dict[tuple[int, Spec], Any] = dict(zip(zip(graph.inputs, inputs, strict=True), arrays, strict=True))
         self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
         self.producer = graph.producers()
+        self.consumers = graph.consumers()
+        self.waiting = dict[int, tuple[Any, _Fold]]()  # values that are folded over devices behind the transpose that reads them
 
     def results(self) -> list[Any]:
         for i, plan in enumerate(self.plan.ops):
@@ -363,14 +379,39 @@ class _Evaluation:
 
     def _run(self, i: int, plan: OpPlan) -> None:
         op = self.graph.ops[i]
+        if op.inputs and op.inputs[0] in self.waiting:
+            array, fold = self.waiting.pop(op.inputs[0])
+            fold = fold.transposed(op["permutation"])
+            self._keep(op.outputs[0], fold.after, _folded(lax.transpose(array, op["permutation"]), fold))
+            return
         arrays = [self.read(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)]
         if plan.body is not None:
             results = self._loop(op, plan, arrays)
         else:
             results = [self._op(op, plan, arrays)]
         for v, spec, made in zip(op.outputs, plan.makes, results, strict=True):
-            self.first[v] = spec
-            self.made[v, spec] = self._folded(made, op, plan) if plan.folded else made
+            if not plan.folded:
+                self._keep(v, spec, made)
+                continue
+            fold = _Fold(OPS[op.kind].fold, plan.folded, plan.before, spec)
+            if self._is_transposed_first(v, spec):
+                self.waiting[v] = made, fold
+            else:
+                self._keep(v, spec, _folded(made, fold))
+
+    def _keep(self, v: int, spec: Spec, array: Any) -> None:
+        self.first[v] = spec
+        self.made[v, spec] = array
+
+    def _is_transposed_first(self, v: int, spec: Spec) -> bool:
+        """Is value ``v`` only transposed, in the sharding ``spec``? A pipeline transposes the parts as it stores them; behind the
+        collective XLA copies the gradient of each weight twice."""
+        readers = self.consumers.get(v, ())
+        if len(readers) != 1 or v in self.graph.outputs:
+            return False
+        (i,) = readers
+        plan = self.plan.ops[i]
+        return plan is not None and self.graph.ops[i].kind == "transpose" and plan.reads == (spec,)
 
     def _op(self, op: Op, plan: OpPlan, arrays: list[Any]) -> Any:
         (v,), spec = op.outputs, plan.before
@@ -437,15 +478,6 @@ class _Evaluation:
         wide = _wide(index)
         here = wide - self._position(axes).astype(wide.dtype) * mine
         return jnp.where((wide >= 0) & (wide < n), here, -1)
-
-    def _folded(self, array: Any, op: Op, plan: OpPlan) -> Any:
-        """The result folded over the devices; of a sum that is wanted in parts, one to each."""
-        axes = plan.folded
-        for d, (before, after) in enumerate(zip(plan.before, plan.makes[0], strict=True)):
-            if (more := after[len(before) :]) and OPS[op.kind].fold == "sum":
-                array = lax.psum_scatter(array, more, scatter_dimension=d, tiled=True)
-                axes = tuple(a for a in axes if a not in more)
-        return _FOLDED[OPS[op.kind].fold](array, axes) if axes else array
 
     def _loop(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
         body, inner = body_of(op), plan.body
@@ -519,6 +551,16 @@ class _Evaluation:
         if have[a][-1] != want[b][-1] or uneven:
             return None
         return lax.all_to_all(x, have[a][-1], split_axis=b, concat_axis=a, tiled=True)
+
+
+def _folded(array: Any, fold: _Fold) -> Any:
+    """The parts of a value folded over the devices; of a sum that is wanted in parts, one to each."""
+    axes = fold.axes
+    for d, (before, after) in enumerate(zip(fold.before, fold.after, strict=True)):
+        if (more := after[len(before) :]) and fold.how == "sum":
+            array = lax.psum_scatter(array, more, scatter_dimension=d, tiled=True)
+            axes = tuple(a for a in axes if a not in more)
+    return _FOLDED[fold.how](array, axes) if axes else array
 
 
 def _wide(index: Any) -> Any:

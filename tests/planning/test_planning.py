@@ -460,6 +460,17 @@ def test_rows_that_nothing_is_multiplied_with_are_worked_off_whole(f, columns):
     assert region.plan.blocks is None
 
 
+@pytest.mark.parametrize("device", ["avx2-2", "zen4-2"])
+def test_a_step_whose_sums_fit_no_cache_of_a_core_reads_them_for_many_rows_at_a_time(device: str) -> None:
+    """The intermediates of 64 rows take several times a core's cache, but each tile reads and writes 9 MB of sums."""
+    x, up, down = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2048, 512), (512, 1408), (1408, 512)))
+    step = jax.grad(lambda a, b, c, x: jnp.sum(jnp.square((jax.nn.silu(x @ a) * (x @ b)) @ c)), (0, 1, 2))
+    graph, machine = graph_of(step, up, up, down, x), cpu_model(device)
+    (chosen,) = route(graph, "cpu", RouteOptions(force=True, device=device)).regions
+    live = CpuCost(graph, chosen.region, machine).live_row_bytes(chosen.region.ops)
+    assert chosen.plan.tile_rows >= 64 and 64 * live > 2 * machine.local_bytes
+
+
 def test_each_operand_that_a_block_packs_costs_a_step(monkeypatch):
     """Keys and values, in each of the 8 blocks."""
     x = jax.ShapeDtypeStruct((1, 1024, 2, 64), "float32")

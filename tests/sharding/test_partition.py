@@ -168,6 +168,17 @@ def test_a_sum_is_scattered_to_those_who_want_its_parts(f: Any, w: Any, of_w: Sp
     assert "reduce_scatter" in text and "psum[" not in text and "all_gather" in text
 
 
+def test_gradients_are_transposed_before_they_are_summed_over_devices() -> None:
+    """JAX transposes the gradient of every weight; behind an all-reduce that would be a copy of the whole weight."""
+    f = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    w, x = _normal(6, 4), _normal(12, 6)
+    graph, inputs, _ = subgraph_of(f, w, x)
+    rows = ("a",), ()
+    for of_w, collective in ((((), ()), "psum["), ((("a",), ()), "reduce_scatter"), (((), ("a",)), "reduce_scatter")):
+        text = _traced(graph, [(w, x)[k] for k in inputs], [((((), ()), rows)[k]) for k in inputs], [of_w])
+        assert text.count(collective) == 1 and text.rindex("transpose[") < text.index(collective)
+
+
 def test_positions_in_a_narrow_dtype_are_rounded_once() -> None:
     """Position 257 is 256 in bfloat16, and so is 129 + 128 there."""
     f = lambda x: x + jnp.arange(300, dtype=jnp.bfloat16)  # noqa: E731

@@ -47,6 +47,8 @@ _PASSED = 1 / 10
 # The bytes for a loop whose steps are passes over its state: most of an L1. CartPole (48 bytes a cart) took 4 to 6 % less CPU time
 # in tiles of 512 or 768 carts than of 4096; with 256 moving from step to step took the gain (Xeon with AMX, 48 KB of L1).
 _STATE = 40 * 1024
+# Where a worker's accumulators do not fit a core's L2, the intermediates of a tile may take so many times an L2, up to so many rows.
+_SPILLED, _SPILLED_ROWS = 8, 128
 _INDIFFERENT = 1.03  # the accuracy of the model
 _ONE_TILE = 128  # streams no longer than this are one tile unless cutting them gains something
 # The gain for which another worker is worth waking in each call of a loop: a step's work that is the same for all rows is then done
@@ -118,8 +120,9 @@ def tile_rows(model: TileModel) -> int:
     limit = max(machine.local_bytes // model.live, 1)
     if model.sinks > machine.local_bytes:
         # Every tile reads accumulators and weights from the shared cache anyway, so fewer tiles with some intermediates there pay:
-        # a SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 with 96, 5 to 10 % more again with 192.
-        limit *= 2
+        # a SwiGLU step (8.7 MB of weights) took 1128 ms with the 48 rows that fit, 1052 with 96, 5 to 10 % more again with 192. A
+        # transformer layer's step took 403 ms in tiles of the 22 rows that fit twice, 342 of 44, 347 of 96, 379 of 192 (Zen 3).
+        limit = max(limit, min(limit * _SPILLED, _SPILLED_ROWS))
     looped = next(model.cost.loops(), None) is not None  # a loop reads and writes one slice at a time
     if not looped and not any(work.dot for work in model.kinds):
         limit = max(min(limit, int(_PASSED * machine.local_bytes) // (model.live + model.border)), 1)
