@@ -51,7 +51,8 @@ class OpPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Fold:
-    """The fold ``how`` over the devices along ``axes`` of the parts of a value, from the sharding ``before`` it to that ``after``."""
+    """A fold over the devices along ``axes``, by ``how``: "sum", "max" or "min". The parts of the value have the sharding ``before``,
+    the result has ``after``."""
 
     how: str
     axes: Axes

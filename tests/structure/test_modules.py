@@ -101,12 +101,17 @@ def test_every_folder_is_a_room():
 
 
 def assigned_twice(tree: ast.Module) -> list[str]:
-    """The names of a module that two statements outside of functions, branches and loops give a value, in the order of the second."""
+    """The names of a module to which two statements assign, those in functions, branches and loops not counted."""
     seen, twice = set[str](), []
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) and node.value else []
+        targets = list[ast.expr]()
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign) and node.value:
+            targets = [node.target]
         names = [t.id for t in targets if isinstance(t, ast.Name)]
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:  # an overload or a property's setter is decorated
+        # What is decorated may stand twice: an overload, say.
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
             names.append(node.name)
         for name in names:
             if name in seen:

@@ -47,7 +47,7 @@ _PASSED = 1 / 10
 # The bytes for a loop whose steps are passes over its state: most of an L1. CartPole (48 bytes a cart) took 4 to 6 % less CPU time
 # in tiles of 512 or 768 carts than of 4096; with 256 moving from step to step took the gain (Xeon with AMX, 48 KB of L1).
 _STATE = 40 * 1024
-# Where a worker's accumulators do not fit a core's L2, the intermediates of a tile may take so many times an L2, up to so many rows.
+# Where a worker's accumulators do not fit a core's L2: the L2s that a tile's intermediates may take, and its most rows then.
 _SPILLED, _SPILLED_ROWS = 8, 128
 _INDIFFERENT = 1.03  # the accuracy of the model
 _ONE_TILE = 128  # streams no longer than this are one tile unless cutting them gains something
