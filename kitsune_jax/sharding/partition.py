@@ -50,16 +50,16 @@ class OpPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fold:
-    """A fold over the devices along ``axes``, by ``how``: "sum", "max" or "min". The parts of the value have the sharding ``before``,
-    the result has ``after``."""
+class _Collective:
+    """A fold over the devices along ``axes``: ``how`` is "sum", "max" or "min". The parts of the value have the sharding
+    ``before``, the result has ``after``."""
 
     how: str
     axes: Axes
     before: Spec
     after: Spec
 
-    def transposed(self, permutation: Sequence[int]) -> _Fold:
+    def transposed(self, permutation: Sequence[int]) -> _Collective:
         before, after = (tuple(spec[d] for d in permutation) for spec in (self.before, self.after))
         return dataclasses.replace(self, before=before, after=after)
 
@@ -339,7 +339,9 @@ class _Evaluation:
         self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
         self.producer = graph.producers()
         self.consumers = graph.consumers()
-        self.waiting = dict[int, tuple[Any, _Fold]]()  # values that are folded over devices behind the transpose that reads them
+        self.waiting = dict[
+            int, tuple[Any, _Collective]
+        ]()  # values that are folded over devices behind the transpose that reads them
 
     def results(self) -> list[Any]:
         for i, plan in enumerate(self.plan.ops):
@@ -394,7 +396,7 @@ class _Evaluation:
             if not plan.folded:
                 self._keep(v, spec, made)
                 continue
-            fold = _Fold(OPS[op.kind].fold, plan.folded, plan.before, spec)
+            fold = _Collective(OPS[op.kind].fold, plan.folded, plan.before, spec)
             if self._is_transposed_first(v, spec):
                 self.waiting[v] = made, fold
             else:
@@ -554,7 +556,7 @@ class _Evaluation:
         return lax.all_to_all(x, have[a][-1], split_axis=b, concat_axis=a, tiled=True)
 
 
-def _folded(array: Any, fold: _Fold) -> Any:
+def _folded(array: Any, fold: _Collective) -> Any:
     """The parts of a value folded over the devices; of a sum that is wanted in parts, one to each."""
     axes = fold.axes
     for d, (before, after) in enumerate(zip(fold.before, fold.after, strict=True)):
