@@ -43,7 +43,7 @@ test: $(VENV)/.examples ## the C++ tests, then the fast Python tests
 # a plain pytest.
 test-python: export XLA_FLAGS += --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test-python: $(VENV)/.examples $(VENV)/.nvrtc-13.0
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=5 -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.examples $(VENV)/.nvrtc-13.0 ## the exhaustive matrices
 	$(PY) -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS)
