@@ -21,13 +21,23 @@ from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.split import ExchangeWaits
 
 ROLLING_GROUP = 2  # blocks of K between two waits of a rolling product (``Product::kGroup``)
+NO_ELEMENTS = "a value in {} has no elements"
 Homes = dict[int, st.StageValue]
 
 
 def expand_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
     """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, or 0 for resident weights; ``overlap``: two chunks
     may be in flight."""
-    expansion = _Chunks(weights, depth, overlap)
+    return _expanded(nodes, _Chunks(weights, depth, overlap))
+
+
+def reads_of_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
+    """``expand_chunks`` with loops over blocks that have their reads, and no steps: for the registers of a stage, in a fraction of
+    the time."""
+    return _expanded(nodes, _ReadsOfChunks(weights, depth, overlap))
+
+
+def _expanded(nodes: Sequence[ir.Node], expansion: _Chunks) -> tuple[ir.Node, ...]:
     found = tuple(expansion.of(nodes))
     expansion.waits.check()
     return found
@@ -86,7 +96,7 @@ class _Chunks:
         for first, last in itertools.pairwise(borders):
             if products:
                 self._advance(products, first)
-            self.nodes.append(_BlockRange(loop, homes, first, last, masks, self.counter).loop())
+            self.nodes.append(self.blocks(loop, first, last, masks))
             for a in loop.actions:
                 if isinstance(a, ir.Keep) and not a.push:
                     share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
@@ -163,7 +173,11 @@ class _Chunks:
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
         loop = st.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
-        self.nodes.append(_BlockRange(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
+        self.nodes.append(self.blocks(loop, first, first + _blocks(p)[chunk], {}))
+
+    def blocks(self, loop: st.Evaluate, first: int, last: int, masks: dict[int, ir.Ref]) -> ir.BlockLoop:
+        """``loop`` over blocks [first, last), in which all sources stay in place."""
+        return _BlockRange(loop, self.homes, first, last, masks, self.counter).loop()
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
         """Raise ``CannotLower`` if the loader could not bring the weights in the order in which the stage uses them."""
@@ -171,6 +185,44 @@ class _Chunks:
             raise CannotLower("weights that change from tile to tile do not stay in shared memory")
         if not self.resident and recipe.loop != self.loop:
             raise CannotLower("weights that every iteration of a loop multiplies with must stay in shared memory")
+
+
+class _ReadsOfChunks(_Chunks):
+    def blocks(self, loop: st.Evaluate, first: int, last: int, masks: dict[int, ir.Ref]) -> ir.BlockLoop:
+        reads: dict[ir.Ref, None] = {}
+        todo, seen = [(a.value, 0) for a in reversed(loop.actions)], set[tuple[int, int]]()
+        while todo:  # in the order of ``_BlockRange``
+            read = todo.pop()
+            if read in seen:
+                continue
+            seen.add(read)
+            v, shift = read
+            match self.homes[v].home:
+                case st.Expression(_, operands):
+                    todo += [(x, shift) for x in reversed(operands)]
+                case st.InRegisters(_, form, owner):
+                    if form != "row":
+                        reads[owner] = None
+                case st.InImage(owner=owner):
+                    reads[owner] = None
+                case st.InArray(rows):
+                    reads[rows.ref] = None
+                case st.Multiply() as p:
+                    reads[_accumulators(p, _chunk_of(p, first))] = None
+                case st.Splat(of):
+                    todo.append((of, 0))
+                case st.Parts(parts):
+                    at = 0
+                    for part, start, blocks in parts:
+                        if at <= first - shift < at + blocks:
+                            todo.append((part, shift + at - start))
+                            break
+                        at += blocks
+                    else:
+                        raise CannotLower(NO_ELEMENTS.format("Parts"))
+                case None:
+                    raise CannotLower(NO_ELEMENTS.format("NoneType"))
+        return ir.BlockLoop(loop.width, first, last - first, (), tuple(reads))
 
 
 def _product(homes: Homes, v: int) -> st.Multiply:
@@ -315,7 +367,7 @@ class _BlockRange:
                 name = self._name("t")
                 self.steps.append(ir.Let(name, dtype, expr))
                 return ir.Read("scalar", name, dtype)
-        raise CannotLower(f"a value in {type(value.home).__name__} has no elements")
+        raise CannotLower(NO_ELEMENTS.format(type(value.home).__name__))
 
     def _name(self, kind: str) -> ir.Ref:
         return ir.Ref(kind, next(self.names))
