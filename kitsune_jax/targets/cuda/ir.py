@@ -66,13 +66,17 @@ class Declaration(Node):
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     """``x`` with ``change`` applied to every node in it, innermost first."""
-    if isinstance(x, tuple):
-        return tuple([rebuild(y, change) for y in x])
-    if not isinstance(x, Node):
+    if not isinstance(x, tuple | Node):
         return x
-    old = [getattr(x, name) for name in x.fields()]
-    new = [rebuild(y, change) for y in old]
-    return change(x if all(a is b for a, b in zip(old, new, strict=True)) else type(x)(*new))
+    old = x if isinstance(x, tuple) else [getattr(x, name) for name in x.fields()]
+    new, same = [], True
+    for part in old:
+        made = rebuild(part, change) if isinstance(part, tuple | Node) else part
+        same &= made is part
+        new.append(made)
+    if isinstance(x, tuple):
+        return x if same else tuple(new)
+    return change(x if same else type(x)(*new))
 
 
 def each_row(statement: str) -> list[str]:

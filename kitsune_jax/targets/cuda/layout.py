@@ -227,7 +227,8 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
     simpler = simplified(program)
     # The loader of a later phase would have to wait for what the phases before it make.
     arrays = inputs.ring_arrays(program, a) if alone else ()
-    fits = [fitting.StageFit((simpler, program), s, a) for s in range(len(program.stages))]
+    versions = (program,) if simpler == program else (simpler, program)
+    fits = [fitting.StageFit(versions, s, a) for s in range(len(program.stages))]
     for staging in (True, False):
         header = tiles.aligned(beside + barrier_bytes(program, a, staging) + (tiles.RING_BARRIER_BYTES if arrays else 0))
         stages = tuple(fit.fit(header, staging) for fit in fits)

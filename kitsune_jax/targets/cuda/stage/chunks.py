@@ -10,6 +10,7 @@ survive that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,10 +32,13 @@ def expand_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], dep
     return _expanded(nodes, _Chunks(weights, depth, overlap))
 
 
-def reads_of_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
+def reads_of_chunks(
+    nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool
+) -> tuple[tuple[ir.Node, ...], bool]:
     """``expand_chunks`` with loops over blocks that have their reads, and no steps: for the registers of a stage, in a fraction of
-    the time."""
-    return _expanded(nodes, _ReadsOfChunks(weights, depth, overlap))
+    the time. And are two chunks in flight anywhere?"""
+    expansion = _ReadsOfChunks(weights, depth, overlap)
+    return _expanded(nodes, expansion), expansion.overlaps
 
 
 def _expanded(nodes: Sequence[ir.Node], expansion: _Chunks) -> tuple[ir.Node, ...]:
@@ -63,6 +67,7 @@ class _Chunks:
         self.counter = itertools.count()
         self.waits = ExchangeWaits()
         self.crowded = False  # do the products in flight have more chunks than the ring holds?
+        self.overlaps = False  # were two chunks in flight anywhere?
 
     def of(self, nodes: Iterable[ir.Node]) -> list[ir.Node]:
         outer, self.nodes = self.nodes, []
@@ -112,6 +117,7 @@ class _Chunks:
             if self._state(p).issued <= _chunk_of(p, first):
                 self._issue(p)
         next_too = len(products) == 1 and self._may_overlap(products[0])
+        self.overlaps |= next_too
         if next_too:
             self._issue(products[0])
         rolling = any(self._rolling(p) for p in products)
@@ -231,9 +237,14 @@ def _product(homes: Homes, v: int) -> st.Multiply:
     return home
 
 
-def _blocks(p: st.Multiply) -> list[int]:
+def _blocks(p: st.Multiply) -> tuple[int, ...]:
     """The number of blocks of each chunk of columns."""
-    return [columns // tiles.block(p.shape.slab) for columns in p.shape.chunks]
+    return _blocks_of(p.shape.slab, p.shape.most)
+
+
+@functools.lru_cache(maxsize=1024)
+def _blocks_of(slab: int, most: int) -> tuple[int, ...]:
+    return tuple(columns // tiles.block(slab) for columns in tiles.column_chunks(slab, most))
 
 
 def _chunk_of(p: st.Multiply, block: int) -> int:

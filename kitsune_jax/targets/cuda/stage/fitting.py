@@ -61,11 +61,14 @@ def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
         else:
             spans.append(_Span(owner, registers, moment, moment))
             of.setdefault(owner, []).append(spans[-1])
+    change = [0] * (moment + 2)
+    for s in spans:
+        change[s.first] += s.registers
+        change[s.last + 1] -= s.registers
     peak, at = held, 0
-    for first in (s.first for s in spans):
-        total = held + sum(s.registers for s in spans if s.first <= first <= s.last)
+    for now, total in enumerate(itertools.accumulate(change, initial=held), -1):
         if total > peak:
-            peak, at = total, first
+            peak, at = total, now
     alive: dict[int, int] = {}
     for s in spans:
         if s.first <= at <= s.last and s.registers and s.owner.kind in ("v", "h"):
@@ -331,19 +334,30 @@ class _Fitter:
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
         self.in_turns = a.lanes > 1 and a.sm >= 900 and bool(a.batch_tiles(program))  # may lanes work in ping-pong?
         self._needs: dict[Shape, Needs] = {}
+        self._built_once: dict[Shape, StageCodeBuilder] = {}  # of shapes without images, by the shape with an overlap
         self._lowered: dict[tuple[Shape, int, bool], Lowered] = {}
 
     def needs(self, shape: Shape) -> Needs:
-        """The registers that the stage needs in ``shape``, as ``lower_stage`` with the default depth finds them. Turns need none."""
+        """The registers that the stage needs in ``shape``, as ``lower_stage`` with the default depth finds them. Turns
+        need none."""
         found = self._needs.get(shape)
         if found is None:
-            if shape.late:  # that pass is over the steps of loops
-                found = self.lower_stage(shape)
-            else:
-                at = self._built(shape)
-                nodes = chunks.reads_of_chunks(at.nodes, at.weights, 0 if self.resident else MAX_DEPTH, shape.overlap)
-                found = Needs(frozenset(at.must_be_images), at.values, liveness_of(at.setup, nodes))
-            self._needs[shape] = found
+            # The pass for late products is over the steps of loops.
+            found = self._needs[shape] = self.lower_stage(shape) if shape.late else self._registers_of(shape)
+        return found
+
+    def _registers_of(self, shape: Shape) -> Needs:
+        """``needs`` of a shape without late products; also noted for shapes with the same code."""
+        key = dataclasses.replace(shape, overlap=True)
+        at = self._built_once.pop(key, None) or self._built(shape)
+        if shape.overlap and not shape.images:
+            self._built_once[key] = at  # the search tries chunks of this width without an overlap next
+        nodes, overlaps = chunks.reads_of_chunks(at.nodes, at.weights, 0 if self.resident else MAX_DEPTH, shape.overlap)
+        found = Needs(frozenset(at.must_be_images), at.values, liveness_of(at.setup, nodes))
+        used = at.used | ({"overlap"} if overlaps else set())
+        choices = (("copies", shape.copies), ("ahead", shape.ahead), ("overlap", shape.overlap))
+        for copies, ahead, overlap in itertools.product(*((on, False) if on and n not in used else (on,) for n, on in choices)):
+            self._needs[dataclasses.replace(shape, copies=copies, ahead=ahead, overlap=overlap)] = found
         return found
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
