@@ -520,15 +520,7 @@ def _packs(loop: ir.BlockLoop, ref: ir.Ref) -> bool:
 
 
 def _names(node: ir.Node, ref: ir.Ref) -> bool:
-    found = False
-
-    def see(x: object) -> object:
-        nonlocal found
-        found |= x == ref
-        return x
-
-    ir.rebuild(node, see)
-    return found
+    return any(x == ref for x in ir.within(node))
 
 
 def _copied_to(node: ir.Node, ref: ir.Ref) -> ir.Ref | None:
