@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,13 +13,17 @@ import jax.numpy as jnp
 import pytest
 
 from kitsune_jax.targets.cuda import frame_ir as frame
-from kitsune_jax.targets.cuda import ir
+from kitsune_jax.targets.cuda import ir, layout
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.lower import arrangement
 from kitsune_jax.targets.cuda.stage import fitting
 from kitsune_jax.targets.cuda.stage.builder import Shape
+from kitsune_jax.targets.cuda.stage.facts import Facts
+from tests.support.cuda_cases import FAMILIES
+from tests.support.cuda_recurrent_cases import RECURRENT
 from tests.support.cuda_run import Subject, arrangements, subject
+from tests.support.cuda_training_cases import TRAINING
 
 V = [Ref("v", k) for k in range(4)]
 
@@ -100,3 +107,58 @@ def test_images_that_are_alive_together_do_not_overlap(of: Subject) -> None:
         together = first <= end and start <= last
         apart = places[a] + found.image_bytes(a) <= places[b] or places[b] + found.image_bytes(b) <= places[a]
         assert apart or not together
+
+
+# -- the search for a shape
+
+
+def growing(fitter: fitting._Fitter) -> Iterator[Shape]:
+    """Shapes of the search, and the first of them with more and more images."""
+    for columns, overlap, copies in ((64, True, True), (128, True, False), (64, False, True)):
+        yield Shape(columns, overlap, copies=copies)
+    shape = Shape()
+    for _ in range(4):
+        needs = fitter.needs(shape)
+        more = [v for v in needs.liveness.alive if needs.may_be_image(v) and v not in shape.images][:1]
+        shape = dataclasses.replace(shape, images=shape.images.union(more, needs.must_be_images))
+        yield shape
+
+
+@pytest.mark.parametrize("name", ["interaction-small", "layer-norm-step", "lstm-loop"])
+def test_the_search_finds_the_registers_that_the_code_needs(name: str) -> None:
+    family = {**FAMILIES, **TRAINING, **RECURRENT}[name]
+    of = subject(family.function, *family.arguments(257, "bfloat16"))
+    compared = 0
+    for plan in dict(arrangements(of)).values():
+        program = of.program(plan)
+        for s in range(len(program.stages)):
+            fitter = fitting._Fitter(program, s, arrangement(plan, program))
+            for shape in growing(fitter):
+                searched, code = fitter.needs(shape), fitting._Fitter(program, s, fitter.a).lower_stage(shape)
+                assert (searched.liveness, searched.must_be_images) == (code.liveness, code.must_be_images)
+                assert searched.values == code.values
+                compared += 1
+    assert compared > 10
+
+
+def test_a_kernel_is_laid_out_without_the_same_search_twice(of: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is fitted beside rings of several sizes. A shape is built for its registers, and for the code with as many chunks of
+    weights as were tried: the default, and those that fit."""
+    built, fitted = list[tuple[int, Shape]](), list[int]()
+    real_builder, real_fitted = fitting.StageCodeBuilder, fitting._Fitter.fitted
+
+    def builder(facts: Facts, shape: Shape, *rest: Any) -> fitting.StageCodeBuilder:
+        built.append((id(facts), shape))
+        return real_builder(facts, shape, *rest)
+
+    def counted(self: fitting._Fitter, staged: frozenset[int], free: int) -> fitting.Fitted:
+        fitted.append(free)
+        return real_fitted(self, staged, free)
+
+    plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes1"]
+    program = of.program(plan)
+    monkeypatch.setattr(fitting, "StageCodeBuilder", builder)
+    monkeypatch.setattr(fitting._Fitter, "fitted", counted)
+    layout.lay_out(program, arrangement(plan, program), "skip")
+    assert len(fitted) > 1
+    assert max(Counter(built).values()) <= 3

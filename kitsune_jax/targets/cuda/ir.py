@@ -10,6 +10,7 @@ the op table.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import string
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, dataclass_transform
@@ -66,13 +67,31 @@ class Declaration(Node):
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     """``x`` with ``change`` applied to every node in it, innermost first."""
-    if isinstance(x, tuple):
-        return tuple([rebuild(y, change) for y in x])
-    if not isinstance(x, Node):
+    if not isinstance(x, _PARTS):
         return x
-    old = [getattr(x, name) for name in x.fields()]
-    new = [rebuild(y, change) for y in old]
-    return change(x if all(a is b for a, b in zip(old, new, strict=True)) else type(x)(*new))
+    old = x if isinstance(x, tuple) else vars(x).values()
+    new = [rebuild(part, change) if isinstance(part, _PARTS) else part for part in old]
+    same = all(map(operator.is_, new, old))
+    if isinstance(x, tuple):
+        return x if same else tuple(new)
+    return change(x if same else type(x)(*new))
+
+
+def within(x: Any) -> Iterator[Any]:
+    """``x`` and all nodes in it."""
+    if isinstance(x, Node):
+        yield x
+    work = [x]
+    while work:
+        part = work.pop()
+        for inner in part if isinstance(part, tuple) else vars(part).values():
+            if isinstance(inner, _PARTS):
+                work.append(inner)
+                if isinstance(inner, Node):
+                    yield inner
+
+
+_PARTS = (tuple, Node)  # that may hold nodes
 
 
 def each_row(statement: str) -> list[str]:

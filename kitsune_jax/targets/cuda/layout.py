@@ -227,9 +227,11 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
     simpler = simplified(program)
     # The loader of a later phase would have to wait for what the phases before it make.
     arrays = inputs.ring_arrays(program, a) if alone else ()
+    versions = (program,) if simpler == program else (simpler, program)
+    fits = [fitting.StageFit(versions, s, a) for s in range(len(program.stages))]
     for staging in (True, False):
         header = tiles.aligned(beside + barrier_bytes(program, a, staging) + (tiles.RING_BARRIER_BYTES if arrays else 0))
-        stages = tuple(fitting.fit((simpler, program), s, a, header, staging) for s in range(len(program.stages)))
+        stages = tuple(fit.fit(header, staging) for fit in fits)
         queue_at, shared = _place_queues(program, a, [_end(s, a, header) for s in stages])
         if shared <= a.shared_bytes or not any(stage.shape.staged for stage in stages):
             break
@@ -243,7 +245,7 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
     # Fewer arrays where all have no room; held to the end of a tile where the ring has entries for that.
     for count, held in itertools.product(range(len(arrays), 0, -1), (True, False)):
         reads = _ring_reads(stages[0], a, arrays[:count], held)
-        stage, entries = _with_ring((simpler, program), stages[0], a, header, staging, inputs.entry_bytes(program, reads.arrays))
+        stage, entries = _with_ring(fits[0], stages[0], header, staging, inputs.entry_bytes(program, reads.arrays))
         if entries >= (tiles.held_entries(a.lanes) if held else 1):
             stages, reads = (stage,), _ring_reads(stage, a, arrays[:count], held)
             ring = _ring(program, reads.arrays, entries, tiles.aligned(_end(stage, a, header), 128))
@@ -263,9 +265,7 @@ def _end(stage: Fitted, a: Arrangement, header: int) -> int:
     return header + stage.weight_bytes + a.lanes * stage.memory.bytes
 
 
-def _with_ring(
-    programs: tuple[TileProgram, TileProgram], stage: Fitted, a: Arrangement, header: int, staging: bool, entry: int
-) -> tuple[Fitted, int]:
+def _with_ring(fit: fitting.StageFit, stage: Fitted, header: int, staging: bool, entry: int) -> tuple[Fitted, int]:
     """(the fit of the only stage beside a ring of tiles with entries of ``entry`` bytes, the ring's entries or 0).
 
     Resident weights leave what they leave. Lanes that multiply weight gradients together need an entry each: one must not wait for
@@ -273,6 +273,7 @@ def _with_ring(
     keeps as many chunks as two lanes need that are a product apart. Its lanes wait for each other: a chunk is free when all have
     multiplied with it. So the ring of tiles then needs an entry for each lane, too.
     """
+    a = fit.a
     if not entry:
         return stage, 0
     if stage.resident:
@@ -281,7 +282,7 @@ def _with_ring(
     needed = max(fitting.STAGED_DEPTH, 2 * max((r.shape.k_chunks for r in stage.lowered.weights), default=0))
     for entries in dict.fromkeys((2 * a.lanes, max(2, a.lanes))):
         try:
-            found = fitting.fit(programs, 0, a, header + entries * entry, staging)
+            found = fit.fit(header + entries * entry, staging)
         except CannotLower:
             continue
         if found.shape == stage.shape and found.depth >= min(stage.depth, needed):

@@ -265,14 +265,28 @@ def _stamped_kernel(program: Program, plans: tuple[GpuPlan, ...], ahead: Ahead |
         return None
 
 
-@functools.lru_cache(maxsize=64)
 def _cached_kernel(
     program: Program, plans: tuple[GpuPlan, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
 ) -> Kernel:
-    if program.only is not None:
-        return generate_kernel(program.only, arrangement(plans[0], program.only), name, ahead=ahead, stamped=stamped)
-    asked = [arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True)]
-    return generate_call_kernel(program, tuple(asked), name, ahead, stamped)
+    asked = tuple(arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True))
+    found = _kernel_or_reason(program, asked, name, ahead, stamped)
+    if isinstance(found, str):
+        raise CannotLower(found)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel_or_reason(
+    program: Program, asked: tuple[Arrangement, ...], name: str, ahead: Ahead | None, stamped: bool
+) -> Kernel | str:
+    """The kernel, or the reason why there is none: equal programs come from several plans, and from regions that only differ in the
+    numbers of their values."""
+    try:
+        if program.only is not None:
+            return generate_kernel(program.only, asked[0], name, ahead=ahead, stamped=stamped)
+        return generate_call_kernel(program, asked, name, ahead, stamped)
+    except CannotLower as no:
+        return no.reason
 
 
 # --- The custom call --------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ weights. Invariant: the same numbers as in ``cuda/include/kitsune/layout.h``, ``
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 TILE_ROWS = 64
@@ -70,6 +71,7 @@ def spread_sums(widths: Sequence[int]) -> tuple[bool, ...]:
     return tuple(many and width % BLOCK_COLUMNS == 0 for width in widths)
 
 
+@functools.lru_cache(maxsize=1024)
 def column_chunks(width: int, most: int) -> tuple[int, ...]:
     """Widths of the column chunks of a matmul's result: as equal as blocks of 32 allow, at most ``most``.
 

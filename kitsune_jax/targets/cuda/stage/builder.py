@@ -93,6 +93,7 @@ class StageCodeBuilder:
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
         self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/instructions.py``)
         self.counter = 0
+        self.used: set[str] = set()  # "copies", "ahead": these choices of the shape changed the code
 
     def add(self, *nodes: Node) -> None:
         self.nodes += nodes
@@ -343,6 +344,7 @@ class StageCodeBuilder:
         home, width = value.home, value.width
         if self.shape.copies and isinstance(home, st.InImage) and home.ref.kind == "pop" and len(shape.chunks) > 1:
             # Several chunks of columns read a queue's entry: from registers, products need not wait in between.
+            self.used.add("copies")
             ref = self._name_of_copy(v)
             self.add(ir.Alive(ref, value.registers))
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])

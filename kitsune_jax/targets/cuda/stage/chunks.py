@@ -10,6 +10,7 @@ survive that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,13 +22,26 @@ from kitsune_jax.targets.cuda.pack import NO_LOOP, WeightRecipe
 from kitsune_jax.targets.cuda.stage.split import ExchangeWaits
 
 ROLLING_GROUP = 2  # blocks of K between two waits of a rolling product (``Product::kGroup``)
+NO_ELEMENTS = "a value in {} has no elements"
 Homes = dict[int, st.StageValue]
 
 
 def expand_chunks(nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool) -> tuple[ir.Node, ...]:
     """``nodes`` block by block. ``depth``: chunks that a ring of weights holds, or 0 for resident weights; ``overlap``: two chunks
     may be in flight."""
-    expansion = _Chunks(weights, depth, overlap)
+    return _expanded(nodes, _Chunks(weights, depth, overlap))
+
+
+def reads_of_chunks(
+    nodes: Sequence[ir.Node], weights: Sequence[WeightRecipe], depth: int, overlap: bool
+) -> tuple[tuple[ir.Node, ...], bool]:
+    """``expand_chunks`` with loops over blocks that have their reads, and no steps: for the registers of a stage, in a fraction of
+    the time. And are two chunks in flight anywhere?"""
+    expansion = _ReadsOfChunks(weights, depth, overlap)
+    return _expanded(nodes, expansion), expansion.overlaps
+
+
+def _expanded(nodes: Sequence[ir.Node], expansion: _Chunks) -> tuple[ir.Node, ...]:
     found = tuple(expansion.of(nodes))
     expansion.waits.check()
     return found
@@ -53,6 +67,7 @@ class _Chunks:
         self.counter = itertools.count()
         self.waits = ExchangeWaits()
         self.crowded = False  # do the products in flight have more chunks than the ring holds?
+        self.overlaps = False  # were two chunks in flight anywhere?
 
     def of(self, nodes: Iterable[ir.Node]) -> list[ir.Node]:
         outer, self.nodes = self.nodes, []
@@ -86,7 +101,7 @@ class _Chunks:
         for first, last in itertools.pairwise(borders):
             if products:
                 self._advance(products, first)
-            self.nodes.append(_BlockRange(loop, homes, first, last, masks, self.counter).loop())
+            self.nodes.append(self.blocks(loop, first, last, masks))
             for a in loop.actions:
                 if isinstance(a, ir.Keep) and not a.push:
                     share = homes[a.value].registers * (last - first) // tiles.blocks(loop.width)
@@ -102,6 +117,7 @@ class _Chunks:
             if self._state(p).issued <= _chunk_of(p, first):
                 self._issue(p)
         next_too = len(products) == 1 and self._may_overlap(products[0])
+        self.overlaps |= next_too
         if next_too:
             self._issue(products[0])
         rolling = any(self._rolling(p) for p in products)
@@ -163,7 +179,11 @@ class _Chunks:
         ref, first = _accumulators(p, chunk), sum(_blocks(p)[:chunk])
         self.nodes.append(ir.Registers(ref, "word", "float32", p.shape.chunks[chunk] // 2))
         loop = st.Evaluate(p.shape.slab, (ir.Keep(p.start, ref, "word", push=True, first=first),), (), tuple(self.homes.items()))
-        self.nodes.append(_BlockRange(loop, self.homes, first, first + _blocks(p)[chunk], {}, self.counter).loop())
+        self.nodes.append(self.blocks(loop, first, first + _blocks(p)[chunk], {}))
+
+    def blocks(self, loop: st.Evaluate, first: int, last: int, masks: dict[int, ir.Ref]) -> ir.BlockLoop:
+        """``loop`` over blocks [first, last), in which all sources stay in place."""
+        return _BlockRange(loop, self.homes, first, last, masks, self.counter).loop()
 
     def _check_weights(self, recipe: WeightRecipe) -> None:
         """Raise ``CannotLower`` if the loader could not bring the weights in the order in which the stage uses them."""
@@ -173,15 +193,58 @@ class _Chunks:
             raise CannotLower("weights that every iteration of a loop multiplies with must stay in shared memory")
 
 
+class _ReadsOfChunks(_Chunks):
+    def blocks(self, loop: st.Evaluate, first: int, last: int, masks: dict[int, ir.Ref]) -> ir.BlockLoop:
+        reads: dict[ir.Ref, None] = {}
+        todo, seen = [(a.value, 0) for a in reversed(loop.actions)], set[tuple[int, int]]()
+        while todo:  # in the order of ``_BlockRange``
+            read = todo.pop()
+            if read in seen:
+                continue
+            seen.add(read)
+            v, shift = read
+            match self.homes[v].home:
+                case st.Expression(_, operands):
+                    todo += [(x, shift) for x in reversed(operands)]
+                case st.InRegisters(_, form, owner):
+                    if form != "row":
+                        reads[owner] = None
+                case st.InImage(owner=owner):
+                    reads[owner] = None
+                case st.InArray(rows):
+                    reads[rows.ref] = None
+                case st.Multiply() as p:
+                    reads[_accumulators(p, _chunk_of(p, first))] = None
+                case st.Splat(of):
+                    todo.append((of, 0))
+                case st.Parts(parts):
+                    at = 0
+                    for part, start, blocks in parts:
+                        if at <= first - shift < at + blocks:
+                            todo.append((part, shift + at - start))
+                            break
+                        at += blocks
+                    else:
+                        raise CannotLower(NO_ELEMENTS.format("Parts"))
+                case None:
+                    raise CannotLower(NO_ELEMENTS.format("NoneType"))
+        return ir.BlockLoop(loop.width, first, last - first, (), tuple(reads))
+
+
 def _product(homes: Homes, v: int) -> st.Multiply:
     home = homes[v].home
     assert isinstance(home, st.Multiply)
     return home
 
 
-def _blocks(p: st.Multiply) -> list[int]:
+def _blocks(p: st.Multiply) -> tuple[int, ...]:
     """The number of blocks of each chunk of columns."""
-    return [columns // tiles.block(p.shape.slab) for columns in p.shape.chunks]
+    return _blocks_of(p.shape.slab, p.shape.most)
+
+
+@functools.lru_cache(maxsize=1024)
+def _blocks_of(slab: int, most: int) -> tuple[int, ...]:
+    return tuple(columns // tiles.block(slab) for columns in tiles.column_chunks(slab, most))
 
 
 def _chunk_of(p: st.Multiply, block: int) -> int:
@@ -315,7 +378,7 @@ class _BlockRange:
                 name = self._name("t")
                 self.steps.append(ir.Let(name, dtype, expr))
                 return ir.Read("scalar", name, dtype)
-        raise CannotLower(f"a value in {type(value.home).__name__} has no elements")
+        raise CannotLower(NO_ELEMENTS.format(type(value.home).__name__))
 
     def _name(self, kind: str) -> ir.Ref:
         return ir.Ref(kind, next(self.names))
@@ -457,15 +520,7 @@ def _packs(loop: ir.BlockLoop, ref: ir.Ref) -> bool:
 
 
 def _names(node: ir.Node, ref: ir.Ref) -> bool:
-    found = False
-
-    def see(x: object) -> object:
-        nonlocal found
-        found |= x == ref
-        return x
-
-    ir.rebuild(node, see)
-    return found
+    return any(x == ref for x in ir.within(node))
 
 
 def _copied_to(node: ir.Node, ref: ir.Ref) -> ir.Ref | None:

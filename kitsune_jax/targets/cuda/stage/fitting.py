@@ -61,11 +61,14 @@ def liveness_of(setup: Iterable[Node], nodes: Iterable[Node]) -> Liveness:
         else:
             spans.append(_Span(owner, registers, moment, moment))
             of.setdefault(owner, []).append(spans[-1])
+    change = [0] * (moment + 2)
+    for s in spans:
+        change[s.first] += s.registers
+        change[s.last + 1] -= s.registers
     peak, at = held, 0
-    for first in (s.first for s in spans):
-        total = held + sum(s.registers for s in spans if s.first <= first <= s.last)
+    for now, total in enumerate(itertools.accumulate(change, initial=held), -1):
         if total > peak:
-            peak, at = total, first
+            peak, at = total, now
     alive: dict[int, int] = {}
     for s in spans:
         if s.first <= at <= s.last and s.registers and s.owner.kind in ("v", "h"):
@@ -177,18 +180,10 @@ def value_registers(lanes: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lowered:
-    """A stage as nodes. ``must_be_images``: values that a loop over layers or a product for each row writes to images."""
+class Needs:
+    """The registers that the values of a stage need. ``must_be_images``: values that a loop over layers or a product for each row
+    writes to images."""
 
-    setup: tuple[Node, ...]
-    prologue: tuple[Node, ...]
-    nodes: tuple[Node, ...]
-    weights: tuple[WeightRecipe, ...]
-    vectors: tuple[tuple[VectorRecipe, ...], ...]
-    tables: tuple[int, ...]
-    scratch_words: int
-    addresses: int
-    product_bytes: int
     must_be_images: frozenset[int]
     values: dict[int, st.StageValue]
     liveness: Liveness
@@ -199,6 +194,21 @@ class Lowered:
 
     def may_be_image(self, v: int) -> bool:
         return not self.values[v].row and self.values[v].width >= _SMALLEST_IMAGE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered(Needs):
+    """A stage as nodes."""
+
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    weights: tuple[WeightRecipe, ...]
+    vectors: tuple[tuple[VectorRecipe, ...], ...]
+    tables: tuple[int, ...]
+    scratch_words: int
+    addresses: int
+    product_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,25 +271,36 @@ class Fitted:
         return tuple(found)
 
 
-def fit(programs: Sequence[TileProgram], s: int, a: Arrangement, header_bytes: int, staging: bool) -> Fitted:
-    """The fit of stage ``s`` of the first of ``programs``, which are equivalent, or of a later one that needs less memory for
-    images, because it computes values again instead of keeping them. ``staging``: arrays may be copied through shared memory."""
-    best, why = None, None
-    for program in programs:
-        fitter = _Fitter(program, s, a)
-        try:
-            found = fitter.fitted(staged_arrays(program, s) if staging else frozenset(), a.shared_bytes - header_bytes)
-        except CannotLower as no:
-            why = why or no
-            continue
-        if best is None or found.memory.bytes < best.memory.bytes:
-            best = found
-        if not best.shape.images or program.stages[s] == programs[-1].stages[s]:
-            break
-    if best is None:
-        assert why is not None
-        raise why
-    return best
+class StageFit:
+    """Fits stage ``s`` of the first of ``programs``, which are equivalent, or of a later one that needs less memory for images,
+    because it computes values again instead of keeping them. A stage is fitted into several amounts of memory: what it needs in a
+    shape is worked out once."""
+
+    def __init__(self, programs: Sequence[TileProgram], s: int, a: Arrangement):
+        self.programs, self.s, self.a = programs, s, a
+        self._fitters: list[_Fitter] = []  # of the first programs
+
+    def fit(self, header_bytes: int, staging: bool) -> Fitted:
+        """The fit behind ``header_bytes`` of shared memory. ``staging``: arrays may be copied through shared memory. Raises
+        ``CannotLower``."""
+        best, why = None, None
+        for k, program in enumerate(self.programs):
+            if k == len(self._fitters):
+                self._fitters.append(_Fitter(program, self.s, self.a))
+            staged = staged_arrays(program, self.s) if staging else frozenset[int]()
+            try:
+                found = self._fitters[k].fitted(staged, self.a.shared_bytes - header_bytes)
+            except CannotLower as no:
+                why = why or no
+                continue
+            if best is None or found.memory.bytes < best.memory.bytes:
+                best = found
+            if not best.shape.images or program.stages[self.s] == self.programs[-1].stages[self.s]:
+                break
+        if best is None:
+            assert why is not None
+            raise why
+        return best
 
 
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
@@ -311,20 +332,61 @@ class _Fitter:
         elif self.facts.spread_sums and a.lanes < 3:
             margins = _SPREAD_MARGINS
         self.limits = [_VALUE_REGISTERS[a.lanes] - margin for margin in margins]
+        self.in_turns = a.lanes > 1 and a.sm >= 900 and bool(a.batch_tiles(program))  # may lanes work in ping-pong?
+        self._needs: dict[Shape, Needs] = {}
+        self._built_once: dict[Shape, StageCodeBuilder] = {}  # of shapes without images, by the shape with an overlap
+        self._lowered: dict[tuple[Shape, int, bool], Lowered] = {}
+
+    def needs(self, shape: Shape) -> Needs:
+        """The registers that the stage needs in ``shape``, as ``lower_stage`` with the default depth finds them. Turns
+        need none."""
+        found = self._needs.get(shape)
+        if found is None:
+            # The pass for late products is over the steps of loops.
+            found = self._needs[shape] = self.lower_stage(shape) if shape.late else self._registers_of(shape)
+        return found
+
+    def _registers_of(self, shape: Shape) -> Needs:
+        """``needs`` of a shape without late products; also noted for shapes with the same code."""
+        key = dataclasses.replace(shape, overlap=True)
+        at = self._built_once.pop(key, None) or self._built(shape)
+        if shape.overlap and not shape.images:
+            self._built_once[key] = at  # the search tries chunks of this width without an overlap next
+        nodes, overlaps = chunks.reads_of_chunks(at.nodes, at.weights, 0 if self.resident else MAX_DEPTH, shape.overlap)
+        found = Needs(frozenset(at.must_be_images), at.values, liveness_of(at.setup, nodes))
+        used = at.used | ({"overlap"} if overlaps else set())
+        choices = (("copies", shape.copies), ("ahead", shape.ahead), ("overlap", shape.overlap))
+        for copies, ahead, overlap in itertools.product(*((on, False) if on and n not in used else (on,) for n, on in choices)):
+            self._needs[dataclasses.replace(shape, copies=copies, ahead=ahead, overlap=overlap)] = found
+        return found
 
     def lower_stage(self, shape: Shape, depth: int = MAX_DEPTH, in_turns: bool = True) -> Lowered:
-        """Run all passes over the stage. ``in_turns``: allow ping-pong."""
+        """Run all passes over the stage, once for the same arguments. ``in_turns``: allow ping-pong."""
+        key = shape, 0 if self.resident else depth, in_turns and self.in_turns
+        if key not in self._lowered:
+            self._lowered[key] = self._all_passes(*key)
+        return self._lowered[key]
+
+    def _built(self, shape: Shape) -> StageCodeBuilder:
+        """The stage in front of the passes over its nodes."""
         at = StageCodeBuilder(self.facts, shape, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
         instructions.release_entries(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
-        nodes = chunks.expand_chunks(at.nodes, at.weights, 0 if self.resident else depth, shape.overlap)
+        return at
+
+    def _all_passes(self, shape: Shape, depth: int, in_turns: bool) -> Lowered:
+        at = self._built(shape)
+        nodes = chunks.expand_chunks(at.nodes, at.weights, depth, shape.overlap)
         if shape.late:
             nodes = chunks.with_late_products(nodes, at.weights)
-        if in_turns and self.a.lanes > 1 and self.a.sm >= 900 and self.a.batch_tiles(self.program):
+        if in_turns:
             nodes, takes_turns = chunks.with_ping_pong(nodes)
             at.setup += [st.Turn("first")] if takes_turns else []
         return Lowered(
+            frozenset(at.must_be_images),
+            at.values,
+            liveness_of(at.setup, nodes),
             tuple(at.setup),
             tuple(at.prologue),
             nodes,
@@ -334,61 +396,58 @@ class _Fitter:
             at.scratch_words,
             len(at.addresses),
             at.product_bytes,
-            frozenset(at.must_be_images),
-            at.values,
-            liveness_of(at.setup, nodes),
         )
 
     def fitted(self, staged: frozenset[int], free: int) -> Fitted:
         """The fit with the lowest limit of registers for which ``free`` bytes of shared memory have room."""
         for limit in self.limits:
             try:
-                return self.fit_memory(*self.fit_registers(staged, limit), free)
+                return self.fit_memory(self.fit_registers(staged, limit), free)
             except CannotLower:
                 if limit == self.limits[-1]:
                     raise
         raise AssertionError("there is no limit")
 
-    def fit_registers(self, staged: frozenset[int], limit: int) -> tuple[Shape, Lowered]:
+    def fit_registers(self, staged: frozenset[int], limit: int) -> Shape:
         """The first shape that fits the registers, or the one that needs fewest, with images until it fits."""
-        best: tuple[Shape, Lowered] | None = None
+        best: tuple[Shape, Needs] | None = None
         copying = (True, False) if self.a.lanes < 3 else (False,)  # three lanes have no registers for a copied operand
         recurs = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         for copies, (overlap, columns), ahead in itertools.product(copying, self._shapes(), (True, False) if recurs else (False,)):
             shape = Shape(columns, overlap, ahead, copies, staged=staged)
-            lowered = self.lower_stage(shape)
-            found = lowered.liveness
+            needs = self.needs(shape)
+            found = needs.liveness
             if best is None or found.peak < best[1].liveness.peak:
-                best = shape, lowered
+                best = shape, needs
             if found.peak <= limit - (_HELD_MARGIN if found.held >= _HELD_MARGIN else 0):
                 break
         assert best is not None
-        shape, lowered = self._with_images(*best, limit)
+        shape = self._with_images(*best, limit)
         if self.a.sm >= 900 and not self.resident and self.a.batch_tiles(self.program):
             late = dataclasses.replace(shape, late=True)
-            if (with_late := self.lower_stage(late)).liveness.peak <= limit:
-                return late, with_late
-        return shape, lowered
+            if self.needs(late).liveness.peak <= limit:
+                return late
+        return shape
 
-    def _with_images(self, shape: Shape, lowered: Lowered, limit: int) -> tuple[Shape, Lowered]:
+    def _with_images(self, shape: Shape, needs: Needs, limit: int) -> Shape:
         """Turn values into images until the others fit ``limit`` registers; then return the small ones that are not needed."""
-        while lowered.liveness.peak > limit or lowered.must_be_images - shape.images:
-            wide = [v for v in lowered.liveness.alive if v not in shape.images and lowered.may_be_image(v)]
+        while needs.liveness.peak > limit or needs.must_be_images - shape.images:
+            wide = [v for v in needs.liveness.alive if v not in shape.images and needs.may_be_image(v)]
             if self.sums_last:
                 wide.sort(key=lambda v: v in self.sums)  # carries that products are added to are the last choice
-            more = lowered.must_be_images - shape.images or frozenset(wide[:1])
+            more = needs.must_be_images - shape.images or frozenset(wide[:1])
             if not more:
-                peak = lowered.liveness.peak
+                peak = needs.liveness.peak
                 raise CannotLower(f"a stage needs {peak} registers a thread for its values; there are {limit}")
             shape = dataclasses.replace(shape, images=shape.images | more)
-            lowered = self.lower_stage(shape)
+            needs = self.needs(shape)
         for v in sorted(shape.images) if len(shape.images) > 1 else ():
             fewer = dataclasses.replace(shape, images=shape.images - {v})
-            if lowered.values[v].registers <= _MOST_RETURNED:
-                without = self.lower_stage(fewer)
+            if needs.values[v].registers <= _MOST_RETURNED:
+                without = self.needs(fewer)
                 if without.liveness.peak <= limit and not without.must_be_images - fewer.images:
-                    shape, lowered = fewer, without
-        return shape, lowered
+                    shape, needs = fewer, without
+        return shape
 
     def _shapes(self) -> tuple[tuple[bool, int], ...]:
         """Chunks to try. With three lanes, or two and f32 operands or rows in registers, ptxas spills or serialises chunks of 128
@@ -403,8 +462,9 @@ class _Fitter:
         """The most chunks of ``slot`` bytes in a ring of weights."""
         return _KEPT_DEPTH if self.facts.kept_rows and slot <= tiles.ROW_BYTES * tiles.CHUNK_COLUMNS // 2 else MAX_DEPTH
 
-    def fit_memory(self, shape: Shape, lowered: Lowered, free: int) -> Fitted:
+    def fit_memory(self, shape: Shape, free: int) -> Fitted:
         """Divide ``free`` bytes of the CTA's memory; a ring of streamed weights gets the rest. Raises ``CannotLower``."""
+        lowered = self.lower_stage(shape)
         lanes, memory = self.a.lanes, _lane_memory(self.program, shape, lowered)
         resident = sum(r.shape.slab_bytes for r in lowered.weights)
         slot = max((c * tiles.ROW_BYTES for r in lowered.weights for c in r.shape.chunks), default=0)
@@ -478,7 +538,7 @@ def _lane_memory(program: TileProgram, shape: Shape, lowered: Lowered) -> LaneMe
     return LaneMemory(images, rows, segments, panels, staged, products, exchanges, end)
 
 
-def place_images(values: Iterable[int], lowered: Lowered) -> dict[int, int]:
+def place_images(values: Iterable[int], lowered: Needs) -> dict[int, int]:
     """Offsets of images in a lane's memory. Images that are never alive at the same time share memory."""
     placed: dict[int, int] = {}
     for v in sorted(values, key=lambda v: (lowered.liveness.life(v), v)):  # in the order of their first moments

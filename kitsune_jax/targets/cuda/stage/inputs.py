@@ -74,7 +74,7 @@ def through_ring(nodes: Sequence[Node], arrays: Collection[int], held: bool, roo
     kept, back = _with_kept(nodes[last + 1 :], [Ref("in", k) for k in used], room)
     kept = [ir.rebuild(node, change) for node in kept]
     made = (*front[:first], frame.TileEntry("rd_acquire"), *front[first:], *kept, frame.TileEntry("rd_release"), *back)
-    named = [x.ref for node in made for x in _all(node) if isinstance(x, ir.Rows | st.KeepAddress)]
+    named = [x.ref for node in made for x in ir.within(node) if isinstance(x, ir.Rows | st.KeepAddress)]
     return RingReads(made, used, frozenset(ref.of for ref in named if ref in refs))
 
 
@@ -108,19 +108,7 @@ def _with_kept(nodes: Sequence[Node], refs: Sequence[Ref], room: int) -> tuple[l
 
 
 def _rows_in(node: Node) -> list[ir.Rows]:
-    return [x for x in _all(node) if isinstance(x, ir.Rows)]
-
-
-def _all(node: Node) -> list[Any]:
-    """All nodes within ``node``."""
-    found: list[Any] = []
-
-    def see(x: Any) -> Any:
-        found.append(x)
-        return x
-
-    ir.rebuild(node, see)
-    return found
+    return [x for x in ir.within(node) if isinstance(x, ir.Rows)]
 
 
 def entry_bytes(program: TileProgram, arrays: Collection[int]) -> int:

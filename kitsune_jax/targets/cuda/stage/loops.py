@@ -311,6 +311,8 @@ class _RowsAhead:
         most = tiles.MOST_AHEAD if at.lanes < 3 else 0  # three lanes have no registers for them, and wait while others work
         if not at.shape.ahead or wide > most or not instr["count"] or instr.get("within") is not None:
             self.loads = []
+        if self.loads:
+            at.used.add("ahead")
         self.rows = [i for i in self.loads if self._is_row(i)]
         self.tiles = [i for i in self.loads if not self._is_row(i)]
         first = instr["count"] - 1 if instr.get("reverse") else 0

@@ -148,15 +148,7 @@ def _split(node: ir.Node) -> tuple[ir.Node, tuple[int, ...]]:
 
 def _accumulators(nodes: Iterable[ir.Node]) -> set[tuple[int, str]]:
     """(product, part) of all accumulators that ``nodes`` name."""
-    found: set[tuple[int, str]] = set()
-
-    def see(x: Any) -> Any:
-        if isinstance(x, ir.Ref) and x.kind == "d":
-            found.add((x.of, x.part))
-        return x
-
-    ir.rebuild(tuple(nodes), see)
-    return found
+    return {(x.of, x.part) for x in ir.within(tuple(nodes)) if isinstance(x, ir.Ref) and x.kind == "d"}
 
 
 def _renamed(nodes: Iterable[ir.Node], products: set[int], part: Callable[[str], str]) -> tuple[ir.Node, ...]:
