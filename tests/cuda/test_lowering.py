@@ -55,7 +55,8 @@ def kernels_of_text(text: str) -> list[Held]:
     found = []
     for call in re.findall(rf"custom_call @{runtime.TARGET_NAME}\(.*", text):
         image, name = re.search(r'image = dense<"0x([0-9A-F]+)">', call), re.search(r'name = "([^"]*)"', call)
-        launch = re.search(r'launch = dense<(?:\[([-0-9, ]+)\]|"0x([0-9A-F]+)")>', call)  # MLIR prints more than 100 numbers as bytes
+        # MLIR prints more than 100 numbers as bytes.
+        launch = re.search(r'launch = dense<(?:\[([-0-9, ]+)\]|"0x([0-9A-F]+)")>', call)
         assert image and launch and name, call[:200]
         words = map(int, launch[1].split(",")) if launch[1] else np.frombuffer(bytes.fromhex(launch[2]), np.int64).tolist()
         found.append(Held(bytes.fromhex(image[1]), tuple(words), name[1]))
