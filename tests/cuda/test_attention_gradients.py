@@ -243,12 +243,12 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch
         assert max(errors(planted(), want)) < TOLERANCE["bfloat16"]
 
 
-# (heads, head size, dtype, bytes of a thread that the kernel by keys spills)
+# (heads, head size, dtype, bytes of a thread that the kernels by queries and by keys spill)
 SIZES = {
-    "64": (16, 64, "bfloat16", 16),
-    "single": (1, 64, "bfloat16", 0),
-    "128": (16, 128, "bfloat16", 0),
-    "tf32": (16, 64, "float32", 0),
+    "64": (16, 64, "bfloat16", (0, 16)),
+    "single": (1, 64, "bfloat16", (0, 0)),
+    "128": (16, 128, "bfloat16", (0, 0)),
+    "tf32": (16, 64, "float32", (20, 0)),
 }
 
 
@@ -288,12 +288,19 @@ def test_gradients_are_chosen(name: str, is_causal: bool) -> None:
     assert all(r.plan.seconds < r.plan.baseline_seconds for r in routed.regions)
 
 
+def test_a_block_of_float32_leaves_registers_to_the_compiler() -> None:
+    """In blocks of 128 keys, 7 % faster by the model, the kernel by queries spilled 2 280 bytes a thread."""
+    for name, size in (("tf32", 64), ("64", 128)):
+        _, routed = backward_of(*SIZES[name][:3], is_causal=True)
+        assert [r.plan.blocks[2] for r in routed.regions if r.plan.blocks is not None] == [size, size]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None:
-    """No wgmma is serialised, nobody touches the registers of one in flight, and few are spilled: by queries none."""
+    """No wgmma is serialised, nobody touches the registers of one in flight, and few are spilled."""
     heads, dim, dtype, spilled = SIZES[name]
     graph, routed = backward_of(heads, dim, dtype, is_causal)
     blocked = [r for r in routed.regions if r.plan.blocks is not None]
@@ -304,7 +311,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
             lower.generate_kernel(program, lower.arrangement(region.plan, program), "test").source, "sm_90a", None
         )
         assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
-        by_keys = sum(graph.ops[i].kind == "dot_general" for i in region.region.ops) == 4
-        assert sass.resources(compiled.log, compiled.cubin).spill_bytes <= (spilled if by_keys else 0)
+        by_keys = len(region.region.outputs) == 2  # by queries there are three: two numbers of a row are stored for this one
+        assert sass.resources(compiled.log, compiled.cubin).spill_bytes <= spilled[by_keys]
         paths = flow(sass.disassemble(compiled.cubin, "kitsune_region").instructions)
         assert not in_flight(paths).hazards and not skipped(paths)

@@ -159,12 +159,12 @@ def test_a_bug_in_the_place_of_a_gradient_is_found(bug: str, monkeypatch: pytest
     assert planted == [guard]
 
 
-# (heads, queries, keys, head size, dtype, bytes of a thread that the kernel by keys spills)
+# (heads, queries, keys, head size, dtype, bytes of a thread that the gradients by queries and by keys spill)
 SIZES = {
-    "a piece": (16, 1024, 4096, 64, "bfloat16", 56),
-    "a whole text": (16, 4096, 4096, 64, "bfloat16", 56),
-    "heads of 128": (16, 1024, 4096, 128, "bfloat16", 0),
-    "tf32": (16, 1024, 4096, 64, "float32", 0),
+    "a piece": (16, 1024, 4096, 64, "bfloat16", (0, 56)),
+    "a whole text": (16, 4096, 4096, 64, "bfloat16", (0, 56)),
+    "heads of 128": (16, 1024, 4096, 128, "bfloat16", (0, 0)),
+    "tf32": (16, 1024, 4096, 64, "float32", (36, 0)),
 }
 
 
@@ -173,8 +173,8 @@ SIZES = {
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_machine_code_of_planned_kernels(name: str, compiler: str) -> None:
-    """Forward, by queries and by keys: no wgmma is serialised, nobody touches the registers of one in flight, and only the last
-    one spills. By the model, which no device has confirmed, each is faster than XLA's kernels."""
+    """Forward, by queries and by keys: no wgmma is serialised, nobody touches the registers of one in flight, and few are spilled,
+    by the first none. By the model, which no device has confirmed, each is faster than XLA's kernels."""
     heads, queries, keys, dim, dtype, spilled = SIZES[name]
     args = [jax.ShapeDtypeStruct((heads, n, dim), dtype) for n in (queries, keys, keys, queries)]
     checked = 0
@@ -188,7 +188,8 @@ def test_the_machine_code_of_planned_kernels(name: str, compiler: str) -> None:
             made = compilers.cubin(source, "sm_90a", folder_of(compiler))
             assert not re.search(r"\(C7\d\d\d\)", made.log), made.log
             by_keys = "SeenBlocks::kElements" in source
-            assert sass.resources(made.log, made.cubin).spill_bytes <= (spilled if by_keys else 0)
+            most = spilled[by_keys] if function is gradients else 0
+            assert sass.resources(made.log, made.cubin).spill_bytes <= most
             paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)
             assert not in_flight(paths).hazards and not skipped(paths)
             checked += 1

@@ -188,11 +188,11 @@ def rotated_attention(q: Any, k: Any, v: Any, cos: Any, sin: Any) -> Any:
 @pytest.mark.parametrize("queries", [300, pytest.param(1, marks=pytest.mark.slow)])
 def test_queries_that_are_rotated_by_their_position(queries: int, dtype: str) -> None:
     """The two halves of a query are put together before both loops over its keys: over whole blocks, and over those that the mask
-    cuts."""
+    cuts. The mask of one query and one key is one number, which no loop makes: with ``force`` it is a call of its own."""
     q, k, v = (jnp.asarray(a[:1], dtype) for a in qkv(queries, queries, heads=4, kv_heads=2, dim=64))
     angles = np.outer(np.arange(queries), 0.1 ** np.arange(32))[:, None, :]
     turn = [jnp.asarray(f(angles), dtype) for f in (np.cos, np.sin)]
-    got = one_kernel(rotated_attention, q, k, v, *turn)
+    got = one_kernel(rotated_attention, q, k, v, *turn, kernels=2 if queries == 1 else 1)
     hidden = np.arange(queries) > np.arange(queries)[:, None]
     q, k, v, *turn = (np.asarray(a, np.float64) for a in (q, k, v, *turn))
     assert error(got, wanted(rotated(q, *turn, np), k, v, hidden)) < TOLERANCE[dtype]

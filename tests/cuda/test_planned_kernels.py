@@ -21,6 +21,7 @@ from benchmarks import gpu_model
 from benchmarks.apps import APPS
 from benchmarks.graphs.apps import GRAPH_APPS, example
 from benchmarks.sequences.apps import PLANNED_APPS, SEQUENCE_APPS
+from kitsune_jax.errors import NotPipelined
 from kitsune_jax.frontend import lowering
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
@@ -137,6 +138,16 @@ FAST = {
 }
 
 
+# In float32 a tile of 64 rows by 512 landmarks takes 128 KiB of shared memory, and its gradient as much again: no region of the
+# step has a kernel. One that gets a kernel must leave this list.
+LEFT_TO_XLA = {("kernel_fusion", "train", "float32")}
+
+
+def zeros_for_callback(_: Callable[..., Any], results: Any, *arguments: Any) -> Any:
+    """In place of ``jax.pure_callback``, by which diffrax raises errors: JAX lowers a call of Python only for its own backend."""
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), results)
+
+
 @pytest.mark.parametrize("force", [None, pytest.param(True, marks=pytest.mark.slow)], ids=["chosen", "all"])
 @pytest.mark.parametrize("name, mode, dtype", [pytest.param(*p, marks=() if p in FAST else pytest.mark.slow) for p in programs()])
 def test_every_planned_kernel_compiles(
@@ -153,8 +164,14 @@ def test_every_planned_kernel_compiles(
         return compiled
 
     monkeypatch.setattr(compilers, "cubin", cubin)
+    monkeypatch.setattr(jax, "pure_callback", zeros_for_callback)
     lowering._routed.cache_clear()  # another test of this process may have lowered the same application
-    jax.jit(kj.pipeline(function, strict=True, force=force)).trace(*arguments).lower(lowering_platforms=("cuda",))
+    traced = jax.jit(kj.pipeline(function, strict=True, force=force)).trace(*arguments)
+    if (name, mode, dtype) in LEFT_TO_XLA:
+        with pytest.raises(NotPipelined):
+            traced.lower(lowering_platforms=("cuda",))
+        return
+    traced.lower(lowering_platforms=("cuda",))
     assert not force or found - {lower.PACKER}  # each of them can be pipelined in part
 
 

@@ -54,7 +54,8 @@ from kitsune_jax.targets.cuda.tiles import NO_RING, TILE_ROWS, InputRing
 
 _BLOCKS = (128, 64, 32)
 _WIDEST = 512  # columns of a row that is not processed in blocks, as it lies in shared memory
-# Times within this factor count as equal where a loop sums several products, whose accumulators take most of the registers.
+# Times within this factor count as equal where a loop sums several products, or one of float32 behind two others: their
+# accumulators take most of the registers.
 _AS_GOOD = 1.15
 _SAMPLE = 16  # rounds of tiles whose work is modelled
 
@@ -94,8 +95,12 @@ def plans_in_batches(
             reasons[str(no)] = None
     if not plans and region.space.batch:
         raise Infeasible("; ".join(reasons))
-    # Among equally good plans, a smaller block leaves the compiler more registers, which it lacks where there are several sums.
-    several = inner is not None and sum(cost.family(i) == "dot" for i in inner.folds) > 1
+    # Among equally good plans, a smaller block leaves the compiler more registers, which it lacks where there are several sums, or
+    # where a sum reads what two products of float32 make: a gradient by queries in blocks of 128 keys spilled 2 276 bytes a thread.
+    products = [i for i in region.ops if cost.family(i) == "dot"]
+    wide = len(products) > 2 and all(graph.values[graph.ops[i].inputs[0]].dtype == "float32" for i in products)
+    sums = 0 if inner is None else sum(cost.family(i) == "dot" for i in inner.folds)
+    several = sums > 1 or (wide and sums == 1)
     best = min((p.seconds for p in plans), default=0.0) * (_AS_GOOD if several else 1.0)
     return sorted(plans, key=lambda p: (max(p.seconds, best), several * (p.blocks or (0,))[-1], -p.lanes, (p.blocks or (0,))[-1]))
 
