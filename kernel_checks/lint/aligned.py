@@ -61,7 +61,7 @@ def skipped(flow: Flow) -> tuple[Skipped, ...]:
     code = flow.code
     accesses = _with_bits(code, [_access(one) for one in code])
     edges = _edges(flow, accesses)
-    after = _post_dominators(flow.next)  # threads that call come back to behind that call, and to no other
+    after = _post_dominators(flow)  # threads that call come back to behind that call, and to no other
     divergent: set[int] = set()
     while True:  # a branch that differs makes what is computed behind it differ, and so perhaps another branch
         inside = _controlled(divergent, flow, after)
@@ -176,13 +176,15 @@ def _edges(flow: Flow, accesses: Sequence[Access]) -> list[list[_Edge]]:
     return found
 
 
-def _post_dominators(following: Sequence[tuple[int, ...]]) -> list[int]:
-    """For each instruction the nearest one that every path from it to the end comes by; -1 is the end."""
-    count = len(following)
+def _post_dominators(flow: Flow) -> list[int]:
+    """For each instruction the nearest one that every path from it to the end comes by; -1 is the end. A loop may end by a
+    predicated EXIT alone."""
+    count = len(flow.next)
+    following = [(*targets, count) if i in flow.ends else targets or (count,) for i, targets in enumerate(flow.next)]
     order, seen = [], [False] * count
     preceding: list[list[int]] = [[] for _ in range(count + 1)]
     for i, targets in enumerate(following):
-        for t in targets or (count,):
+        for t in targets:
             preceding[t].append(i)
     stack = [(count, iter(preceding[count]))]
     while stack:
@@ -203,7 +205,7 @@ def _post_dominators(following: Sequence[tuple[int, ...]]) -> list[int]:
         changed = False
         for node in reversed(order[:-1]):
             new = -1
-            for t in following[node] or (count,):
+            for t in following[node]:
                 if t in rank and nearest[t] != -1:
                     new = t if new == -1 else _meet(t, new, nearest, rank)
             if nearest[node] != new:

@@ -21,12 +21,14 @@ _TARGET = re.compile(r"(0x[0-9a-f]+)\)?$")
 @dataclass(frozen=True)
 class Flow:
     """``next[i]``: where the threads of instruction i may go on, calls and returns left out; ``calls[i]``: the first instruction of
-    what is called; ``returns``: the instructions that return to the caller (and go on, where they are predicated)."""
+    what is called; ``returns``: the instructions that return to the caller (and go on, where they are predicated); ``ends``: those
+    at which threads end, with the same remark."""
 
     code: Sequence[Instruction]
     next: tuple[tuple[int, ...], ...]
     calls: dict[int, int]
     returns: frozenset[int]
+    ends: frozenset[int]
 
 
 def flow(code: Sequence[Instruction]) -> Flow:
@@ -39,11 +41,12 @@ def flow(code: Sequence[Instruction]) -> Flow:
             joins.setdefault(barrier.strip(), set()).add(_target(one, index))
     following: list[tuple[int, ...]] = []
     calls: dict[int, int] = {}
-    returns: set[int] = set()
+    returns, ends = set[int](), set[int]()
     for i, one in enumerate(code):
         base, always = one.opcode.split(".")[0], one.predicate in _ALWAYS
         after = (i + 1,) if i + 1 < len(code) else ()
         if base in ("EXIT", "KILL"):
+            ends.add(i)
             after = () if always else after
         elif base == "BPT":
             after = () if "TRAP" in one.opcode and always else after
@@ -63,7 +66,7 @@ def flow(code: Sequence[Instruction]) -> Flow:
         elif base in ("BRX", "BRXU", "JMX", "JMXU", "JMP", "BREAK"):
             raise ValueError(f"{one} at {one.address:#x}: the target of this jump is not known")
         following.append(after)
-    return Flow(code, tuple(following), calls, frozenset(returns))
+    return Flow(code, tuple(following), calls, frozenset(returns), frozenset(ends))
 
 
 def _target(one: Instruction, index: dict[int, int]) -> int:

@@ -351,7 +351,8 @@ def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | s
 
     The sums of all of them fit no worker, so they take a pipeline with stages, which wait for each other. Without them one worker
     takes a tile through a whole backward pass and stores the operands of the gradients, once. A deep training step is cut at its
-    loss instead: a worker has no room for all activations of a tile, and it takes seconds to find that out.
+    loss instead: a worker has no room for all activations of a tile, and it takes seconds to find that out. The gradient of as many
+    keys as there are queries is none of a weight: its operands would be whole arrays of scores.
     """
     if not isinstance(plan, str) and plan.arrangement != "spatial":
         return region, plan, {}
@@ -359,7 +360,7 @@ def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | s
     products = [i for i in region.ops if graph.ops[i].kind == "dot_general"]
     made = {i: graph.values[graph.ops[i].outputs[0]] for i in region.sinks if i in products}
     sizes = {i: value.size for i, value in made.items()}
-    if not sizes or len(sizes) == len(products) or any(max(value.shape, default=1) > rows for value in made.values()):
+    if not sizes or len(sizes) == len(products) or any(max(value.shape, default=1) >= rows for value in made.values()):
         return region, plan, {}
     if len(products) > _MOST_PRODUCTS and split_at_loss(graph, region) is not None:
         return region, plan, {}

@@ -243,12 +243,13 @@ def test_a_planted_bug_is_found(what: str, found: str, instead: str, monkeypatch
         assert max(errors(planted(), want)) < TOLERANCE["bfloat16"]
 
 
-# (heads, head size, dtype, bytes of a thread that the kernels by queries and by keys spill)
+# (heads, head size, dtype, bytes of a thread that the kernels by queries and by keys spill). Smaller blocks spill less and are
+# modelled more than 15 % slower; no device has timed either.
 SIZES = {
     "64": (16, 64, "bfloat16", (0, 16)),
     "single": (1, 64, "bfloat16", (0, 0)),
-    "128": (16, 128, "bfloat16", (0, 0)),
-    "tf32": (16, 64, "float32", (20, 0)),
+    "128": (16, 128, "bfloat16", (0, 96)),
+    "tf32": (16, 64, "float32", (20, 792)),
 }
 
 
@@ -275,7 +276,7 @@ def backward_of(heads: int, dim: int, dtype: str, is_causal: bool) -> tuple[Grap
     return graph, route(graph, "cuda", RouteOptions(device="h200", code=False))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, name="single")
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_are_chosen(name: str, is_causal: bool) -> None:
