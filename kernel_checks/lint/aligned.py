@@ -178,9 +178,9 @@ def _edges(flow: Flow, accesses: Sequence[Access]) -> list[list[_Edge]]:
 
 def _post_dominators(flow: Flow) -> list[int]:
     """For each instruction the nearest one that every path from it to the end comes by; -1 is the end. A loop may end by a
-    predicated EXIT alone."""
-    count = len(flow.next)
-    following = [(*targets, count) if i in flow.ends else targets or (count,) for i, targets in enumerate(flow.next)]
+    predicated EXIT or RET alone."""
+    count, ends = len(flow.next), flow.ends | flow.returns
+    following = [(*targets, count) if i in ends else targets or (count,) for i, targets in enumerate(flow.next)]
     order, seen = [], [False] * count
     preceding: list[list[int]] = [[] for _ in range(count + 1)]
     for i, targets in enumerate(following):

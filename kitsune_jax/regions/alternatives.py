@@ -351,8 +351,8 @@ def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | s
 
     The sums of all of them fit no worker, so they take a pipeline with stages, which wait for each other. Without them one worker
     takes a tile through a whole backward pass and stores the operands of the gradients, once. A deep training step is cut at its
-    loss instead: a worker has no room for all activations of a tile, and it takes seconds to find that out. The gradient of as many
-    keys as there are queries is none of a weight: its operands would be whole arrays of scores.
+    loss instead: a worker has no room for all activations of a tile, and it takes seconds to find that out. A result as long
+    as the stream is no weight's gradient but that of keys, say, whose operands are whole arrays of scores.
     """
     if not isinstance(plan, str) and plan.arrangement != "spatial":
         return region, plan, {}

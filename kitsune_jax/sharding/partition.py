@@ -339,9 +339,8 @@ class _Evaluation:
         self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
         self.producer = graph.producers()
         self.consumers = graph.consumers()
-        self.waiting = dict[
-            int, tuple[Any, _Collective]
-        ]()  # values that are folded over devices behind the transpose that reads them
+        # Values that are folded over the devices behind the transpose that reads them: their parts, and the fold.
+        self.waiting = dict[int, tuple[Any, _Collective]]()
 
     def results(self) -> list[Any]:
         for i, plan in enumerate(self.plan.ops):

@@ -294,11 +294,14 @@ def test_a_branch_that_some_threads_of_a_warp_take(aligned: str, condition: tupl
     assert skips(TID, *condition, f"@P0 {aligned}") == ([(len(condition) + 1, len(condition) + 1)] if differs else [])
 
 
-def test_branches_meet_in_a_loop_that_only_a_predicated_exit_ends() -> None:
-    lines = (TID, "ISETP.NE.AND P0, PT, R0, RZ, PT", "loop: @P0 BRA <on>", "MOV R90, RZ", f"on: {PRODUCT}")
-    end = ("LDC R1, c[0x0][0x210]", "ISETP.NE.AND P1, PT, R1, RZ, PT", "@P1 EXIT", "BRA <loop>")
-    assert skips(*lines, *end) == []
-    assert skips(*lines[:3], PRODUCT, *lines[3:], *end) == [(3, 2)]
+@pytest.mark.parametrize("called", [False, True])
+def test_branches_meet_in_a_loop_that_only_a_predicated_end_leaves(called: bool) -> None:
+    leave, call = ("RET.REL.NODEC R62 0x0", ("CALL.REL.NOINC <sub>", "EXIT")) if called else ("EXIT", ())
+    lines = (*call, f"sub: {TID}", "ISETP.NE.AND P0, PT, R0, RZ, PT", "loop: @P0 BRA <on>")
+    end = ("LDC R1, c[0x0][0x210]", "ISETP.NE.AND P1, PT, R1, RZ, PT", f"@P1 {leave}", "BRA <loop>")
+    assert skips(*lines, "MOV R90, RZ", f"on: {PRODUCT}", *end) == []
+    branch = len(lines) - 1
+    assert skips(*lines, PRODUCT, f"on: {PRODUCT}", *end) == [(branch + 1, branch)]
 
 
 def test_what_only_some_threads_write_differs() -> None:

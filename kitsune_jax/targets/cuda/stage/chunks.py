@@ -194,10 +194,12 @@ class _Chunks:
 
 
 class _ReadsOfChunks(_Chunks):
+    """Finds what each loop over blocks reads, in the order of ``_BlockRange``, without its steps."""
+
     def blocks(self, loop: st.Evaluate, first: int, last: int, masks: dict[int, ir.Ref]) -> ir.BlockLoop:
         reads: dict[ir.Ref, None] = {}
         todo, seen = [(a.value, 0) for a in reversed(loop.actions)], set[tuple[int, int]]()
-        while todo:  # in the order of ``_BlockRange``
+        while todo:
             read = todo.pop()
             if read in seen:
                 continue
@@ -226,8 +228,10 @@ class _ReadsOfChunks(_Chunks):
                         at += blocks
                     else:
                         raise CannotLower(NO_ELEMENTS.format("Parts"))
-                case None:
-                    raise CannotLower(NO_ELEMENTS.format("NoneType"))
+                case st.Number() | st.LoopNumber() | st.InVector() | st.InScratch():  # in no registers or images of their own
+                    pass
+                case other:
+                    raise CannotLower(NO_ELEMENTS.format(type(other).__name__))
         return ir.BlockLoop(loop.width, first, last - first, (), tuple(reads))
 
 
