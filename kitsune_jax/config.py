@@ -343,9 +343,8 @@ class Options:
     Everything that changes what a lowering does is in here, because JAX keys its caches on it. ``force``: ignore the cost model.
     ``target``: None (the platform's own) or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
     reports; the policy itself is applied in the jaxpr. ``export``: "plain": ``jax.export`` gets plain HLO; "calls": custom calls.
-    ``deterministic``: equal arguments give equal bits in every run. ``fetch_ahead``: arguments lie in memory, so a kernel may
-    prefetch weights that XLA's next operators read. ``network``: (seconds of an empty message, bytes per second) between devices
-    whose collectives run beside other operators.
+    ``deterministic``: equal arguments give equal bits in every run. ``network``: (seconds of an empty message, bytes per
+    second) between devices whose collectives run beside other operators.
     """
 
     strict: bool = _option(False, True, False)
@@ -354,7 +353,6 @@ class Options:
     residuals: str = _option("save", plans=False)
     export: str = _option("plain", "plain", "calls", plans=False)
     deterministic: bool = _option(True, True, False)
-    fetch_ahead: bool = _option(False, True, False)
     network: tuple[float, float] | None = None
 
 

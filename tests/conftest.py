@@ -36,7 +36,7 @@ gc.set_threshold(20_000, 20, 20)
 
 # They take longest, and many of them have few tests: the last file to begin keeps one process busy while the others wait.
 HEAVY = (
-    "device/test_gpu_check", "lowering/test_lowering_cost", "cuda/test_sass", "cuda/test_training", "cuda/test_ahead",
+    "device/test_gpu_check", "lowering/test_lowering_cost", "cuda/test_sass", "cuda/test_training",
     "integration/test_graph_libraries", "user/test_sequence_examples", "user/test_benchmarks_graphs", "cuda/test_devices",
     "capture/test_standalone", "transforms/test_jax_support", "cuda/test_attention_gradients", "cuda/test_cluster_gradients",
     "user/test_training_examples", "user/test_benchmarks_training", "user/test_application_examples", "cuda/test_descriptors",

@@ -35,7 +35,7 @@ class Geometry:
 
     def words(self, sm: int, operands: int, results: int) -> np.ndarray:
         numbers = (_VERSION, sm, self.grid, self.block, self.cluster, self.shared_bytes, int(self.cooperative))
-        return np.array([*numbers, 0, operands, results, self.zeroed, 0], np.int64)  # 0: the kernels rely on the grid; no hints
+        return np.array([*numbers, 0, operands, results, self.zeroed], np.int64)  # 0: the kernels rely on the grid
 
 
 class Backend(Protocol):

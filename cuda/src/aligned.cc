@@ -54,10 +54,9 @@ AlignedBuffers::Status AlignedBuffers::allocate(size_t buffer, size_t bytes, CUd
   return {kept_.get(driver_, context_, buffer, bytes, address), "cuMemAlloc"};
 }
 
-AlignedBuffers::Status AlignedBuffers::before(std::vector<Buffer>& buffers, size_t operands, size_t hints) {
+AlignedBuffers::Status AlignedBuffers::before(std::vector<Buffer>& buffers, size_t operands) {
   for (size_t i = 0; i < buffers.size(); ++i) {
-    const bool hint = i < operands && i + hints >= operands;
-    if (hint || is_aligned(buffers[i])) continue;
+    if (is_aligned(buffers[i])) continue;
     const bool result = i >= operands && i + 1 < buffers.size();
     const auto same = [&](const Copy& copy) { return copy.given.data == buffers[i].data && copy.given.bytes == buffers[i].bytes; };
     // A result in the memory of an operand, which the kernel finds there, shares the operand's copy.

@@ -56,9 +56,8 @@ class AlignedBuffers {
     const char* function = "";
   };
   // Replaces what is not aligned in `buffers`: `operands` operands, then results, of which the last is the workspace. A result that
-  // lies in the memory of an operand shares the operand's copy. The last `hints` operands stay where they are: nothing is read of
-  // them, and a copy would bring another place into the cache.
-  Status before(std::vector<Buffer>& buffers, size_t operands, size_t hints);
+  // lies in the memory of an operand shares the operand's copy.
+  Status before(std::vector<Buffer>& buffers, size_t operands);
   // Once the kernel is launched: the results to where they belong.
   Status after();
 

@@ -287,7 +287,7 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   CurrentContext current(table, context);
   AlignedBuffers aligned(table, kept_, context, stream);
   auto done = [&](const AlignedBuffers::Status& status) { check(table, status.error, status.function); };
-  done(aligned.before(buffers, static_cast<size_t>(launch_.operands), static_cast<size_t>(launch_.hints)));
+  done(aligned.before(buffers, static_cast<size_t>(launch_.operands)));
   // What an earlier call has left would hide that nothing was packed, or too late: NaN in every format.
   if (table.emulated && loaded->packer != nullptr)
     for (size_t i = static_cast<size_t>(launch_.operands); i < buffers.size(); ++i)

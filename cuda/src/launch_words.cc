@@ -114,7 +114,6 @@ Launch parse_launch(const int64_t* words, size_t count) {
   launch.operands = checked("the number of operands", words[8], 0, kMaxParameters);
   launch.results = checked("the number of results", words[9], 1, kMaxParameters);
   launch.workspace_zero_bytes = checked("the zeroed part of the workspace", words[10], 0, std::numeric_limits<int64_t>::max());
-  launch.hints = checked("the number of hints", words[11], 0, launch.operands);
   require(launch.block % kWarp == 0, "the block is not a multiple of a warp");
   require(launch.grid % launch.cluster == 0, "the grid is not a multiple of the cluster");
   require(launch.instance == 0 || launch.grid % launch.instance == 0, "the grid is not a multiple of an instance");

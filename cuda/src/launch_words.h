@@ -4,10 +4,10 @@
 // its architecture names, or std::invalid_argument. What depends on the device at hand is checked when the kernel is loaded.
 //
 // Words: version, sm, grid, block, cluster, shared bytes, flags (1: cooperative, 2: stamped), blocks of an instance, operands,
-// results, zeroed bytes of the workspace, hints; then the bytes of each operand and of each result, which a custom call must name
-// and a kernel outside of XLA may leave out. Where a packing kernel writes parts of the workspace first
-// (cuda/include/kitsune/pack.h): its blocks, the operand that holds its table, and (buffer, first byte, bytes) of each pointer of
-// the kernel. Else these are the buffers.
+// results, zeroed bytes of the workspace; then the bytes of each operand and of each result, which a custom call must name and a
+// kernel outside of XLA may leave out. Where a packing kernel writes parts of the workspace first (cuda/include/kitsune/pack.h):
+// its blocks, the operand that holds its table, and (buffer, first byte, bytes) of each pointer of the kernel. Else these are the
+// buffers.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@
 
 namespace kitsune::cuda {
 
-inline constexpr int64_t kLaunchVersion = 5;
-inline constexpr size_t kLaunchWords = 12;
+inline constexpr int64_t kLaunchVersion = 6;
+inline constexpr size_t kLaunchWords = 11;
 inline constexpr int64_t kSm90a = 900;     // exactly compute capability 9.0
 inline constexpr int64_t kPortable = 800;  // 8.0 and later
 inline constexpr int64_t kPortableCluster =
@@ -36,7 +36,6 @@ struct Launch {
   int64_t instance;  // a grid of fewer blocks, a multiple of this, does the same work; 0: the grid is as it is
   int64_t operands, results;
   int64_t workspace_zero_bytes;  // of the last result, zeroed on the stream before the kernel starts
-  int64_t hints;                 // of the operands, the last ones: the kernel asks the L2 for parts of them and reads nothing
   std::vector<int64_t> bytes;    // of operands, then of results; empty where they are not said
   int64_t pack_blocks;           // of the packing kernel; 0: there is none
   int64_t table;                 // the operand that holds its table

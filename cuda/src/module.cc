@@ -89,7 +89,6 @@ nb::dict launch_info(const Words& words) {
   d["operands"] = launch.operands;
   d["results"] = launch.results;
   d["workspace_zero_bytes"] = launch.workspace_zero_bytes;
-  d["hints"] = launch.hints;
   d["bytes"] = launch.bytes;
   d["pack_blocks"] = launch.pack_blocks;
   d["table"] = launch.table;

@@ -42,7 +42,6 @@ class PipelineOptions(TypedDict, total=False):
     target: Literal["emulator"] | None
     export: Literal["plain", "calls"]
     deterministic: bool
-    fetch_ahead: bool
     network: tuple[float, float] | None
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
@@ -68,7 +67,6 @@ def pipeline(
     target: Literal["emulator"] | None = None,
     export: Literal["plain", "calls"] = "plain",
     deterministic: bool = True,
-    fetch_ahead: bool = False,
     network: tuple[float, float] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -94,8 +92,6 @@ def pipeline(
         custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
       deterministic: equal arguments give equal bits in every run. ``False``: a GPU may use atomic scatter-adds (of ``segment_sum``
         and the gradient of a gather), so the last bits of such sums may differ from run to run.
-      fetch_ahead: GPU only, for decoding one token at a time: a kernel may prefetch weights of the next matrix product into the L2
-        cache. Do not set it if the weights are slices made by a surrounding ``lax.scan``: the arguments must lie in memory.
       network: several devices only: (seconds of an empty message, bytes per second) between them, where XLA runs collectives beside
         other operators. A call is then divided where the all-reduce of its first gradients is modelled to take longer beside the
         rest than the division costs. XLA's CPU client runs nothing beside an all-reduce: leave it ``None`` there.

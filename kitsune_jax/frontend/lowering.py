@@ -501,7 +501,7 @@ def _program_of(captured: Captured, call: PlannedRegion, nodes: Sequence[Node]) 
     def evaluate(*args: Any) -> list[Any]:
         return run_nodes(captured, nodes, args, failed, call)
 
-    return _compat.trace_jaxpr(evaluate, [captured.avals[v] for v in call.operands], lower=True)
+    return _compat.trace_jaxpr(evaluate, [captured.avals[v] for v in call.region.inputs], lower=True)
 
 
 def _times_of_calls(timed: Mapping[str, tuning.Choice]) -> str:
@@ -719,7 +719,7 @@ def run_nodes(
     other, and the one that it makes of all would wait for the last call; so those of a call depend on those of the call before.
     """
     graph = captured.graph
-    inputs, outputs = (graph.inputs, graph.outputs) if part is None else (part.operands, part.region.outputs)
+    inputs, outputs = (graph.inputs, graph.outputs) if part is None else (part.region.inputs, part.region.outputs)
     env: dict[int, Any] = dict(zip(inputs, args, strict=True))
 
     def read(v: int) -> Any:
@@ -754,7 +754,7 @@ def run_nodes(
             step(node)
             continue
         region = node.region
-        operands = [read(v) for v in node.operands]
+        operands = [read(v) for v in region.inputs]
         avals = [captured.avals[v] for v in region.outputs]
         try:
             with captured.steps[region.ops[-1]].origin.context(), jax.named_scope(node.name):

@@ -23,7 +23,7 @@ from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import all_reduce_seconds
-from kitsune_jax.planning.plan import Ahead, Infeasible, Machine, Phase, Plan, ProgramContext
+from kitsune_jax.planning.plan import Infeasible, Machine, Phase, Plan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
@@ -121,8 +121,7 @@ class PlannedRegion:
 
     ``region`` is the whole call: its operands, results and ops are those of all ``phases``, its stream space is that of the first.
     The parts of ``program`` are the phases, in order. ``orders``: the last operands of ``program``, made from indices before the
-    call; these indices are the last of the region's inputs, unless they are among the others. ``ahead``: the weight that the call
-    prefetches for a product behind it.
+    call; these indices are the last of the region's inputs, unless they are among the others.
     """
 
     name: str
@@ -132,13 +131,6 @@ class PlannedRegion:
     target: str
     code: Any
     orders: tuple[StreamOrder, ...] = ()
-    ahead: Ahead | None = None
-
-    @property
-    def operands(self) -> tuple[int, ...]:
-        """The values that ``call`` takes. A prefetched weight is an argument of the graph, so the call waits for nothing more; the
-        product that reads it waits for the call, so overwriting it waits for both already."""
-        return self.region.inputs if self.ahead is None else (*self.region.inputs, self.ahead.value)
 
     @property
     def plan(self) -> Plan:
@@ -158,19 +150,18 @@ class PlannedRegion:
     def call(
         self, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate, known: Callable[[int], np.ndarray | None]
     ) -> list[Any]:
-        """Bind the custom call on ``args``, the ``operands``; one result per aval. ``known``: the array that a value of the graph
-        is in every call, if there is one: the order by such indices is a constant too. Raises ``ValueError`` for a region that was
-        planned without code."""
+        """Bind the custom call on ``args``, the inputs of the region; one result per aval. ``known``: the array that a value of the
+        graph is in every call, if there is one: the order by such indices is a constant too. Raises ``ValueError`` for a region
+        that was planned without code."""
         if self.code is None:
             raise ValueError("the region was planned without code: it cannot be called")
-        target, given = targets.get(self.target), dict(zip(self.operands, args, strict=True))
+        target, given = targets.get(self.target), dict(zip(self.region.inputs, args, strict=True))
         orders = [
             target.order(given[order.ids], order.n) if ids is None else _compat.constant(order_of_constants(ids, order.n))
             for order, ids in ((order, known(order.ids)) for order in self.orders)
         ]
         own = args[: self.program.operands - len(orders)]
-        fetched = [] if self.ahead is None else [args[-1]]
-        return target.emit(self.code, self.program, [*own, *orders, *fetched], out_avals, evaluate)
+        return target.emit(self.code, self.program, [*own, *orders], out_avals, evaluate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +231,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
         fresh=program.fresh_seconds,
         failed=failed,
     )
-    fetches: Sequence[Ahead | None] = [None] * len(chosen.regions)
-    if options.fetch_ahead and not options.body:  # some arguments of a step are slices of arrays
-        fetches = executor.prefetches(graph, [call.planned for call in chosen.regions], machine, options.force)
-    calls = list(zip(chosen.regions, fetches, strict=True))
-    made = _make_calls(graph, calls, executor, machine, generate=options.code and executor.available())
+    made = _make_calls(graph, chosen.regions, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
     for call, result in made:
         if isinstance(result, targets.CannotLower):  # a decision of the target
@@ -410,32 +397,31 @@ def remove_regions(graph: Graph, routed: Routed, reasons: Mapping[str, str]) -> 
 
 
 def _make_calls(
-    graph: Graph, chosen: Sequence[tuple[Chosen, Ahead | None]], target: Target[Any, Any, Any], machine: Machine, *, generate: bool
+    graph: Graph, chosen: Sequence[Chosen], target: Target[Any, Any, Any], machine: Machine, *, generate: bool
 ) -> list[tuple[Chosen, PlannedRegion | Exception]]:
-    """The ``chosen`` calls, each with the weight that it prefetches, or with the error that kept it from being made, which must not
-    cost the others their code. A call merged of several that cannot be made is made as several calls again, which prefetch
-    nothing."""
-    readers = _Readers([call for call, _ in chosen])
+    """The ``chosen`` calls, each made, or with the error that kept it from being made, which must not cost the others their code.
+    A call merged of several that cannot be made is made as several calls again."""
+    readers = _Readers(chosen)
 
-    def attempt(call: Chosen, ahead: Ahead | None, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
+    def attempt(call: Chosen, name: str) -> list[tuple[Chosen, PlannedRegion | Exception]]:
         try:
             wanted = readers.wanted(call.regions)
-            made = dataclasses.replace(_call_of(graph, call, wanted, name, target.name, machine), ahead=ahead)
+            made = _call_of(graph, call, wanted, name, target.name, machine)
             if generate:
                 source = graph.ops[_heaviest(graph, call.region.ops)].source
                 plans = tuple(p.plan for p in made.phases)
-                made = dataclasses.replace(made, code=target.generate(made.program, plans, f"{name} ({source})", ahead))
+                made = dataclasses.replace(made, code=target.generate(made.program, plans, f"{name} ({source})"))
             return [(call, made)]
         except Exception as error:
             if not call.apart:
                 return [(call, error)]
-            return [result for k, one in enumerate(call.apart) for result in attempt(one, None, f"{name}.{k}")]
+            return [result for k, one in enumerate(call.apart) for result in attempt(one, f"{name}.{k}")]
 
-    work = [(call, ahead, f"region{k}") for k, (call, ahead) in enumerate(chosen)]
+    names = [f"region{k}" for k in range(len(chosen))]
     if not (generate and target.capabilities.compiles and len(chosen) > 1):
-        return [result for one in work for result in attempt(*one)]
+        return [result for call, name in zip(chosen, names, strict=True) for result in attempt(call, name)]
     with ThreadPoolExecutor(min(config.num_threads(), len(chosen))) as pool:  # compilers run at the same time
-        return [result for results in pool.map(lambda one: attempt(*one), work) for result in results]
+        return [result for results in pool.map(attempt, chosen, names) for result in results]
 
 
 class _Readers:

@@ -113,25 +113,6 @@ class Phase:
     plan: Plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ahead:
-    """The parts of a weight that a call prefetches into the L2 for a product of XLA's behind it.
-
-    ``value``: the graph's argument, of ``array_bytes``, that contains the weight, ``weight_bytes`` from byte ``first`` on.
-    ``fetched_bytes``: prefetched, in pieces spread over the whole weight. ``op``: the product. ``workers``: CTAs of the machine,
-    which share the pieces. ``seconds``: the product's modelled gain.
-    """
-
-    value: int
-    array_bytes: int
-    first: int
-    weight_bytes: int
-    fetched_bytes: int
-    op: int
-    workers: int
-    seconds: float
-
-
 # --- Machines ---------------------------------------------------------------------------------------------------------------------
 
 KIB, MIB = 1024, 1024 * 1024

@@ -18,10 +18,9 @@ from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import may_differ
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, GpuPlan, Machine, Phase, Plan, Queue
+from kitsune_jax.planning.plan import GpuPlan, Machine, Phase, Plan, Queue
 from kitsune_jax.planning.streams import Region, row_shape
 from kitsune_jax.report.data import (
-    AheadReport,
     LoopReport,
     PhaseReport,
     QueueReport,
@@ -49,8 +48,6 @@ class Planned(Protocol):
     def region(self) -> Region: ...
     @property
     def phases(self) -> Sequence[Phase]: ...
-    @property
-    def ahead(self) -> Ahead | None: ...
 
 
 def build_report(
@@ -126,7 +123,6 @@ def _region(graph: Graph, planned: Planned, machine: Machine) -> RegionReport:
         later=tuple(_phase(graph, planned, [p for p in later if p.number == n]) for n in sorted({p.number for p in later})),
         kept_bytes=kept,
         kept_at_once=most,
-        ahead=None if planned.ahead is None else _ahead(graph, planned.ahead),
         flops=sum(op_flops(graph, i) for i in region.ops),
         bytes_moved=sum(p.bytes_moved for p in _plans(planned)),
         baseline_bytes=sum(p.baseline_bytes for p in _plans(planned)),
@@ -142,11 +138,6 @@ def _peak(graph: Graph, region: Region, machine: Machine) -> float:
         return 0.0
     largest = max(products, key=lambda i: op_flops(graph, i))
     return machine.workers * machine.rate(machine.tensor_rates, graph.values[graph.ops[largest].inputs[0]].dtype)
-
-
-def _ahead(graph: Graph, ahead: Ahead) -> AheadReport:
-    source = graph.ops[ahead.op].source
-    return AheadReport(_label(graph, ahead.op), source, ahead.fetched_bytes, ahead.weight_bytes, ahead.seconds)
 
 
 def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:

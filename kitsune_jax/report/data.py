@@ -82,18 +82,6 @@ class PhaseReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AheadReport:
-    """A prefetch into the L2 cache: ``bytes`` of the weight (``weight_bytes``) of operator ``op`` (at the user's line ``source``),
-    which runs behind the call. ``seconds``: the time that the operator gains, modelled."""
-
-    op: str
-    source: str
-    bytes: int
-    weight_bytes: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RegionReport:
     """One pipelined subgraph.
 
@@ -105,12 +93,11 @@ class RegionReport:
     the indices that the rows are ordered by, "" if they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
     describe the first stream of the first phase, ``later`` the others (and other streams of the first phase); the rest counts all
     phases. ``kept_bytes``: values for later phases only, in scratch memory of the call, at most ``kept_at_once`` of them at a time.
-    ``ahead``: a prefetch for the operator behind the call, whose gain is in no other number here. ``times``: how often the call
-    runs, the steps of the loops around it, as far as their number is known. ``flops`` are the useful operations of one run,
-    ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as a pipeline and with ``jax.jit``; ``peak_flops`` is the
-    most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not known). ``sources``:
-    the user's lines of its operators. ``measured``: times of one run that were measured, of its call alone or of a function that
-    does little else; ``None`` where only the function around it was measured, or nothing.
+    ``times``: how often the call runs, the steps of the loops around it, as far as their number is known. ``flops`` are the useful
+    operations of one run, ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as a pipeline and with ``jax.jit``;
+    ``peak_flops`` is the most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not
+    known). ``sources``: the user's lines of its operators. ``measured``: times of one run that were measured, of its call alone or
+    of a function that does little else; ``None`` where only the function around it was measured, or nothing.
     """
 
     name: str
@@ -136,7 +123,6 @@ class RegionReport:
     later: tuple[PhaseReport, ...] = ()
     kept_bytes: int = 0
     kept_at_once: int = 0
-    ahead: AheadReport | None = None
     times: int = 1
     flops: int = 0
     bytes_moved: int = 0

@@ -192,7 +192,7 @@ def in_phases(region: RegionReport) -> str:
 
 
 def detail_texts(region: RegionReport) -> list[str]:
-    """The loops of a region, the bytes that its phases leave for later ones, and the weight that it prefetches."""
+    """The loops of a region, and the bytes that its phases leave for later ones."""
     texts = []
     for loop in region.loops:
         where = f" ({loop.source})" if loop.source else ""
@@ -204,11 +204,6 @@ def detail_texts(region: RegionReport) -> list[str]:
         texts.append(
             f"between its phases {byte_text(region.kept_bytes)} in scratch memory of the call, "
             f"{byte_text(region.kept_at_once)} of it at a time"
-        )
-    if ahead := region.ahead:
-        texts.append(
-            f"prefetches into the L2 cache {byte_text(ahead.bytes)} of the {byte_text(ahead.weight_bytes)} of weights that "
-            f"{ahead.op} ({ahead.source or 'no source line'}) reads next; estimate: it takes {time_text(ahead.seconds)} less"
         )
     return texts
 

@@ -22,7 +22,7 @@ from kitsune_jax import config
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
-from kitsune_jax.planning.plan import Ahead, Machine, Plan, ProgramContext
+from kitsune_jax.planning.plan import Machine, Plan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
 
@@ -86,25 +86,17 @@ class Target(abc.ABC, Generic[M, P, L]):
         """
         return plans
 
-    def prefetches(
-        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, L]]], machine: M, force: bool
-    ) -> Sequence[Ahead | None]:
-        """For each of ``calls`` (the regions and plans of its parts), the weight it prefetches for XLA's product behind it, if any.
-        ``force``: wherever a prefetch is possible, however little it gains."""
-        return [None] * len(calls)
-
     @abc.abstractmethod
-    def generate(self, program: Program, plans: Sequence[L], title: str, ahead: Ahead | None = None) -> Any:
-        """The code of a call. ``plans``: one for each part. ``title``: its name in profilers. ``ahead``: the weight it prefetches.
+    def generate(self, program: Program, plans: Sequence[L], title: str) -> Any:
+        """The code of a call. ``plans``: one for each part. ``title``: its name in profilers.
 
         Raises ``CannotLower`` where there is no code, and ``InvalidProgram`` for code that the target's own check refuses.
         """
 
     @abc.abstractmethod
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval. Where
-        ``code`` prefetches a weight, the last of ``args`` is its array. ``evaluate`` has XLA compute a value that does not stream.
-        """
+        """Bind the custom call of ``code``, which ``generate`` made of ``program``, on ``args``; one result per aval.
+        ``evaluate`` has XLA compute a value that does not stream."""
 
     def order(self, ids: Any, n: int) -> Any:
         """The positions 0..size - 1 of ``ids``, an integer array of any shape, sorted by id: int32 ``[ids.size]``.

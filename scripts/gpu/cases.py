@@ -183,8 +183,7 @@ class Attention:
 
 
 def _token(keys: int, kv_heads: int) -> Built:
-    """A layer whose weights do not fit the L2: Llama 3 8B with 8 heads of keys, Llama 2 7B with 32. With weights that are asked for
-    ahead, and without."""
+    """A layer whose weights do not fit the L2: Llama 3 8B with 8 heads of keys, Llama 2 7B with 32."""
     from benchmarks.graphs.apps import example
 
     width, heads = 4096, 32
@@ -202,8 +201,8 @@ def _token(keys: int, kv_heads: int) -> Built:
     def function(params: Any, x: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array) -> jax.Array:
         return module.layer(params, x, position[None], sizes, (keys, values))[0]
 
-    ahead = {name: kj.pipeline(function, fetch_ahead=asks) for name, asks in (("pipeline", True), ("without", False))}
-    return Built({**ahead, "jit": function}, [(params, normal(1, 1, width), cache, cache, jnp.int32(keys - 1))])
+    columns: dict[str, Callable[..., Any]] = {"pipeline": kj.pipeline(function), "jit": function}
+    return Built(columns, [(params, normal(1, 1, width), cache, cache, jnp.int32(keys - 1))])
 
 
 def _plans(words: list[str], target: str) -> Built:

@@ -79,10 +79,10 @@ def test_a_refused_program_costs_the_pipeline_and_not_the_call(monkeypatch: pyte
 
 def test_launch_words_are_checked_where_a_kernel_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kitsune_jax._cuda", reason="the extension is not built: pip install -e .")
-    assert "grid" in cuda_runtime.check((5, 900, 0, 384, 1, 1024, 0, 0, 2, 3, 64, 0))
+    assert "grid" in cuda_runtime.check((6, 900, 0, 384, 1, 1024, 0, 0, 2, 3, 64))
 
     class Broken:
-        launch = (5, 900, 0, 384, 1, 1024, 0, 0, 2, 3, 64, 0)
+        launch = (6, 900, 0, 384, 1, 1024, 0, 0, 2, 3, 64)
         source = "never compiled"
 
     monkeypatch.setattr("kitsune_jax.targets.cuda.lower._cached_kernel", lambda *_: Broken())

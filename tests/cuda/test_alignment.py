@@ -151,14 +151,6 @@ def test_a_result_in_the_memory_of_an_operand_shares_its_copy(fake_driver: pathl
 
 
 @needs_compiler
-def test_what_the_l2_is_asked_for_is_not_copied(fake_driver: pathlib.Path) -> None:
-    """The kernel reads nothing of it, and a copy would be another place in memory than the one that is read later."""
-    lines = run(COPIES + "print(json.dumps(copies(ODD[:2] + buffers()[2:], hints=1)))", fake_driver)
-    assert [line for line in lines if line.startswith("copy")] == [f"copy {0x10000 + 2} to aligned 1000"]
-    assert [line.split()[0] for line in lines] == ["allocate", "copy", "memset", "launch", "free"]
-
-
-@needs_compiler
 def test_aligned_and_empty_buffers_are_not_copied(fake_driver: pathlib.Path) -> None:
     program = COPIES + "print(json.dumps(copies([(a + 16, n) for a, n in buffers()[:4]] + buffers()[4:])))"
     assert [line.split()[0] for line in run(program, fake_driver)] == ["memset", "launch"]

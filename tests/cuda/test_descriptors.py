@@ -80,7 +80,7 @@ def compiled(kind: str, plant: str = "", **case: Any) -> Any:
     recorded, kernels = ((FOLDER / name).read_text() for name in ("recorded.h", "kernels.cc"))
     source = "\n".join([*lines, kernels.replace('#include "recorded.h"', recorded.replace("#pragma once", ""))])
     runtime.use_emulator(compile.emulator_library())
-    words = [runtime.LAUNCH_VERSION, 900, 1, 128 * names["LANES"], 1, -(-names["BYTES"] // 1024) * 1024, 0, 0, 1, 3, 0, 0]
+    words = [runtime.LAUNCH_VERSION, 900, 1, 128 * names["LANES"], 1, -(-names["BYTES"] // 1024) * 1024, 0, 0, 1, 3, 0]
     kernel = _cuda.Kernel(compile.emulated(source, 900), np.array(words, np.int64), kind, emulated=True)
     kernel.load()
     return kernel

@@ -240,7 +240,7 @@ def launched(kernels: list[tuple[int, ...]], found: list[Gpu], driver: pathlib.P
     for words in {[list(map(int, words)) for words in kernels]}:
         launch = np.array(words, np.int64)
         k = _cuda.Kernel(b"image", launch, "region", packer=b"image")
-        buffers = [(0x10000 * (i + 1), int(n)) for i, n in enumerate(launch[12 : 12 + launch[8] + launch[9]])]
+        buffers = [(0x10000 * (i + 1), int(n)) for i, n in enumerate(launch[11 : 11 + launch[8] + launch[9]])]
         answers.append([])
         for d in range({len(found)}):
             failed = error(lambda: tried(k, buffers, 100 * (d + 1)))

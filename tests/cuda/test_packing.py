@@ -101,7 +101,7 @@ def launched(
                 operands.append(np.frombuffer(call.recipes, np.uint8).copy())
     results = [np.zeros(size, np.uint8) for _, size in fills] + [np.zeros(call.workspace_bytes, np.uint8)]
     kernel.launch([(a.ctypes.data, a.nbytes) for a in (*operands, *results)])
-    first = 12 + call.launch[8] + call.launch[9] + 2
+    first = 11 + call.launch[8] + call.launch[9] + 2
     places = [call.launch[first + 3 * k : first + 3 * k + 3] for k in range(count)] if count else []
     return [*(results[-1][at : at + n] for _, at, n in places), *results[:-1]]
 

@@ -11,7 +11,7 @@ import xml.etree.ElementTree
 import pytest
 
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
-from kitsune_jax.planning.plan import Ahead, GpuPlan, Plan, Queue, Stage
+from kitsune_jax.planning.plan import GpuPlan, Plan, Queue, Stage
 from kitsune_jax.planning.streams import Region, StreamSpace
 from kitsune_jax.report.build import build_report
 from kitsune_jax.report.data import MeasuredTimes, Rejected, byte_text, percent_text, time_text
@@ -30,7 +30,6 @@ class Planned:
     region: Region
     plan: Plan
     number: int = 0
-    ahead: Ahead | None = None
 
     @property
     def phases(self) -> tuple[Planned, ...]:

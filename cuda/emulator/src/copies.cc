@@ -6,10 +6,8 @@
 
 #include "copies.h"
 
-#include <algorithm>
 #include <cstring>
 
-#include "caches.h"
 #include "counters.h"
 
 namespace kitsune::emulator {
@@ -146,13 +144,6 @@ void copy_prefetch(const void* src, u32 bytes) {
   check_bulk(src, src, bytes, "bulk_prefetch_l2");
   global_region(src, bytes, "bulk_prefetch_l2");
   if (counters::on) counters::prefetch("bulk_prefetch_l2", src, bytes);
-}
-
-void line_prefetch(const void* p) {
-  Region& region = global_region(p, 1, "prefetch_l2");
-  if (!counters::on) return;
-  const size_t first = offset_of(region, p) / kLine * kLine, end = std::min(first + kLine, region.bytes);
-  counters::prefetch("prefetch_l2", region.begin + first, static_cast<u32>(end - first));
 }
 
 // --- groups

@@ -4,7 +4,6 @@
 // are done (a persistent kernel). The loader gives most of its registers to the consumers.
 #pragma once
 
-#include "kitsune/ahead.h"
 #include "kitsune/batches.h"
 #include "kitsune/phases.h"
 #include "kitsune/queue/cluster.h"

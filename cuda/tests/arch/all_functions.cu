@@ -70,7 +70,6 @@ KITSUNE_DEVICE float use_warp(Storage& s, const Params& p) {
   mma<F16>(c, a, half);
   mma<Tf32>(c, a, half);
   syncwarp();
-  prefetch_l2(p.floats);
   cp_async_16(s.tile + 16 * thread_id(), p.floats + 4 * thread_id(), 8);
   cp_async_commit();
   cp_async_wait<0>();

@@ -76,7 +76,7 @@ const XLA_FFI_Api& api() {
 // One call site: its attributes and its buffers, 16 floats each.
 struct Call {
   std::string image = "image", packer, name = "mlp (train.py:12)";
-  std::vector<int64_t> words{5, 900, 132, 384, 2, 1024, 1, 0, 2, 1, 32, 0, 64, 64, 64};
+  std::vector<int64_t> words{6, 900, 132, 384, 2, 1024, 1, 0, 2, 1, 32, 64, 64, 64};
   Context context;
 
   XLA_FFI_CallFrame frame(XLA_FFI_ExecutionStage stage) {
@@ -207,7 +207,7 @@ int main() {
   error = bad.run(handlers.instantiate, XLA_FFI_ExecutionStage_INSTANTIATE);
   check(count(error, "launch words: version 9") == 1, "instantiate checks the words", error);
   Call unsized;
-  unsized.words.resize(12);
+  unsized.words.resize(11);
   error = unsized.run(handlers.instantiate, XLA_FFI_ExecutionStage_INSTANTIATE);
   check(count(error, "the bytes of the buffers are missing") == 1, "instantiate wants the sizes of buffers", error);
   Call cut;

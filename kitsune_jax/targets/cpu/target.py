@@ -12,7 +12,7 @@ from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.spec import is_narrow
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, CpuPlan
+from kitsune_jax.planning.plan import CpuPlan
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets import Evaluate, Target, profiler_label
@@ -135,7 +135,7 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
     def plan(self, graph: Graph, region: Region, machine: CpuMachine, program: CpuProgramContext) -> CpuPlan:
         return planner.plan(graph, region, machine, program)
 
-    def generate(self, program: Program, plans: Sequence[CpuPlan], title: str, ahead: Ahead | None = None) -> Any:
+    def generate(self, program: Program, plans: Sequence[CpuPlan], title: str) -> Any:
         words = generate(program, title, [Products(*plan.products) for plan in plans], xla.rounding_at_hand())
         return _CallCode(words, sum(plan.seconds for plan in plans), profiler_label(title))
 

@@ -1,10 +1,9 @@
-"""A plan's choices as code generation reads them: ``Arrangement``, with the geometry of the launch, and its prefetch."""
+"""A plan's choices as code generation reads them: ``Arrangement``, with the geometry of the launch."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import pack, tiles
 from kitsune_jax.targets.cuda.stage import facts
@@ -78,20 +77,3 @@ class Arrangement:
     def first_rank(self, stage: int) -> int:
         """The rank of the stage's first CTA within its instance."""
         return sum(self.split[:stage]) if self.spatial else 0
-
-
-PIECE_BYTES = 4096  # about a row of a weight, so that a product finds equally much of each stretch in whatever order it reads
-
-
-def grid_with_prefetch(working: int, ctas: int, ahead: Ahead | None) -> int:
-    """CTAs of a kernel, in instances of ``ctas``, of which ``working`` have tiles: all CTAs of the machine prefetch ``ahead``."""
-    return working if ahead is None else max(working, ahead.workers // ctas * ctas)
-
-
-def prefetch(ahead: Ahead | None) -> list[str]:
-    """The C++ with which every consumer warpgroup prefetches after its last tile (``cuda/include/kitsune/ahead.h``)."""
-    if ahead is None:
-        return []
-    pieces = max(1, ahead.fetched_bytes // PIECE_BYTES)
-    template = f"{ahead.first}, {ahead.weight_bytes}, {pieces}, {PIECE_BYTES}"
-    return [f"fetch_ahead<{template}>(p.ahead, block_id() * kLanes + group - 1, grid_size() * kLanes);"]

@@ -16,12 +16,11 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.ops.spec import ROWS
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import Array, ArrayType, Instr, Part, Program, StageProgram, TileProgram, TileType, walk
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import layout, tiles
-from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
+from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.layout import Layout
 from kitsune_jax.targets.cuda.packing import (
     ALIGNMENT,
@@ -177,7 +176,7 @@ class PartLayout:
 class CallLayout:
     """``buffers``: the C++ declaration of each pointer of the kernel; ``pointers``: what they point to. ``reads``: the call's
     operand that each input of each part is. ``kept``: arrays between phases that are results of the custom call, because they are
-    filled before the kernel starts. ``ahead``: what is prefetched, from the last of the operands. ``stamped``: as of its parts."""
+    filled before the kernel starts. ``stamped``: as of its parts."""
 
     name: str
     parts: tuple[PartLayout, ...]
@@ -187,7 +186,6 @@ class CallLayout:
     reads: tuple[tuple[int, ...], ...]
     kept: tuple[Array, ...]
     zero_bytes: int
-    ahead: Ahead | None = None
 
     @property
     def stamped(self) -> bool:
@@ -204,9 +202,7 @@ class CallLayout:
         return custom_call(self.pointers, parts, geometry, self.zero_bytes)
 
 
-def lay_out_call(
-    call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
-) -> CallLayout:
+def lay_out_call(call: Program, arrangements: tuple[Arrangement, ...], name: str, stamped: bool = False) -> CallLayout:
     """The layout of ``call``. Raises ``CannotLower`` where it does not fit, or where the parts cannot be parts of one kernel."""
     first = arrangements[0]
     if any(a.cluster > 1 or "cluster" in a.places for a in arrangements):
@@ -221,10 +217,10 @@ def lay_out_call(
     if len({at.header_bytes for at in found}) > 1:  # one of them fits only without staging
         most = max(at.header_bytes for at in found)
         found = [layout.lay_out(p, a, name, most - own, alone=False) for p, a, own in each]
-    return _assemble(call, [dataclasses.replace(at, stamped=stamped) for at in found], name, ahead)
+    return _assemble(call, [dataclasses.replace(at, stamped=stamped) for at in found], name)
 
 
-def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None) -> CallLayout:
+def _assemble(call: Program, found: list[Layout], name: str) -> CallLayout:
     filled = {part.writes[k]: how for part, at in zip(call.parts, found, strict=True) for k, how in at.filled}
     results = range(call.operands, call.operands + call.results)
     kept = [n for n in filled if n not in results]
@@ -244,8 +240,6 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
     order = {n: number for number, n in enumerate((*results, *kept))}
     for n, how in filled.items():
         buffers.add(f"const void* filled{n}", CallResult(order[n], how, call.arrays[n].dtype), frame.array_bytes(call.arrays[n]))
-    if ahead is not None:
-        buffers.add("const void* ahead", call.operands, ahead.array_bytes, hint=True)
     where |= {n: buffers.add(f"void* result{n}", CallResult(order[n]), frame.array_bytes(call.arrays[n])) for n in order}
     zeroed = [part.workspace.zero_bytes for part in found]  # in the workspace of a part by itself, at its start
     heads, zero_bytes = layout.offsets(((k, tiles.aligned(size, 128)) for k, size in enumerate(zeroed)), _COUNTER_BYTES)
@@ -268,13 +262,12 @@ def _assemble(call: Program, found: list[Layout], name: str, ahead: Ahead | None
     return CallLayout(
         name=name,
         parts=tuple(parts),
-        grid=grid_with_prefetch(grid, max(at.a.ctas for at in found), ahead),
+        grid=grid,
         buffers=tuple(buffers.declared),
         pointers=tuple(buffers.pointers),
         reads=tuple(part.reads for part in call.parts),
         kept=tuple(call.arrays[n] for n in kept),
         zero_bytes=zero_bytes,
-        ahead=ahead,
     )
 
 
@@ -285,9 +278,9 @@ class _Buffers:
         self.declared: list[str] = []
         self.pointers: list[Pointer] = []
 
-    def add(self, declared: str, of: Pointee, size: int, hint: bool = False) -> Source:
+    def add(self, declared: str, of: Pointee, size: int) -> Source:
         self.declared.append(declared)
-        self.pointers.append(Pointer(declared.split()[-1], of, size, hint))
+        self.pointers.append(Pointer(declared.split()[-1], of, size))
         return Source(len(self.pointers) - 1)
 
 

@@ -14,13 +14,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.planning.plan import Ahead
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.passes import simplified
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.arrangement import Arrangement, grid_with_prefetch
+from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.frame_ir import StageCode
 from kitsune_jax.targets.cuda.ir import Constant, Node, Ref, number, parameter, rebuild
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
@@ -75,9 +74,9 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``ahead``: what the kernel prefetches.
-    ``stamped``: it records when it runs which tile (``cuda/include/kitsune/timeline.h``). ``ring``: of tiles of inputs, which the
-    only stage reads as ``reads`` says."""
+    """``queue_at``: offsets of the slots of queues in a cluster's shared memory. ``stamped``: it records when it
+    runs which tile (``cuda/include/kitsune/timeline.h``). ``ring``: of tiles of inputs, which the only stage reads as ``reads``
+    says."""
 
     program: TileProgram
     a: Arrangement
@@ -88,20 +87,14 @@ class Layout:
     queue_at: dict[int, int]
     operands: Operands
     workspace: Workspace
-    ahead: Ahead | None = None
     stamped: bool = False
     ring: frame.TileRing | None = None
     reads: inputs.RingReads | None = None
 
     @property
-    def working(self) -> int:
-        """CTAs that have tiles."""
-        return self.a.instances(self.program) * self.a.ctas
-
-    @property
     def grid(self) -> int:
-        """CTAs of the kernel: those that have tiles, and others that only prefetch weights."""
-        return grid_with_prefetch(self.working, self.a.ctas, self.ahead)
+        """CTAs of the kernel."""
+        return self.a.instances(self.program) * self.a.ctas
 
     @property
     def uniform(self) -> bool:
@@ -174,7 +167,6 @@ class Layout:
         found += [Pointer(f"table{k}", MadeByXla(0, v), frame.array_bytes(p.values[v])) for k, v in enumerate(o.tables)]
         filled = [(k, how, p.outputs[k]) for k, how in self.filled]
         found += [Pointer(f"filled{k}", CallResult(k, how, a.dtype), frame.array_bytes(a)) for k, how, a in filled]
-        found += [] if self.ahead is None else [Pointer("ahead", len(p.inputs), self.ahead.array_bytes, hint=True)]
         found += [Pointer(f"out{k}", CallResult(k), frame.array_bytes(a)) for k, a in enumerate(p.outputs)]
         return [*found, Pointer("workspace", CallWorkspace(), self.workspace.bytes)]
 

@@ -21,7 +21,7 @@ from kitsune_jax import _compat, config
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.graph import Value
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Ahead, GpuPlan
+from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.program.ir import SINKS, Array, Instr, Program, TileProgram, walk
 from kitsune_jax.targets import profiler_label
 from kitsune_jax.targets.cuda import call_layout, compile, layout, nvrtc, pack, packing, print_kernel, runtime, tiles
@@ -64,22 +64,10 @@ class Kernel:
     def shared_bytes(self) -> int:
         return self.launch[5]
 
-    @property
-    def hints(self) -> int:
-        """The number of last operands that the kernel only prefetches into the L2."""
-        return self.launch[11]
 
-
-def generate_kernel(
-    program: TileProgram,
-    arrangement: Arrangement,
-    name: str,
-    share: bool = True,
-    ahead: Ahead | None = None,
-    stamped: bool = False,
-) -> Kernel:
-    """The kernel of ``program`` under ``arrangement``, with a prefetch of ``ahead``. ``share``: equal stages run the
-    same code. ``stamped``: it records when it runs which tile. Raises ``CannotLower``.
+def generate_kernel(program: TileProgram, arrangement: Arrangement, name: str, share: bool = True, stamped: bool = False) -> Kernel:
+    """The kernel of ``program`` under ``arrangement``. ``share``: equal stages run the same code. ``stamped``: it records when it
+    runs which tile. Raises ``CannotLower``.
 
     Each stage is lowered to nodes of the device IR and fitted into registers and shared memory (``stage``); then all stages are
     laid out (``layout``) and printed (``print_kernel``).
@@ -87,21 +75,19 @@ def generate_kernel(
     _check(program)
     program, widened = _with_float32_sums(program)
     recorders = arrangement.lanes * layout.RECORDER_BYTES * stamped
-    found = dataclasses.replace(layout.lay_out(program, arrangement, name, recorders), ahead=ahead, stamped=stamped)
+    found = dataclasses.replace(layout.lay_out(program, arrangement, name, recorders), stamped=stamped)
     source, operands = print_kernel.source(found, _kinds(found, share)), found.operands
     packed = Packed(found.program, operands, operands.tables)
     return Kernel(source, found.call, (packed,), (), widened)
 
 
-def generate_call_kernel(
-    call: Program, arrangements: tuple[Arrangement, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
-) -> Kernel:
+def generate_call_kernel(call: Program, arrangements: tuple[Arrangement, ...], name: str, stamped: bool = False) -> Kernel:
     """The kernel of a call of several parts, each laid out under its arrangement. Raises ``CannotLower``."""
     for part in call.parts:
         _check(part.program)
         if len(call.parts) > 1 and pack.lanes_share_batch(part.program):
             raise CannotLower("weights that change with the batch or a loop have no code in a call of several phases on the GPU")
-    found = call_layout.lay_out_call(call, arrangements, name, ahead, stamped)
+    found = call_layout.lay_out_call(call, arrangements, name, stamped)
     layouts = [part.layout for part in found.parts]
     if any(at.exchanges for at in layouts):
         raise CannotLower("a loop whose weights are split over a cluster has no code in a call of several phases on the GPU")
@@ -224,11 +210,11 @@ def fit_in_one_kernel(
     return reason
 
 
-def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str, ahead: Ahead | None = None) -> KernelCode:
-    """The compiled kernel of ``program``, which prefetches ``ahead``. Raises ``CannotLower``, ``InvalidProgram``, and
-    ``CompileError`` with the compiler's log."""
-    made = _stamped_kernel(program, tuple(plans), ahead) if runtime.stamps() else None
-    made = made or _cached_kernel(program, tuple(plans), _NAME, ahead)
+def generate(target: str, program: Program, plans: Sequence[GpuPlan], name: str) -> KernelCode:
+    """The compiled kernel of ``program``. Raises ``CannotLower``, ``InvalidProgram``, and ``CompileError`` with the compiler's
+    log."""
+    made = _stamped_kernel(program, tuple(plans)) if runtime.stamps() else None
+    made = made or _cached_kernel(program, tuple(plans), _NAME)
     if wrong := runtime.check(made.launch):
         raise InvalidProgram(wrong)
     if target == "emulator":
@@ -256,35 +242,31 @@ def _check_registers(made: Kernel, compiled: nvrtc.Compiled) -> None:
             raise InvalidProgram(f"the compiler launches the kernel with {has} registers a thread; its roles need {needs}")
 
 
-def _stamped_kernel(program: Program, plans: tuple[GpuPlan, ...], ahead: Ahead | None) -> Kernel | None:
+def _stamped_kernel(program: Program, plans: tuple[GpuPlan, ...]) -> Kernel | None:
     """The kernel that records when it runs which tile, or ``None`` where there is no room for that."""
     try:
-        return _cached_kernel(program, plans, _NAME, ahead, stamped=True)
+        return _cached_kernel(program, plans, _NAME, stamped=True)
     except CannotLower as no:
         config.logger.info("a kernel is not in the timeline: %s", no.reason)
         return None
 
 
-def _cached_kernel(
-    program: Program, plans: tuple[GpuPlan, ...], name: str, ahead: Ahead | None = None, stamped: bool = False
-) -> Kernel:
+def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, stamped: bool = False) -> Kernel:
     asked = tuple(arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True))
-    found = _kernel_or_reason(program, asked, name, ahead, stamped)
+    found = _kernel_or_reason(program, asked, name, stamped)
     if isinstance(found, str):
         raise CannotLower(found)
     return found
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel_or_reason(
-    program: Program, asked: tuple[Arrangement, ...], name: str, ahead: Ahead | None, stamped: bool
-) -> Kernel | str:
+def _kernel_or_reason(program: Program, asked: tuple[Arrangement, ...], name: str, stamped: bool) -> Kernel | str:
     """The kernel, or the reason why there is none: equal programs come from several plans, and from regions that only differ in the
     numbers of their values."""
     try:
         if program.only is not None:
-            return generate_kernel(program.only, asked[0], name, ahead=ahead, stamped=stamped)
-        return generate_call_kernel(program, asked, name, ahead, stamped)
+            return generate_kernel(program.only, asked[0], name, stamped=stamped)
+        return generate_call_kernel(program, asked, name, stamped)
     except CannotLower as no:
         return no.reason
 

@@ -77,12 +77,11 @@ Pointee = int | MadeByXla | PackedImage | CallResult | CallWorkspace  # a number
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer of the kernel's ``Params`` and its bytes. ``hint``: nothing is read of it."""
+    """A pointer of the kernel's ``Params`` and its bytes."""
 
     name: str
     of: Pointee
     bytes: int
-    hint: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,15 +123,13 @@ def custom_call(pointers: Sequence[Pointer], parts: Sequence[Stationary], geomet
     table, images, end = _packed(parts, aligned(space.bytes, ALIGNMENT))
     for result, size in {p.of: p.bytes for p in pointers if isinstance(p.of, CallResult) and p.of.fill}.items():
         table.add(_fill(result, size))
-    # What the kernel reads as it is, what is packed, what XLA makes: each once. Then the table, and what is only prefetched.
-    arrays: dict[Any, int] = {p.of: p.bytes for p in pointers if isinstance(p.of, int) and not p.hint}
+    # What the kernel reads as it is, what is packed, what XLA makes: each once. Then the table.
+    arrays: dict[Any, int] = {p.of: p.bytes for p in pointers if isinstance(p.of, int)}
     arrays |= table.sources()
     arrays |= {p.of: p.bytes for p in pointers if isinstance(p.of, MadeByXla)}
     arrays |= {Recipes(): table.size} if table.entries else {}
-    hints = [p for p in pointers if p.hint]
-    operands = [*arrays, *(p.of for p in hints)]
     results = {p.of.number: p.bytes for p in pointers if isinstance(p.of, CallResult) and not p.of.fill}
-    buffers = [*arrays, *hints, *(CallResult(number) for number in sorted(results)), CallWorkspace()]
+    buffers = [*arrays, *(CallResult(number) for number in sorted(results)), CallWorkspace()]
     where = {of: number for number, of in enumerate(buffers)}
 
     def place(p: Pointer) -> tuple[int, int]:
@@ -141,10 +138,10 @@ def custom_call(pointers: Sequence[Pointer], parts: Sequence[Stationary], geomet
                 return where[CallWorkspace()], images[p.of]
             case CallResult(number):
                 return where[CallResult(number)], 0
-        return where[p if p.hint else p.of], 0
+        return where[p.of], 0
 
-    sizes = [*arrays.values(), *(p.bytes for p in hints), *(results[number] for number in sorted(results)), end]
-    launch = [LAUNCH_VERSION, *geometry, len(operands), len(results) + 1, zero_bytes, len(hints), *sizes]
+    sizes = [*arrays.values(), *(results[number] for number in sorted(results)), end]
+    launch = [LAUNCH_VERSION, *geometry, len(arrays), len(results) + 1, zero_bytes, *sizes]
     places = tuple(map(place, pointers))
     if table.entries:
         launch += [min(-(-table.jobs // _WARPS), _MOST_BLOCKS), where[Recipes()]]
@@ -152,7 +149,7 @@ def custom_call(pointers: Sequence[Pointer], parts: Sequence[Stationary], geomet
     else:
         assert [*places] == [(number, 0) for number in range(len(buffers))], "the kernel's pointers are the buffers"
     recipes = table.encoded(where) if table.entries else b""
-    return CustomCall(tuple(operands), recipes, tuple(launch), end, tuple(p.name for p in pointers), places)
+    return CustomCall(tuple(arrays), recipes, tuple(launch), end, tuple(p.name for p in pointers), places)
 
 
 def _packed(parts: Sequence[Stationary], end: int) -> tuple[_RecipeTable, dict[PackedImage, int], int]:

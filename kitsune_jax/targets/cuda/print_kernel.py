@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitsune_jax.program.ir import TileProgram, walk
-from kitsune_jax.targets.cuda.arrangement import prefetch
 from kitsune_jax.targets.cuda.call_layout import CallLayout, PartLayout, Source
 from kitsune_jax.targets.cuda.ir import Spelling, indented
 from kitsune_jax.targets.cuda.layout import Kind, Layout, entry_vectors
@@ -84,7 +83,6 @@ def source(at: Layout, kinds: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
     head = f"// {at.name}: {summary(at)}\n{_includes(at.stamped)}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
     fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # their memory becomes that of the results
-    fields += [] if at.ahead is None else ["const void* ahead;"]
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
     fields += ["u8* workspace;", *_stamp_params(at.stamped), "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
     return "\n".join([head, struct("Params", fields), *roles(at, kinds, True), "}  // namespace\n", _entry(at)])
@@ -215,14 +213,10 @@ def _role_table(at: Layout, kinds: list[Kind]) -> str:
 
 
 def _entry(at: Layout) -> str:
-    # CTAs beyond those that have tiles only prefetch weights.
-    share, mine = ("Share::all()", "") if at.grid == at.working else (f"Share::of(0, {at.working}, {at.a.ctas})", "share.is_mine()")
-    declared, section = [_GROUP, f"const Share share = {share};"], f"section(share.block % {at.a.ctas}, group);"
-    fetches = "fetches()" if at.ring is None else "(fetches() || fetches_tiles())" if mine else "fetches() || fetches_tiles()"
-    load = f"if ({mine and f'{mine} && '}{fetches}) load(p, header, base, share);"
-    consume = f"{mine and f'if ({mine}) '}consume(p, header, base, share, group - 1);"
-    stamped = _stamped(at.stamped, [consume])
-    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], [*stamped, *prefetch(at.ahead)])
+    declared, section = [_GROUP, "const Share share = Share::all();"], f"section(share.block % {at.a.ctas}, group);"
+    load = f"if ({'fetches()' if at.ring is None else 'fetches() || fetches_tiles()'}) load(p, header, base, share);"
+    consume = _stamped(at.stamped, ["consume(p, header, base, share, group - 1);"])
+    return _kernel(at, "Header", declared, ["init(header);"], [section], [load], consume)
 
 
 def _stamped(stamped: bool, lines: list[str]) -> list[str]:
@@ -364,7 +358,7 @@ def _entry_of_phases(call: CallLayout, groups: list[_Group]) -> str:
         barrier = f"{{{{ const u32 begin = begin_wait(); {barrier} {record} }}}}"
     consume = _role(call, groups, "{part}::consume({params}, header, base, share, group - 1);", barrier)
     consume = _stamped(call.stamped, consume)
-    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, [*consume, *prefetch(call.ahead)])
+    return _kernel(call.parts[0].layout, "Headers", declared, init, [], load, consume)
 
 
 def _role(call: CallLayout, groups: list[_Group], run: str, barrier: str) -> list[str]:

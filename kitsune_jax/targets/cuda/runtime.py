@@ -27,7 +27,7 @@ from kitsune_jax.targets.cuda.planning.machines import Sizes, fitted_gpu
 # --- The extension ----------------------------------------------------------------------------------------------------------------
 
 TARGET_NAME = "kitsune_cuda"
-LAUNCH_VERSION = 5
+LAUNCH_VERSION = 6
 
 _lock = threading.Lock()
 _registered: set[str] = set()

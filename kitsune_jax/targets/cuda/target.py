@@ -21,7 +21,7 @@ from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import INDEXED, ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import NO_CONTEXT, Ahead, GpuPlan, ProgramContext
+from kitsune_jax.planning.plan import NO_CONTEXT, GpuPlan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, Program
@@ -158,13 +158,8 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
         return lower.fit_in_one_kernel(program, found, lambda lanes: planner.with_lanes(found, lanes, apart, machine))
 
-    def prefetches(
-        self, graph: Graph, calls: Sequence[Sequence[tuple[Region, GpuPlan]]], machine: GpuMachine, force: bool
-    ) -> Sequence[Ahead | None]:
-        return planner.prefetches_of_calls(graph, calls, machine, force)
-
-    def generate(self, program: Program, plans: Sequence[GpuPlan], title: str, ahead: Ahead | None = None) -> Any:
-        return lower.generate(self.name, program, plans, title, ahead)
+    def generate(self, program: Program, plans: Sequence[GpuPlan], title: str) -> Any:
+        return lower.generate(self.name, program, plans, title)
 
     def emit(self, code: Any, program: Program, args: Sequence[Any], out_avals: Sequence[Any], evaluate: Evaluate) -> list[Any]:
         return lower.call(self.name, code, program, args, out_avals, evaluate)

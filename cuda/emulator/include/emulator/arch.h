@@ -136,8 +136,6 @@ inline void red_min(T* p, T v, const emu::Site& at = emu::site()) {
   *p = *p < v ? *p : v;
 }
 
-inline void prefetch_l2(const void* p) { emu::line_prefetch(p); }
-
 // On the device the compiler forgets where the pointer comes from (kitsune/arch/memory.h).
 template <class T>
 inline T* opaque(T* p) {

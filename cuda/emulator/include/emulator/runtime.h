@@ -72,7 +72,6 @@ void copy_load(void* dst, const void* src, u32 bytes, Mbar& bar, u32 mask);  // 
 void copy_push(void* dst, u32 rank, const void* src, u32 bytes, Mbar& bar);
 void copy_store(void* dst, const void* src, u32 bytes, bool add);
 void copy_prefetch(const void* src, u32 bytes);
-void line_prefetch(const void* p);
 void tile_load(const TensorMap& map, Mbar& bar, void* dst, i32 x, i32 y, u32 mask);
 void tile_store(const TensorMap& map, const void* src, i32 x, i32 y, bool add);
 void bulk_group_commit();

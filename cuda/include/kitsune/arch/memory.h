@@ -132,9 +132,6 @@ KITSUNE_DEFINE_RED(red_min, i32, "min.s32")
 KITSUNE_DEFINE_RED(red_min, u32, "min.u32")
 #undef KITSUNE_DEFINE_RED
 
-// Asks for the cache line that holds `p` in the L2. Nothing waits for it, and nothing is ordered by it.
-KITSUNE_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global_address(p)) : "memory"); }
-
 // The same pointer, of which the compiler knows nothing any more. Loads of constants that a loop needs in every round would else be
 // taken out of it, all into registers.
 template <class T>

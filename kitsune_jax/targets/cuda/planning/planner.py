@@ -1,25 +1,22 @@
-"""Plans for a GPU: every arrangement that fits, fastest first; plans in blocks for attention; and prefetches of weights.
+"""Plans for a GPU: every arrangement that fits, fastest first; and plans in blocks for attention.
 
-Comes in: a Graph, a Region and the model of a GPU. Goes out: ``plan``, the fastest ``GpuPlan`` that the code generator accepts, and
-``prefetches_of_calls``. Invariants: no plan needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the
-same arguments give the same plans in every process.
+Comes in: a Graph, a Region and the model of a GPU. Goes out: ``plan``, the fastest ``GpuPlan`` that the code generator accepts.
+Invariants: no plan needs more shared memory, registers, SMs or CTAs in a cluster than the machine has; the same arguments give the
+same plans in every process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE, any_order
-from kitsune_jax.ops.spec import DTYPES
-from kitsune_jax.planning.cost import itemsize, left_region
-from kitsune_jax.planning.plan import Ahead, GpuPlan, Infeasible, Stage, size_text
+from kitsune_jax.planning.plan import GpuPlan, Infeasible, Stage, size_text
 from kitsune_jax.planning.stages import Inner, Ops, finest, inner_of, orders_of, resource_of, stage_name
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.blocks import NotBlocked
@@ -27,7 +24,6 @@ from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
 from kitsune_jax.program.loop_bounds import tile_iterations, tile_starts
 from kitsune_jax.targets.cuda import tiles
-from kitsune_jax.targets.cuda.arrangement import PIECE_BYTES
 from kitsune_jax.targets.cuda.planning.arrangements import Arranged, GpuRegion, over_clusters, spatial
 from kitsune_jax.targets.cuda.planning.cost import (
     GpuCost,
@@ -46,7 +42,6 @@ from kitsune_jax.targets.cuda.planning.cost import (
 )
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine, matmul_efficiency
 from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
-from kitsune_jax.targets.cuda.planning.xla import baseline
 from kitsune_jax.targets.cuda.stage.fitting import MAX_DEPTH, STAGED_DEPTH
 from kitsune_jax.targets.cuda.tiles import NO_RING, TILE_ROWS, InputRing
 
@@ -453,165 +448,3 @@ def _check_ops(cost: GpuCost) -> None:
             raise Infeasible(f"the CUDA target has no code for a matmul of {dot.dtype}")
         if dot.dtype == "float32" and dict(op.params).get("precision") == "HIGHEST":
             raise Infeasible("the CUDA target multiplies float32 as tf32; ask for a lower precision than HIGHEST")
-
-
-# --- Prefetches: weights that a call brings into the L2 for a product that XLA runs after it --------------------------------------
-
-_LEAST_SECONDS, _LEAST_SHARE = 1e-6, 0.02  # a prefetch must gain so much, or this fraction of the call and the product
-Call = Sequence[tuple[Region, GpuPlan]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Product:
-    """Product ``op``, which takes as long as its weight takes to load: ``size`` bytes of argument ``value``, from byte
-    ``first``."""
-
-    op: int
-    value: int
-    first: int
-    size: int
-
-
-def prefetches_of_calls(graph: Graph, calls: Sequence[Call], machine: GpuMachine, force: bool = False) -> list[Ahead | None]:
-    """For each call, the weight that it asks the L2 for, or None. ``force``: however little is gained. A weight is asked for once,
-    and a call asks for one weight, the one that gains most.
-
-    A product of few rows takes as long as loading its weight from memory. Memory is idle while a kernel ends and the next ones
-    start, so pieces of the weight that are fetched then come for free; the product reads these from the L2 and the others from
-    memory, at the same time.
-
-    The weight is an argument of the graph, so it is there when the call starts, and nothing is copied. Its product depends on the
-    call, so an op that overwrites the weight in place has to wait for the call anyway.
-
-    The model, with bandwidths M of memory and C of the L2: at most W (1 - M / C) bytes of a weight of W bytes are worth fetching,
-    as the L2 then limits the product; at most what memory delivers in the gaps between the kernels from the call to the product
-    (``kernel_seconds`` each; the end and start of the call itself are not counted); and at most what is left of half of the L2 when
-    all that may run in between has passed through it. The product gains the time of the bytes that memory need not deliver again.
-    """
-    found: list[Ahead | None] = [None] * len(calls)
-    inside = {i for call in calls for region, _ in call for i in region.ops}
-    if not force and sum(_bytes(graph, v) for v in graph.inputs) <= machine.shared_bytes // 2:
-        return found  # all arguments stay in the L2 from one run of the program to the next
-    products = [p for i in range(len(graph.ops)) if i not in inside and (p := _product(graph, i, machine)) is not None]
-    if not products or not calls:
-        return found
-    flow = _CallDependencies(graph, calls)
-    offers = [(k, _prefetch(flow, k, product, machine, force)) for k in range(len(calls)) for product in products]
-    taken: set[tuple[int, int]] = set()
-    # Among equally good calls, take the last: less runs between it and the product.
-    for k, offer in sorted(offers, key=lambda pair: (-pair[1].seconds, -pair[0]) if pair[1] else (0.0, 0)):
-        if offer is not None and found[k] is None and (offer.value, offer.first) not in taken:
-            found[k] = offer
-            taken.add((offer.value, offer.first))
-    return found
-
-
-def _prefetch(flow: _CallDependencies, k: int, product: _Product, machine: GpuMachine, force: bool) -> Ahead | None:
-    """The prefetch of the weight of ``product`` by call ``k``, if it gains enough."""
-    later = flow.dependents(-1 - k)
-    if product.op not in later:
-        return None
-    may = later - flow.dependents(product.op) - {product.op}
-    must = _reached(flow.before, product.op, later)
-    seconds, moved = flow.seconds_and_bytes(must, machine)
-    gaps = machine.kernel_seconds * (1 + sum(n < 0 for n in must)) + max(0.0, seconds - moved / machine.dram_bandwidth)
-    room = machine.shared_bytes // 2 - flow.seconds_and_bytes(may, machine)[1]
-    wanted = product.size * (1 - machine.dram_bandwidth / max(machine.shared_bandwidth, machine.dram_bandwidth))
-    fetched = int(min(wanted, gaps * machine.dram_bandwidth, room)) // PIECE_BYTES * PIECE_BYTES
-    gained = fetched / machine.dram_bandwidth
-    own = sum(plan.seconds for _, plan in flow.calls[k])
-    whole = own + seconds + machine.kernel_seconds + product.size / machine.dram_bandwidth
-    if fetched <= 0 or not (force or gained >= min(_LEAST_SECONDS, _LEAST_SHARE * whole)):
-        return None
-    size = _bytes(flow.graph, product.value)
-    return Ahead(product.value, size, product.first, product.size, fetched, product.op, machine.workers, gained)
-
-
-def _product(graph: Graph, i: int, machine: GpuMachine) -> _Product | None:
-    """Op ``i``, if it is a product that reads mostly one weight and takes as long as loading it."""
-    op = graph.ops[i]
-    if op.kind != "dot_general":
-        return None
-    values = [graph.values[v] for v in (*op.inputs, *op.outputs)]
-    if any(v.dtype not in DTYPES or not all(isinstance(n, int) for n in v.shape) for v in values):
-        return None
-    weight = max(op.inputs, key=functools.partial(_bytes, graph))
-    size = _bytes(graph, weight)
-    others = sum(_bytes(graph, v) for v in (*op.inputs, *op.outputs)) - size
-    flops = 2 * values[2].size * math.prod(values[0].shape[d] for d in op["lhs_contract"])
-    rate = machine.rate(machine.tensor_rates, values[0].dtype) * machine.workers
-    if others > size // 4 or flops / rate > size / machine.dram_bandwidth:
-        return None
-    location = _location(graph, weight)
-    return None if location is None else _Product(i, *location, size)
-
-
-def _location(graph: Graph, v: int) -> tuple[int, int] | None:
-    """(argument, byte) where the elements of ``v`` lie in one piece, in any order; None if ``v`` is computed or scattered."""
-    first, cut, producers = 0, False, graph.producers()
-    while (i := producers.get(v)) is not None:
-        op = graph.ops[i]
-        if op.kind == "slice":
-            start = _start(op, graph.values[op.inputs[0]].shape)
-            if start is None:
-                return None
-            first, cut = first + start * itemsize(graph.values[v].dtype), True
-        elif op.kind == "transpose" and cut or op.kind not in ("reshape", "transpose"):
-            return None  # a slice of a transposed array does not lie in one piece
-        v = op.inputs[0]
-    return (v, first) if v in graph.inputs else None
-
-
-def _start(op: Op, shape: tuple[int, ...]) -> int | None:
-    """The first element of a slice that lies in one piece, which has all of each dimension after the first one with several
-    elements; None for another slice."""
-    start, limit, strides = op["start"], op["limit"], op["strides"] or (1,) * len(shape)
-    sizes = [b - a for a, b in zip(start, limit, strict=True)]
-    outer = next((d for d, n in enumerate(sizes) if n != 1), len(sizes))
-    if set(strides) - {1} or any(sizes[d] != shape[d] for d in range(outer + 1, len(shape))):
-        return None
-    return sum(start[d] * math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-def _bytes(graph: Graph, v: int) -> int:
-    """Bytes of a value; 0 for a value that is no array."""
-    value = graph.values[v]
-    return value.size * itemsize(value.dtype) if value.dtype in DTYPES else 0
-
-
-class _CallDependencies:
-    """Which ops that XLA runs, by their numbers, and which calls depend on which. Call k has the number -1 - k."""
-
-    def __init__(self, graph: Graph, calls: Sequence[Call]):
-        self.graph, self.calls = graph, calls
-        inside = {i for call in calls for region, _ in call for i in region.ops}
-        reads: dict[int, Sequence[int]] = {i: op.inputs for i, op in enumerate(graph.ops) if i not in inside}
-        makers = {v: i for i in reads for v in graph.ops[i].outputs}
-        for k, call in enumerate(calls):
-            reads[-1 - k] = [v for region, _ in call for v in region.inputs]
-            makers.update((v, -1 - k) for region, _ in call for v in region.outputs)
-        self.before = {n: {makers[v] for v in values if v in makers} - {n} for n, values in reads.items()}
-        self.after: dict[int, set[int]] = {n: set() for n in reads}
-        for n, found in self.before.items():
-            for m in found:
-                self.after[m].add(n)
-        self.dependents = functools.cache(lambda n: _reached(self.after, n, self.after.keys()))
-
-    def seconds_and_bytes(self, nodes: Set[int], machine: GpuMachine) -> tuple[float, int]:
-        """(modelled seconds of XLA's kernels of the ops, bytes that these and the calls move)."""
-        ops = sorted(n for n in nodes if n >= 0)
-        known = [i for i in ops if self.graph.ops[i].kind not in ("opaque", "reshape")]
-        seconds, moved = baseline(GpuCost(self.graph, left_region(self.graph, known), machine)) if known else (0.0, 0)
-        unknown = [op for i in ops if (op := self.graph.ops[i]).kind == "opaque"]
-        moved += sum(_bytes(self.graph, v) for op in unknown for v in (*op.inputs, *op.outputs))
-        return seconds, moved + sum(plan.bytes_moved for n in nodes if n < 0 for _, plan in self.calls[-1 - n])
-
-
-def _reached(edges: dict[int, set[int]], start: int, among: Set[int]) -> Set[int]:
-    """The nodes that paths through ``among`` lead to from ``start``."""
-    found, work = set[int](), [start]
-    while work:
-        new = (edges[work.pop()] & among) - found
-        found |= new
-        work += new
-    return found
