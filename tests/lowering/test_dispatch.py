@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -53,6 +54,12 @@ def test_long_calls_of_any_operands(monkeypatch: pytest.MonkeyPatch, dtype: str,
         program = jax.jit(f).lower(x, y).compile()
         assert operations(program) >= CHEAP
         np.testing.assert_array_equal(np.asarray(program(x, y)), np.asarray(jax.jit(f.__wrapped__)(x, y)))
+
+
+def test_xla_compiles_nothing_for_a_program_of_one_long_call() -> None:
+    """What hands the call over is no kernel, which LLVM would take longer to compile than all else takes."""
+    program = compiled(20_000, jnp.ones(4096)).as_text()
+    assert set(re.findall(r" (\w[\w-]*)\(%", program)) - {"tuple"} == {"fft", "custom-call", "get-tuple-element"}
 
 
 def test_short_calls_run_at_once() -> None:
