@@ -1,6 +1,6 @@
 """Sharded functions beside sharded ``jax.jit`` on several devices of one CPU: seconds, temporary memory, compilation.
 
-    python -m benchmarks.devices                    # 2 devices; half a minute for each of four networks
+    python -m benchmarks.devices                    # 2 devices; half a minute for each of five networks
     python -m benchmarks.devices --devices 4 --network nerf
 
 Comes in: a network and a number of devices, among which its rows (edges) are divided. Goes out: a record in
@@ -22,6 +22,7 @@ from typing import Any
 
 FORMAT = 1
 MODES = ("inference", "training")
+NETWORKS = ("nerf", "edges", "layer", "layer-bfloat16", "gat")
 
 
 def networks() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...], tuple[int, ...]]]:
@@ -69,10 +70,12 @@ def networks() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int
     swiglu = [(512, 1408), (1408, 512), (512, 1408)]
     of_edges = *(normal(50_000, 128) for _ in range(3)), normal(384, 128), normal(128, 128), normal(128, 128)
     of_layer = normal(4, 512, 512), *(normal(512, 512) for _ in range(4)), *(normal(*s) for s in swiglu)
+    in_16_bits = tuple(x.astype(jnp.bfloat16) for x in of_layer)
     return {
         "nerf": (nerf, (normal(32_768, 64), *(normal(*s) for s in hidden)), (0,), tuple(range(1, 9))),
         "edges": (edges, of_edges, (0, 1, 2), (3, 4, 5)),
         "layer": (layer, of_layer, (0,), tuple(range(1, 8))),
+        "layer-bfloat16": (layer, in_16_bits, (0,), tuple(range(1, 8))),
         "gat": (gat, (normal(count, 64), *index, normal(64, 64), normal(64), normal(64)), (1, 2), (0, 3, 4, 5)),
     }
 
@@ -164,7 +167,7 @@ def save(records: Sequence[dict[str, Any]], folder: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.devices", description="Sharded functions beside sharded jax.jit.")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--network", choices=("nerf", "edges", "layer", "gat"), help="default: all")
+    parser.add_argument("--network", choices=NETWORKS, help="default: all")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(argv)
@@ -174,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}".strip()
     records = []
-    for name in [args.network] if args.network else networks():
+    for name in [args.network] if args.network else NETWORKS:
         for mode in MODES:
             record = measure(name, mode, args.devices, args.rounds)
             records.append(record)
