@@ -33,7 +33,7 @@ from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.planning.stages import finest, joined, orders_of
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets import get
-from kitsune_jax.targets.cuda import lower
+from kitsune_jax.targets.cuda.arrangement import kind_of
 from kitsune_jax.targets.cuda.planning.arrangements import GpuRegion, SpatialBuilder
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, dots_of, fed_by, loops_of, panel_sums_of
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine, gpu
@@ -202,7 +202,7 @@ def compare_plans(name: str, plans: list[dict[str, Any]]) -> Iterator[Comparison
     made, of = candidates(cost), GpuRegion(cost)
     otherwise = _xla_pack_seconds(of) - of.pack_seconds()
     found = {
-        f"{lower.kind(p, gradients=False)} cluster{p.cluster} stages{len(p.stages)} split{max(s.split for s in p.stages)}": p
+        f"{kind_of(p, gradients=False)} cluster{p.cluster} stages{len(p.stages)} split{max(s.split for s in p.stages)}": p
         for p in reversed(made)
     }
     for plan in plans:

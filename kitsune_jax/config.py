@@ -132,7 +132,7 @@ def nvrtc_dir() -> pathlib.Path | None:
 
 
 def cuda_avoid() -> tuple[str, ...]:
-    """``KITSUNE_CUDA_AVOID``: patterns of the kinds of CUDA kernel that no plan may have (``targets.cuda.lower.kind``).
+    """``KITSUNE_CUDA_AVOID``: patterns of the kinds of CUDA kernel that no plan may have (``targets.cuda.arrangement.kind_of``).
 
     Raises ``ValueError`` for a pattern that no kind could match.
     """

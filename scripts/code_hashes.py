@@ -6,8 +6,9 @@
     python -m scripts.code_hashes write machine.json --sass --match 'cuda/(mlp|loss)/bfloat16'    # seconds a kernel
     python -m scripts.code_hashes write sources.json --headers    # two minutes: CUDA sources with all that they include
 
-Comes in: every kernel family of the tests under every arrangement of the CUDA target, and every function of the grid of benchmarks
-planned for every family of CPUs. Goes out: the SHA-256 of each CUDA source and of each CPU program, by name, as JSON. Nothing is
+Comes in: every kernel family of the tests under every arrangement of the CUDA target, the calls of several phases and the
+applications of the device check as planned for an H200, and every function of the grid of benchmarks planned for every family of
+CPUs. Goes out: the SHA-256 of each CUDA source and of each CPU program, by name, as JSON. Nothing is
 compiled and nothing runs, so neither a GPU nor the instruction sets are needed. Rows are cut to a few thousand: their number
 changes how tiles are shared out, not the code of one. With ``--sass`` NVRTC compiles the CUDA sources, and the hashes are those of
 the machine code and its constants: a text that reads better should leave them as they are. With ``--headers`` they are those of
@@ -38,6 +39,8 @@ Code = tuple[str, Callable[[], dict[str, bytes]]]  # a name, and what makes the 
 
 def everything() -> Iterator[Code]:
     yield from _cuda_families()
+    yield from _cuda_calls()
+    yield from _cuda_applications()
     yield from _cpu_programs()
 
 
@@ -56,13 +59,67 @@ def _cuda_families() -> Iterator[Code]:
 def _sources(family: Any, dtype: str, batches: bool) -> dict[str, bytes]:
     """The sources of a family, by its arrangements."""
     from kitsune_jax.targets.cuda import lower
+    from kitsune_jax.targets.cuda.arrangement import arrangement_of
     from tests.support.cuda_run import arrangements, subject
 
     of = subject(family.function, *family.arguments(_FAMILY_ROWS, dtype), batches=batches)
     found = {}
     for name, plan in arrangements(of).items():
         program = of.program(plan)
-        found[name] = lower.generate_kernel(program, lower.arrangement(plan, program), _TITLE).source.encode()
+        found[name] = lower.generate_kernel(program, arrangement_of(plan, program), _TITLE).source.encode()
+    return found
+
+
+def _cuda_calls() -> Iterator[Code]:
+    from tests.support.cuda_call_cases import CALLS
+
+    for name, family in CALLS.items():
+        for dtype in family.dtypes:
+            yield f"cuda/{name}/{dtype}", functools.partial(_family_calls, family, dtype)
+
+
+def _family_calls(family: Any, dtype: str) -> dict[str, bytes]:
+    rows = family.rows[0] if family.rows else _FAMILY_ROWS
+    return _planned_sources(family.function, family.shapes(rows, dtype), family.deterministic)
+
+
+def _cuda_applications() -> Iterator[Code]:
+    from scripts.gpu.cases import CASES
+
+    applications = (name for name in CASES if not name.startswith(("plans", "attention", "token")))
+    for name in dict.fromkeys(re.sub(r" \d+$", f" {_ROWS}", name) for name in applications):
+        yield f"cuda/{name.replace(' ', '-')}", functools.partial(_application, name)
+
+
+def _application(name: str) -> dict[str, bytes]:
+    from scripts.gpu.cases import build
+
+    case = build(name)
+    return _planned_sources(case.columns["jit"], case.arguments[0])
+
+
+def _planned_sources(function: Callable[..., Any], arguments: Sequence[Any], deterministic: bool = True) -> dict[str, bytes]:
+    """The sources of a function's calls as planned for an H200, by number."""
+    import jax
+
+    from kitsune_jax import _compat
+    from kitsune_jax.frontend import lowering
+    from kitsune_jax.frontend.route import RouteOptions
+    from kitsune_jax.planning.plan import GpuPlan
+    from kitsune_jax.targets.cuda import lower
+    from kitsune_jax.targets.cuda.arrangement import arrangement_of
+
+    options, found = RouteOptions(force=True, device="h200", code=False, deterministic=deterministic), {}
+    jaxpr, _ = _compat.hoist_consts(jax.make_jaxpr(function)(*arguments))
+    _, routed, _ = lowering.capture_until_stable(jaxpr, lambda body, _: body, "cuda", options)
+    for k, region in enumerate(routed.regions):
+        plans = [phase.plan for phase in region.phases if isinstance(phase.plan, GpuPlan)]
+        asked = tuple(arrangement_of(plan, part.program) for plan, part in zip(plans, region.program.parts, strict=True))
+        if (only := region.program.only) is not None:
+            made = lower.generate_kernel(only, asked[0], _TITLE)
+        else:
+            made = lower.generate_call_kernel(region.program, asked, _TITLE)
+        found[str(k)] = made.source.encode()
     return found
 
 

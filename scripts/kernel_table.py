@@ -142,8 +142,9 @@ def _measured(network: str, dtype: str, kind: str, program: Any, plan: Any, fold
     from kernel_checks import sass
     from kernel_checks.lint import flow, in_flight
     from kitsune_jax.targets.cuda import lower, nvrtc
+    from kitsune_jax.targets.cuda.arrangement import arrangement_of
 
-    arrangement = lower.arrangement(plan, program)
+    arrangement = arrangement_of(plan, program)
     made = lower.generate_kernel(program, arrangement, "region")
     start = time.process_time()  # of this process: others may load the machine
     compiled = nvrtc.compile(made.source, "sm_90a" if arrangement.sm == 900 else "sm_80", folder=folder)

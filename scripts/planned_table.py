@@ -87,6 +87,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     from kitsune_jax.planning.plan import GpuPlan
     from kitsune_jax.targets import get
     from kitsune_jax.targets.cuda import lower, nvrtc
+    from kitsune_jax.targets.cuda.arrangement import arrangement_of
 
     cuda = get("cuda")
     for name, function, dtype, shapes, options in cases():
@@ -107,7 +108,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             graph = split_few_rows(captured, "cuda", "h200").graph
         for k, region in enumerate(route(graph, "cuda", asked).regions, 1):
             plans = [phase.plan for phase in region.phases if isinstance(phase.plan, GpuPlan)]
-            arranged = tuple(lower.arrangement(p, part.program) for p, part in zip(plans, region.program.parts, strict=True))
+            arranged = tuple(arrangement_of(p, part.program) for p, part in zip(plans, region.program.parts, strict=True))
             alone = len(arranged) == 1
             only = region.program.parts[0].program
             made = (

@@ -1,6 +1,6 @@
 """The capabilities of a target: one object that capture, the choice of regions and the lowering receive whole.
 
-Invariant: a target has one such object, and nothing unpacks it into parameters.
+Invariant: a target has one such object. It is handed on whole; a function that needs one answer may take that one.
 """
 
 from __future__ import annotations

@@ -86,6 +86,11 @@ class Plan:
         """Workers of all replicas."""
         return self.replicas * sum(stage.workers for stage in self.stages)
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """The facts of a GPU's plan that a report names behind its arrangement; none of a CPU's."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuPlan(Plan):
@@ -102,6 +107,11 @@ class GpuPlan(Plan):
     cluster: int = 1
     lanes: int = 0
     l2_bytes: int = 0
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        clusters = (f"clusters of {self.cluster}",) if self.cluster > 1 else ()
+        return (*clusters, "1 lane" if self.lanes == 1 else f"{self.lanes} lanes")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import may_differ
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import GpuPlan, Machine, Phase, Plan, Queue
+from kitsune_jax.planning.plan import Machine, Phase, Plan, Queue
 from kitsune_jax.planning.streams import Region, row_shape
 from kitsune_jax.report.data import (
     LoopReport,
@@ -116,8 +116,7 @@ def _region(graph: Graph, planned: Planned, machine: Machine) -> RegionReport:
         seconds=sum(p.seconds for p in _plans(planned)),
         baseline_seconds=sum(p.baseline_seconds for p in _plans(planned)),
         bound=plan.bound,
-        cluster=plan.cluster if isinstance(plan, GpuPlan) else 1,
-        lanes=plan.lanes if isinstance(plan, GpuPlan) else 0,
+        traits=plan.traits,
         order=_order(graph, first),
         loops=_loops(graph, region.ops, region.outputs),
         later=tuple(_phase(graph, planned, [p for p in later if p.number == n]) for n in sorted({p.number for p in later})),

@@ -88,16 +88,17 @@ class RegionReport:
     ``rows`` is the extent of its stream space, cut into ``tiles`` of ``tile_rows``. ``bytes_in`` and ``bytes_out`` are its operands
     and results, ``bytes_saved`` how much less it moves than the same operators under ``jax.jit``. ``seconds`` and
     ``baseline_seconds`` (under ``jax.jit``) are modelled; ``bound`` is the bottleneck (a stage's name, ``dram`` or ``l2``). On a
-    GPU ``replicas`` are pipeline instances, ``cluster`` is the size of a thread-block cluster and ``lanes`` the consumer warpgroups
-    of a CTA; on a CPU there are none. ``loops``: time loops that run inside it, whose operators are counted once each. ``order``:
-    the indices that the rows are ordered by, "" if they stream as they lie in memory. ``rows``, the order, tiles, stages and queues
-    describe the first stream of the first phase, ``later`` the others (and other streams of the first phase); the rest counts all
-    phases. ``kept_bytes``: values for later phases only, in scratch memory of the call, at most ``kept_at_once`` of them at a time.
-    ``times``: how often the call runs, the steps of the loops around it, as far as their number is known. ``flops`` are the useful
-    operations of one run, ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as a pipeline and with ``jax.jit``;
-    ``peak_flops`` is the most that the machine computes in a second in the dtype of the region's matrix products (0 where it is not
-    known). ``sources``: the user's lines of its operators. ``measured``: times of one run that were measured, of its call alone or
-    of a function that does little else; ``None`` where only the function around it was measured, or nothing.
+    GPU ``replicas`` are pipeline instances, and ``traits`` say how they are arranged: "clusters of 2" (thread blocks), "2 lanes"
+    (consumer warpgroups of a thread block). A CPU's region has no traits. ``loops``: time loops that run inside it, whose operators
+    are counted once each. ``order``: the indices that the rows are ordered by, "" if they stream as they lie in memory. ``rows``,
+    the order, tiles, stages and queues describe the first stream of the first phase, ``later`` the others (and other streams of the
+    first phase); the rest counts all phases. ``kept_bytes``: values for later phases only, in scratch memory of the call, at most
+    ``kept_at_once`` of them at a time. ``times``: how often the call runs, the steps of the loops around it, as far as their number
+    is known. ``flops`` are the useful operations of one run, ``bytes_moved`` and ``baseline_bytes`` its modelled off-chip bytes as
+    a pipeline and with ``jax.jit``; ``peak_flops`` is the most that the machine computes in a second in the dtype of the region's
+    matrix products (0 where it is not known). ``sources``: the user's lines of its operators. ``measured``: times of one run that
+    were measured, of its call alone or of a function that does little else; ``None`` where only the function around it was
+    measured, or nothing.
     """
 
     name: str
@@ -116,8 +117,7 @@ class RegionReport:
     seconds: float
     baseline_seconds: float
     bound: str
-    cluster: int = 1
-    lanes: int = 0
+    traits: tuple[str, ...] = ()
     order: str = ""
     loops: tuple[LoopReport, ...] = ()
     later: tuple[PhaseReport, ...] = ()

@@ -178,7 +178,7 @@ def _queue_text(queue: QueueReport) -> str:
 def _stage_lines(stage: StageReport, width: float, region: RegionReport) -> list[tuple[str, str]]:
     """(text, class) of each line in the box of a stage."""
     unit = _UNITS.get(stage.resource, stage.resource) + (", the bottleneck" if stage.name == region.bound else "")
-    workers = f", {plural(stage.workers, 'CTA')}" if region.lanes else ""
+    workers = f", {plural(stage.workers, 'CTA')}" if region.traits else ""
     room = max(12, int((width - 12) / _CHAR))
     operators = _cut(textwrap.wrap(printable(short_operators(stage.ops)), room), _MOST_OPERATORS)
     sources = _cut(list(stage.sources), _MOST_SOURCES)

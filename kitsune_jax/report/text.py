@@ -149,7 +149,7 @@ def _text_region(region: RegionReport, report: ReportData, verbose: bool) -> lis
     )
     lines += [line for text in detail_texts(region) for line in _wrap(text, "  ")]
     operators = _repeats if verbose else short_operators
-    lines += _text_table(*stage_table(region, operators), right=(2, 3) if region.lanes else (2,))
+    lines += _text_table(*stage_table(region, operators), right=(2, 3) if region.traits else (2,))
     if region.queues:
         lines += _text_table(QUEUES_HEAD, queue_rows(region, "->"), right=(2, 3))
     phases = phase_texts(region, operators)
@@ -210,10 +210,10 @@ def detail_texts(region: RegionReport) -> list[str]:
 
 def stage_table(region: RegionReport, operators: Callable[[Sequence[str]], str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows; workers only on a GPU, as on a CPU every worker runs all stages."""
-    head = ("stage", "unit", *(("workers",) if region.lanes else ()), "us/tile", "operators")
+    head = ("stage", "unit", *(("workers",) if region.traits else ()), "us/tile", "operators")
     rows = []
     for s in region.stages:
-        workers = (str(s.workers),) if region.lanes else ()
+        workers = (str(s.workers),) if region.traits else ()
         rows.append((s.name, s.resource, *workers, f"{s.microseconds:.1f}", operators(s.ops)))
     return head, rows
 
@@ -253,7 +253,7 @@ def _space(stream: StreamReport) -> str:
 
 
 def arrangement_text(region: RegionReport) -> str:
-    if region.lanes:
+    if region.traits:
         return _gpu_arrangement(region)
     who = "one core takes" if region.replicas == 1 else f"each of {count_text(region.replicas)} cores takes"
     return f"{who} whole tiles through all stages"
@@ -272,10 +272,7 @@ def bottleneck_text(region: RegionReport) -> str:
 
 def _gpu_arrangement(region: RegionReport) -> str:
     """ "vertical, clusters of 2, 2 lanes, weights streamed, on 132 CTAs"."""
-    parts = [region.arrangement]
-    if region.cluster > 1:
-        parts.append(f"clusters of {region.cluster}")
-    parts.append(plural(region.lanes, "lane"))
+    parts = [region.arrangement, *region.traits]
     if any(s.resource == "tensor" for s in region.stages):
         parts.append("weights resident" if all(s.resident for s in region.stages) else "weights streamed")
     split = [f"{s.name} over {s.split}" for s in region.stages if s.split > 1]

@@ -208,6 +208,7 @@ def _token(keys: int, kv_heads: int) -> Built:
 def _plans(words: list[str], target: str) -> Built:
     """The best candidate of each kind by the model, of the largest region, and "jit"."""
     from kitsune_jax.targets.cuda import lower as cuda_lower
+    from kitsune_jax.targets.cuda.arrangement import kind_of
     from kitsune_jax.targets.cuda.planning.machines import gpu
     from reference import standalone
     from tests.support import cuda_run
@@ -219,7 +220,7 @@ def _plans(words: list[str], target: str) -> Built:
     most = 2 if target == "emulator" else _MOST_PLANS - 3 * train
     for _, plan in sorted(cuda_run.plans(of.graph, of.region, gpu(None)), key=lambda pair: pair[1].seconds):
         split = max(stage.split for stage in plan.stages)
-        kind = cuda_lower.kind(plan, gradients=False)
+        kind = kind_of(plan, gradients=False)
         name = f"{kind} cluster{plan.cluster} stages{len(plan.stages)} split{split}"
         if len(made) < most and name not in made and cuda_lower.check(of.program(plan), plan, "region") is None:
             made[name] = plan

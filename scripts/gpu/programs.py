@@ -15,8 +15,8 @@ import jax
 
 import kitsune_jax as kj
 from kitsune_jax.planning.plan import GpuPlan
-from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import kind_of
 from reference import standalone
 from tests.support import cuda_run
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
@@ -61,7 +61,7 @@ class Program:
     def kind(self) -> str:
         """As ``targets.cuda.kind`` names it; "" for the planner's choice."""
         gradients = self.family.name in TRAINING
-        return cuda_lower.kind(self.plan, gradients) if self.plan is not None else ""
+        return kind_of(self.plan, gradients) if self.plan is not None else ""
 
     def arguments(self, seed: int) -> tuple[Any, ...]:
         return self.family.arguments(self.rows, self.dtype, seed)

@@ -30,6 +30,7 @@ from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.program.build import build
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from tests.support.checks import in_float64
 from tests.support.cuda_attention_cases import ATTENTION_GRADIENTS
 from tests.support.cuda_cases import Family
@@ -309,7 +310,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     for region in blocked:
         program = build(graph, region.region, region.plan)
         compiled = compilers.cubin(
-            lower.generate_kernel(program, lower.arrangement(region.plan, program), "test").source, "sm_90a", None
+            lower.generate_kernel(program, arrangement_of(region.plan, program), "test").source, "sm_90a", None
         )
         assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
         by_keys = len(region.region.outputs) == 2  # by queries there are three: two numbers of a row are stored for this one

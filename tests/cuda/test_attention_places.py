@@ -27,6 +27,7 @@ from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from reference import standalone
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -182,7 +183,7 @@ def test_the_machine_code_of_planned_kernels(name: str, compiler: str) -> None:
         captured, planned = routed(function, *given, code=False)
         for region in planned.regions:
             program = build(captured.graph, region.region, region.plan)
-            source = lower.generate_kernel(program, lower.arrangement(region.plan, program), "test").source
+            source = lower.generate_kernel(program, arrangement_of(region.plan, program), "test").source
             assert region.plan.blocks is not None and "SeenBlocks::shifted" in source
             assert region.plan.seconds < region.plan.baseline_seconds
             made = compilers.cubin(source, "sm_90a", folder_of(compiler))

@@ -23,6 +23,7 @@ from kitsune_jax.planning.plan import NO_CONTEXT
 from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.planning.planner import plans_in_batches
 from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
@@ -421,7 +422,7 @@ def test_the_model_knows_which_products_are_late(dim: int, dtype: str, is_causal
     for plan in plans_in_batches(of.graph, of.region, H200):
         program = of.program(plan)
         try:
-            source = lower.generate_kernel(program, lower.arrangement(plan, program), "test").source
+            source = lower.generate_kernel(program, arrangement_of(plan, program), "test").source
         except CannotLower:
             continue
         loops = [i for i in walk(program.stages[0].body) if i.kind == "loop"]
@@ -508,7 +509,7 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
     plan = CUDA.plan(of.graph, of.region, H200, NO_CONTEXT)
     assert plan.blocks is not None
     program = of.program(plan)
-    made = lower.generate_kernel(program, lower.arrangement(plan, program), "test")
+    made = lower.generate_kernel(program, arrangement_of(plan, program), "test")
     compiled = compilers.cubin(made.source, "sm_90a", None)
     assert not re.search(r"\(C7\d\d\d\)", compiled.log), compiled.log
     used = sass.resources(compiled.log, compiled.cubin)

@@ -23,6 +23,7 @@ from kitsune_jax.ops.spec import ROWS
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from tests.cuda.test_cluster_loops import LAYERS, TOLERANCE, arguments, check_bug, check_case, heun, padded, stacked, tiled
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -277,7 +278,7 @@ def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str, comp
     region = planned(cell, dtype, width)
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None
-    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, arrangement_of(plan, program), "region").source
     assert ".push_to(" in source
     made = compilers.cubin(source, "sm_90a", folder_of(compiler))
     assert sass.resources(made.log, made.cubin).spill_bytes == 0

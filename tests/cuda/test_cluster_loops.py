@@ -24,6 +24,7 @@ from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime, tiles
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from tests.support.checks import in_float64
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import kernel_cache, run_program, runner
@@ -297,7 +298,7 @@ def test_the_machine_code_spills_nothing(cell: str, width: int, dtype: str, comp
     region = planned(cell, width, dtype)
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None
-    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, arrangement_of(plan, program), "region").source
     made = compilers.cubin(source, "sm_90a", folder_of(compiler))
     assert sass.resources(made.log, made.cubin).spill_bytes == 0
     code = sass.disassemble(made.cubin, "kitsune_region").instructions

@@ -18,7 +18,8 @@ import kitsune_jax as kj
 from kernel_checks import sass
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import nvrtc
-from kitsune_jax.targets.cuda.lower import arrangement, generate_kernel
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
+from kitsune_jax.targets.cuda.lower import generate_kernel
 from tests.cuda.test_kernels import CHAIN, ROUNDING, check_close, in_float64, in_tf32
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 
@@ -81,7 +82,7 @@ def test_a_wide_hidden_layer(fn: Callable[..., Array], dtype: str, rows: int, wi
 def source_of(of: Subject, name: str) -> str:
     plan = arrangements(of)[name]
     program = of.program(plan)
-    return generate_kernel(program, arrangement(plan, program), "region").source
+    return generate_kernel(program, arrangement_of(plan, program), "region").source
 
 
 def test_rows_are_loaded_once_for_all_chunks() -> None:

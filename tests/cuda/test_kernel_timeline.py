@@ -20,6 +20,7 @@ from kitsune_jax.profiling import kernel_timeline as kt
 from kitsune_jax.profiling import timeline as tl
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from tests.cuda.test_sass import COMPLAINT
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_run import Kernel, arrangements, by_hand, called, kernel_cache, subject, tiled
@@ -329,7 +330,7 @@ def test_stamps_cost_no_spill_and_no_product(arrangement: str) -> None:
     program = of.program(plan)
     codes = []
     for stamped in (False, True):
-        made = lower.generate_kernel(program, lower.arrangement(plan, program), "region", stamped=stamped)
+        made = lower.generate_kernel(program, arrangement_of(plan, program), "region", stamped=stamped)
         result = compilers.cubin(made.source, "sm_90a")
         code = sass.disassemble(result.cubin, "kitsune_region")
         assert not code.has_local_memory and sass.resources(result.log, result.cubin).spill_bytes == 0

@@ -16,7 +16,7 @@ from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, layout
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Node, Ref
-from kitsune_jax.targets.cuda.lower import arrangement
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.stage import fitting
 from kitsune_jax.targets.cuda.stage.builder import Shape
 from kitsune_jax.targets.cuda.stage.facts import Facts
@@ -75,7 +75,7 @@ def of() -> Subject:
 def lowered(of: Subject, shape: Shape) -> fitting.Lowered:
     plan = arrangements(of)["sm90-vertical-streamed-cluster1-lanes1"]
     program = of.program(plan)
-    return fitting._Fitter(program, 0, arrangement(plan, program)).lower_stage(shape)
+    return fitting._Fitter(program, 0, arrangement_of(plan, program)).lower_stage(shape)
 
 
 @pytest.mark.parametrize("columns", [64, 128])
@@ -132,7 +132,7 @@ def test_the_search_finds_the_registers_that_the_code_needs(name: str) -> None:
     for plan in dict(arrangements(of)).values():
         program = of.program(plan)
         for s in range(len(program.stages)):
-            fitter = fitting._Fitter(program, s, arrangement(plan, program))
+            fitter = fitting._Fitter(program, s, arrangement_of(plan, program))
             for shape in growing(fitter):
                 searched, code = fitter.needs(shape), fitting._Fitter(program, s, fitter.a).lower_stage(shape)
                 assert (searched.liveness, searched.must_be_images) == (code.liveness, code.must_be_images)
@@ -159,6 +159,6 @@ def test_a_kernel_is_laid_out_without_the_same_search_twice(of: Subject, monkeyp
     program = of.program(plan)
     monkeypatch.setattr(fitting, "StageCodeBuilder", builder)
     monkeypatch.setattr(fitting._Fitter, "fitted", counted)
-    layout.lay_out(program, arrangement(plan, program), "skip")
+    layout.lay_out(program, arrangement_of(plan, program), "skip")
     assert len(fitted) > 1
     assert max(Counter(built).values()) <= 3

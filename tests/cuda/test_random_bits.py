@@ -24,6 +24,7 @@ from kitsune_jax.planning.plan import NO_CONTEXT
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, sources
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.target import CUDA
 from tests.support.cuda_compilers import COMPILERS, folder_of
@@ -109,7 +110,7 @@ def test_the_machine_code(impl: str, compiler: str) -> None:
     of = subject(dropout, *shapes(impl, 262_144, width))
     plan = CUDA.plan(of.graph, of.region, H200, NO_CONTEXT)
     program = of.program(plan)
-    made = lower.generate_kernel(program, lower.arrangement(plan, program), "region")
+    made = lower.generate_kernel(program, arrangement_of(plan, program), "region")
     compiled = compilers.cubin(made.source, "sm_90a", folder_of(compiler))
     code, resources = sass.disassemble(compiled.cubin, "kitsune_region"), sass.resources(compiled.log, compiled.cubin)
     assert not code.has_local_memory and resources.spill_bytes == resources.stack_bytes == 0

@@ -17,6 +17,7 @@ from kitsune_jax.errors import InvalidProgram
 from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import Arrangements, Subject, arrangements, kernel_cache, subject  # noqa: F401  (a fixture)
@@ -44,7 +45,7 @@ def found(name: str, dtype: str) -> Arrangements:
 def pool_of(name: str, dtype: str, arrangement: str, compiler: str) -> RegisterPool:
     of, plan = of_family(name, dtype), found(name, dtype)[arrangement]
     program = of.program(plan)
-    made = lower.generate_kernel(program, lower.arrangement(plan, program), "region")
+    made = lower.generate_kernel(program, arrangement_of(plan, program), "region")
     cubin = compilers.cubin(made.source, "sm_90a", folder_of(compiler)).cubin
     return register_pool(sass.disassemble(cubin, "kitsune_region"), made.launch[3])
 

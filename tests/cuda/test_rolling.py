@@ -11,8 +11,9 @@ import pytest
 
 from kitsune_jax.targets.cuda import ir, layout
 from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.ir import Ref, Stepped
-from kitsune_jax.targets.cuda.lower import arrangement, generate_kernel
+from kitsune_jax.targets.cuda.lower import generate_kernel
 from kitsune_jax.targets.cuda.stage.rolling import rolled
 from tests.support.cuda_attention_cases import ATTENTION, ATTENTION_GRADIENTS
 from tests.support.cuda_cases import FAMILIES
@@ -73,7 +74,7 @@ def test_a_loop_is_the_copies_in_whose_place_it_stands(name: str, share: int, mo
         found = arrangements(of)
         for plan in filter(None, map(found.get, found.names()[first % share :: share])):
             program = of.program(plan)
-            at = layout.lay_out(program, arrangement(plan, program), "region")
+            at = layout.lay_out(program, arrangement_of(plan, program), "region")
             for s in range(len(at.stages)):
                 with monkeypatch.context() as patch:
                     patch.setattr(layout, "rolled", lambda nodes, loops: tuple(nodes))
@@ -90,7 +91,7 @@ def test_spatial_kernels_that_would_spill_more_have_copies(arrangement_name: str
     of = subject(family.function, *family.arguments(257, "float32"))
     plan = arrangements(of)[arrangement_name]
     program = of.program(plan)
-    text = generate_kernel(program, arrangement(plan, program), "region").source
+    text = generate_kernel(program, arrangement_of(plan, program), "region").source
     assert bool(_LOOP.search(text)) == has_loops
 
 

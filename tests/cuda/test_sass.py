@@ -26,7 +26,7 @@ from kitsune_jax.frontend import lowering
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc
-from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.arrangement import Arrangement, arrangement_of
 from kitsune_jax.targets.cuda.lower import Kernel
 from tests.cuda.test_lowering import kernels_in
 from tests.support.cuda_cases import DTYPES, FAMILIES
@@ -63,7 +63,7 @@ class Made:
 
 def made(of: Subject, plan: Plan, compiler: str = NEWEST, arch: str | None = None) -> Made:
     program = of.program(plan)
-    asked = lower.arrangement(plan, program)
+    asked = arrangement_of(plan, program)
     generated = lower.generate_kernel(program, asked, "region")
     result = compilers.cubin(generated.source, arch or ("sm_90a" if asked.sm == 900 else "sm_80"), folder_of(compiler))
     resources = sass.resources(result.log, result.cubin)
@@ -370,7 +370,7 @@ def test_a_nerf_compiles_in_seconds() -> None:
     plan = plans("nerf", "bfloat16")["sm90-vertical-streamed-cluster2-lanes2"]
     of = of_family("nerf", "bfloat16")
     program = of.program(plan)
-    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, arrangement_of(plan, program), "region").source
     nvrtc.compile('extern "C" __global__ void kitsune_region() {}', "sm_90a")  # the first call in a process loads the compiler
     start = time.process_time()
     nvrtc.compile(source, "sm_90a")

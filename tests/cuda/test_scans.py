@@ -21,6 +21,7 @@ from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.stage import fitting
 from tests.support import cuda_recurrent_cases
 from tests.support.checks import in_float64
@@ -153,7 +154,7 @@ def test_carries_of_three_lanes_that_become_images(dtype: str, monkeypatch: pyte
         assert np.abs(g.astype(np.float64) - w).max() < 3e-2 * np.abs(w).max() and g.tobytes() == other.tobytes()
     monkeypatch.setattr(fitting, "_CARRIED_MARGINS", (0,))
     program = of.program(plan)
-    assert lower.generate_kernel(program, lower.arrangement(plan, program), "region").source != run.code.kernel.source
+    assert lower.generate_kernel(program, arrangement_of(plan, program), "region").source != run.code.kernel.source
 
 
 @pytest.mark.sampled(2)
@@ -171,7 +172,7 @@ def test_the_machine_code_of_carries_of_three_lanes(dtype: str, spilled: tuple[i
     program, plan = region.program.only, region.phases[0].plan
     assert program is not None
     plan = dataclasses.replace(plan, lanes=3)  # which the planner takes no more: they spill
-    source = lower.generate_kernel(program, lower.arrangement(plan, program), "region").source
+    source = lower.generate_kernel(program, arrangement_of(plan, program), "region").source
     made = compilers.cubin(source, "sm_90a", folder_of(compiler))
     assert sass.resources(made.log, made.cubin).spill_bytes <= spilled[COMPILERS.index(compiler)]
     paths = flow(sass.disassemble(made.cubin, "kitsune_region").instructions)

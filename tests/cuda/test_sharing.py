@@ -18,6 +18,7 @@ from kitsune_jax.program.ir import Program
 from kitsune_jax.targets.cuda import ir, lower
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import stage_ir as st
+from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.ir import Ref, Spelling
 from kitsune_jax.targets.cuda.layout import kinds
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
@@ -79,7 +80,7 @@ def split_gradients(of: Subject, plan: Plan) -> Plan:
 
 def generate(of: Subject, plan: Plan, share: bool) -> lower.Kernel:
     program = of.program(plan)
-    return lower.generate_kernel(program, lower.arrangement(plan, program), "region", share)
+    return lower.generate_kernel(program, arrangement_of(plan, program), "region", share)
 
 
 def functions(source: str) -> int:
@@ -215,7 +216,7 @@ def check_same_bits(what: str, rows: int, arrangement: str, monkeypatch: pytest.
 
     def unshared(call: Program, plans: tuple[Plan, ...], name: str, _: object) -> lower.Kernel:
         assert call.only is not None
-        return lower.generate_kernel(call.only, lower.arrangement(plans[0], call.only), name, share=False)
+        return lower.generate_kernel(call.only, arrangement_of(plans[0], call.only), name, share=False)
 
     monkeypatch.setattr(lower, "_cached_kernel", unshared)
     apart = Kernel(of, plan)

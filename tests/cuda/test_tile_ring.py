@@ -18,6 +18,7 @@ from kernel_checks.lint import flow, in_flight, skipped
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import layout, lower, nvrtc, tiles
+from kitsune_jax.targets.cuda.arrangement import arrangement_of, kind_of
 from kitsune_jax.targets.cuda.planning import planner
 from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import H200
@@ -284,9 +285,9 @@ def test_the_planner_counts_with_the_rings_that_kernels_have(width: int, dtype: 
 
     monkeypatch.setattr(planner, "_ring", chosen)
     for plan in candidates(GpuCost(of.graph, of.region, H200)):
-        name, program = lower.kind(plan, False).removeprefix("sm90-vertical-"), of.program(plan)
+        name, program = kind_of(plan, False).removeprefix("sm90-vertical-"), of.program(plan)
         if name in found and lower.check(program, plan, "program") is None:
-            has = ring(lower.generate_kernel(program, lower.arrangement(plan, program), "program").source) is not None
+            has = ring(lower.generate_kernel(program, arrangement_of(plan, program), "program").source) is not None
             assert found.pop(name) == has, name
     assert len(found) <= 3, "most plans have a kernel"
 

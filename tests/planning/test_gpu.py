@@ -376,7 +376,7 @@ def test_the_report_says_how_the_gpu_is_used():
     report = kj.explain(a.function, platform="cuda", device="h200")(params, x)
     assert "vertical, clusters of 2, 2 lanes, weights streamed, on 132 CTAs; bottleneck: " in str(report)
     (region,) = report.regions
-    assert (region.cluster, region.lanes, region.stages[0].split, region.stages[0].resident) == (2, 2, 1, False)
+    assert (region.traits, region.stages[0].split, region.stages[0].resident) == (("clusters of 2", "2 lanes"), 1, False)
 
 
 def test_the_report_names_split_stages():

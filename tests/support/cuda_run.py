@@ -39,7 +39,7 @@ from kitsune_jax.regions.select import select
 from kitsune_jax.targets.cuda import lower, runtime, tiles
 from kitsune_jax.targets.cuda import lower as cuda_lower
 from kitsune_jax.targets.cuda import target as cuda_target
-from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.arrangement import Arrangement, kind_of
 from kitsune_jax.targets.cuda.lower import generate_call_kernel, generate_kernel
 from kitsune_jax.targets.cuda.planning.cost import GpuCost, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
@@ -190,7 +190,7 @@ def _candidates(of: Subject, machine: GpuMachine) -> list[tuple[str, GpuPlan]]:
 
 def _name(plan: GpuPlan) -> str:
     """The kind of its kernels; a plan that the planner has split is not told apart."""
-    return cuda_lower.kind(plan, gradients=False).removesuffix("-split")
+    return kind_of(plan, gradients=False).removesuffix("-split")
 
 
 def _split(cost: GpuCost, stage: Stage, ways: int) -> Stage:

@@ -55,12 +55,6 @@ struct Element<bool> {
   static KITSUNE_DEVICE u8 store(bool v) { return v ? 1 : 0; }
 };
 
-// The number of a format that is nearest to `v`.
-template <class E>
-KITSUNE_DEVICE float rounded_to(float v) {
-  return Element<E>::load(Element<E>::store(v));
-}
-
 // Two values in a register, the first in the lower half.
 template <class E>
 KITSUNE_DEVICE u32 pack(float lo, float hi);
@@ -81,6 +75,13 @@ KITSUNE_DEVICE float unpack<Bf16>(u32 pair, int e) {
 template <>
 KITSUNE_DEVICE float unpack<F16>(u32 pair, int e) {
   return e ? f16_hi(pair) : f16_lo(pair);
+}
+
+// The number of a format that is nearest to `v`. By way of the upper half of a register: conversions to and from 16 bits make ptxas
+// read sums of a product in flight, and so wait for each product (C7514).
+template <class E>
+KITSUNE_DEVICE float rounded_to(float v) {
+  return unpack<E>(pack<E>(0.0f, v), 1);
 }
 
 // How many bytes an access to a row has (`Bytes`): 16, or as many as the pitch and the width of the array allow. Rows that a lane

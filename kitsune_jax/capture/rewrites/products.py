@@ -252,10 +252,9 @@ def _against_zero(values: Sequence[Value], op: Op, places: tuple[int, ...]) -> i
 
 def promise_sorted(captured: Captured) -> Captured:
     """Mark each fold by constant indices that never decrease as ``sorted``: it needs no order of its own."""
-    producers = captured.graph.producers()
     editor, in_order = GraphEditor(captured), dict[int, bool]()
     for i, op in enumerate(editor.graph.ops):
-        if not op.kind.startswith("scatter_") or op["sorted"] or not is_constant(captured.graph, producers, op.inputs[1]):
+        if not op.kind.startswith("scatter_") or op["sorted"] or not is_constant(captured.graph, editor.maker, op.inputs[1]):
             continue
         index = op.inputs[1]
         if index not in in_order:

@@ -1,11 +1,13 @@
-"""A plan's choices as code generation reads them: ``Arrangement``, with the geometry of the launch."""
+"""A plan's choices as code generation reads them: ``Arrangement``, with the geometry of the launch, and the kernel's kind."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import pack, tiles
+from kitsune_jax.targets.cuda.planning.machines import gpu
 from kitsune_jax.targets.cuda.stage import facts
 
 
@@ -77,3 +79,35 @@ class Arrangement:
     def first_rank(self, stage: int) -> int:
         """The rank of the stage's first CTA within its instance."""
         return sum(self.split[:stage]) if self.spatial else 0
+
+
+def arrangement_of(plan: GpuPlan, program: TileProgram) -> Arrangement:
+    """The arrangement of the kernel that ``plan`` describes."""
+    machine = gpu(plan.machine)
+    return Arrangement(
+        spatial=plan.arrangement == "spatial",
+        sm=900 if machine.max_cluster > 1 else 800,
+        lanes=plan.lanes,
+        cluster=plan.cluster,
+        replicas=plan.replicas,
+        resident=tuple(stage.resident for stage in plan.stages),
+        split=tuple(stage.split for stage in plan.stages),
+        places=tuple(queue.place for queue in plan.queues),
+        shared_bytes=machine.local_bytes,
+    )
+
+
+def kind_of(plan: GpuPlan, gradients: bool) -> str:
+    """The name of the kernel's kind, for ``KITSUNE_CUDA_AVOID``: kernels of a kind have the same roles, rings and barriers.
+
+    Names are ``sm90-vertical-resident-lanes2``, ``sm80-spatial-l2-lanes1-split``, ``sm90-spatial-cluster-lanes1-gradients`` and the
+    like. ``gradients``: the kernel has weight gradients.
+    """
+    sm = "sm90" if gpu(plan.machine).max_cluster > 1 else "sm80"
+    if plan.arrangement == "spatial":
+        # Stages without rings: they share only what they load, or are a loop whose weights are split over a cluster.
+        how = plan.queues[0].place if plan.queues else "cluster" if plan.cluster > 1 else "apart"
+    else:
+        how = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
+    split = "-split" if any(stage.split > 1 for stage in plan.stages) else ""
+    return f"{sm}-{plan.arrangement}-{how}-lanes{plan.lanes}{split}{'-gradients' if gradients else ''}"

@@ -494,9 +494,10 @@ class RowAddresses(Node):
         if self.staged:
             return [f"const u8* const {row}[2] = {{{staged}.row(n, lane.row), {staged}.row(n, lane.row + 8)}};"]
         const = "const " if self.ref.kind == "in" else ""
-        offset = " + ".join(f"axis{axis}[h] * {stride}ll" for axis, stride in self.strides) or "0"
-        where = f"static_cast<{const}u8*>({at.constant(self.array)}) + (valid[h] ? {offset} : 0)"
-        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
+        array = f"static_cast<{const}u8*>({at.constant(self.array)})"
+        offsets = [" + ".join(f"axis{axis}[{h}] * {stride}ll" for axis, stride in self.strides) or "0" for h in (0, 1)]
+        starts = ", ".join(f"{array} + (valid[{h}] ? {offset} : 0)" for h, offset in enumerate(offsets))
+        return [f"{const}void* const {row}[2] = {{{starts}}};"]
 
 
 class TableRows(Declaration):
@@ -527,8 +528,8 @@ class SliceRows(Node):
     def lines(self, at: Spelling) -> list[str]:
         row, const = f"{at.name(self.ref)}_row", "const " if self.loads else ""
         behind = [f"static_cast<i64>({n.text(at)}) * {size}ll" for n, size in self.terms]
-        where = " + ".join([f"static_cast<{const}u8*>({at.name(self.whole)}_row[h])", *behind])
-        return [f"{const}void* {row}[2];", *each_row(f"{row}[h] = {where};")]
+        starts = [" + ".join([f"static_cast<{const}u8*>({at.name(self.whole)}_row[{h}])", *behind]) for h in (0, 1)]
+        return [f"{const}void* const {row}[2] = {{{', '.join(starts)}}};"]
 
 
 # --- Registers and images of tiles ------------------------------------------------------------------------------------------------

@@ -25,10 +25,9 @@ from kitsune_jax.planning.plan import GpuPlan
 from kitsune_jax.program.ir import SINKS, Array, Instr, Program, TileProgram, walk
 from kitsune_jax.targets import profiler_label
 from kitsune_jax.targets.cuda import call_layout, compile, layout, nvrtc, pack, packing, print_kernel, runtime, tiles
-from kitsune_jax.targets.cuda.arrangement import Arrangement
+from kitsune_jax.targets.cuda.arrangement import Arrangement, arrangement_of, kind_of
 from kitsune_jax.targets.cuda.layout import Layout, Operands
 from kitsune_jax.targets.cuda.packing import CustomCall
-from kitsune_jax.targets.cuda.planning.machines import gpu
 
 # --- The kernel of a call ---------------------------------------------------------------------------------------------------------
 
@@ -145,38 +144,6 @@ class KernelCode:
     packer: bytes = b""
 
 
-def arrangement(plan: GpuPlan, program: TileProgram) -> Arrangement:
-    """The arrangement of the kernel that ``plan`` describes."""
-    machine = gpu(plan.machine)
-    return Arrangement(
-        spatial=plan.arrangement == "spatial",
-        sm=900 if machine.max_cluster > 1 else 800,
-        lanes=plan.lanes,
-        cluster=plan.cluster,
-        replicas=plan.replicas,
-        resident=tuple(stage.resident for stage in plan.stages),
-        split=tuple(stage.split for stage in plan.stages),
-        places=tuple(queue.place for queue in plan.queues),
-        shared_bytes=machine.local_bytes,
-    )
-
-
-def kind(plan: GpuPlan, gradients: bool) -> str:
-    """The name of the kernel's kind, for ``KITSUNE_CUDA_AVOID``: kernels of a kind have the same roles, rings and barriers.
-
-    Names are ``sm90-vertical-resident-lanes2``, ``sm80-spatial-l2-lanes1-split``, ``sm90-spatial-cluster-lanes1-gradients`` and the
-    like. ``gradients``: the kernel has weight gradients.
-    """
-    sm = "sm90" if gpu(plan.machine).max_cluster > 1 else "sm80"
-    if plan.arrangement == "spatial":
-        # Stages without rings: they share only what they load, or are a loop whose weights are split over a cluster.
-        how = plan.queues[0].place if plan.queues else "cluster" if plan.cluster > 1 else "apart"
-    else:
-        how = "resident" if plan.stages[0].resident else f"streamed-cluster{plan.cluster}"
-    split = "-split" if any(stage.split > 1 for stage in plan.stages) else ""
-    return f"{sm}-{plan.arrangement}-{how}-lanes{plan.lanes}{split}{'-gradients' if gradients else ''}"
-
-
 def check(program: TileProgram, plan: GpuPlan, name: str) -> str | None:
     """None if there is a kernel for ``program`` under ``plan``, else the reason. Compiles nothing."""
     return check_call(Program.of(program), (plan,), name)
@@ -185,7 +152,7 @@ def check(program: TileProgram, plan: GpuPlan, name: str) -> str | None:
 def check_call(program: Program, plans: Sequence[GpuPlan], name: str) -> str | None:
     """None if there is a kernel for ``program``, whose parts have ``plans``, else the reason. Compiles nothing."""
     for part, plan in zip(program.parts, plans, strict=True):
-        this = kind(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in walk(stage.body)))
+        this = kind_of(plan, any(i.kind == "matmul_sink" for stage in part.program.stages for i in walk(stage.body)))
         if any(fnmatch.fnmatchcase(this, pattern) for pattern in config.cuda_avoid()):
             return "KITSUNE_CUDA_AVOID excludes its kind of kernel"
     try:
@@ -252,7 +219,7 @@ def _stamped_kernel(program: Program, plans: tuple[GpuPlan, ...]) -> Kernel | No
 
 
 def _cached_kernel(program: Program, plans: tuple[GpuPlan, ...], name: str, stamped: bool = False) -> Kernel:
-    asked = tuple(arrangement(plan, part.program) for plan, part in zip(plans, program.parts, strict=True))
+    asked = tuple(arrangement_of(plan, part.program) for plan, part in zip(plans, program.parts, strict=True))
     found = _kernel_or_reason(program, asked, name, stamped)
     if isinstance(found, str):
         raise CannotLower(found)
