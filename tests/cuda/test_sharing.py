@@ -214,7 +214,7 @@ def check_same_bits(what: str, rows: int, arrangement: str, monkeypatch: pytest.
     plan = found[arrangement]
     shared = Kernel(of, plan)
 
-    def unshared(call: Program, plans: tuple[Plan, ...], name: str, _: object) -> lower.Kernel:
+    def unshared(call: Program, plans: tuple[Plan, ...], name: str) -> lower.Kernel:
         assert call.only is not None
         return lower.generate_kernel(call.only, arrangement_of(plans[0], call.only), name, share=False)
 
