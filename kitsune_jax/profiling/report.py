@@ -1,7 +1,7 @@
 """The result of ``kj.profile``: frozen data that prints as text, as HTML in a notebook, and as JSON.
 
-In: metrics, shares and chains of a program, and what a pipeline would do with each. Out: strings of at most ``WIDTH`` columns, the
-verdict first. Nothing here measures or decides anything.
+Comes in: metrics, shares and chains of a program, and what a pipeline would do with each. Goes out: strings of at most ``WIDTH``
+columns, the verdict first. Nothing here measures or decides anything.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Gain:
 class Profile:
     """What ``kj.profile(fn)(*args)`` found. Times in seconds.
 
-    ``platform``: "cpu" or "cuda"; ``machine``: the machine model whose rates the bound is judged by. ``bound``: what takes the
+    ``platform``: "cpu" or "cuda"; ``machine``: the machine model whose rates the bound is judged by. ``bound``: the
     largest part of the latency: "overhead", "memory", "compute" or "other" (``kitsune_jax.profiling.metrics`` defines them);
     ``shares``: all parts. ``metrics``: SKIP's numbers. ``batch``: the leading dimension that ``batch_arguments`` share, or
     ``None``, for the reason in ``batch_note``. ``sizes``: the sizes that were tried, in order, this one among them.
@@ -223,7 +223,7 @@ def chain_gain(chain: KernelChain) -> str:
 def _metric_rows(p: Profile) -> list[tuple[str, str]]:
     m, thunks = p.metrics, p.platform == "cpu"
     kernel = "thunk" if thunks else "kernel"
-    tklqt = "not to be had: thunks are not launched, the threads that run them call them" if thunks else "not in the trace"
+    tklqt = "not available: a CPU thread calls its thunks itself" if thunks else "not in the trace"
     return [
         ("launches", count_text(m.launches) + (f" of {count_text(m.kernels)} kernels" if m.launches != m.kernels else "")),
         ("launch and queue time (TKLQT)", tklqt if m.tklqt is None else time_text(m.tklqt)),
