@@ -1,4 +1,8 @@
-"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version."""
+"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version.
+
+Comes in: objects of JAX, private ones too. Goes out: functions for the rest of the package, with the same result in every version.
+Invariant: only ``_compat`` uses JAX's private modules.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``python -m kitsune_jax bench``: a user's function with ``jax.jit`` beside the same function with pipelines.
 
-In: a function and arguments. Out: for each of the two the time of the first call and of later ones, and the largest difference of
-their results. Invariant: the two take turns, so that other programs disturb both alike.
+Comes in: a function and arguments. Goes out: for each of the two the time of the first call and of later ones, and the largest
+difference of their results. Invariant: the two take turns, so that other programs disturb both alike.
 """
 
 from __future__ import annotations

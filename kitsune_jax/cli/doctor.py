@@ -1,7 +1,7 @@
 """``python -m kitsune_jax doctor``: what of this installation works here, and what to do about the rest.
 
-In: this process's environment, packages, caches and devices. Out: facts as plain data, with a list of problems and advice for each.
-Invariant: it measures and compiles nothing, and changes no file.
+Comes in: this process's environment, packages, caches and devices. Goes out: facts as plain data, with a list of problems and
+advice for each. Invariant: it measures and compiles nothing, and changes no file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The lowering of ``kitsune_pipeline``: capture, plan, schedule, and evaluate with a custom call in the place of each region.
 
-In: ``call_jaxpr``, ``Options``, JAX's lowering context. Out: MLIR values. Invariants: results are those of ``call_jaxpr``; every
-value is defined before it is read; effects keep their order; and an error of this package never becomes an error of the user's
-program: the part that failed lowers as plain HLO, and ``fallbacks`` records it (unless ``strict``).
+Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
+``call_jaxpr``; every value is defined before it is read; effects keep their order; and an error of this package never becomes an
+error of the user's program: the part that failed lowers as plain HLO, and ``fallbacks`` records it (unless ``strict``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The residuals that each policy keeps between the forward and the backward pass, and their cost, for ``explain``.
 
-In: programs (closed jaxprs) with pipelined calls in them, one per policy. Out: a ``ResidualReport``. Invariant: every number of a
-policy is read off a program that was traced with it, so batching, loops and the arguments of the derivative are the user's.
+Comes in: programs (closed jaxprs) with pipelined calls in them, one per policy. Goes out: a ``ResidualReport``. Invariant: every
+number of a policy is read off a program that was traced with it, so batching, loops and the arguments of the derivative are the
+user's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The form of an entry of the op table: dimension relations, row-local form, semantics, cost and code of an op; and dtype rules.
 
-Invariant: 16-bit floats are computed in float32 (or wider) and rounded once, to the result's dtype; integers wrap.
+Comes in: an op, and the shapes, dtypes or arrays of its operands. Goes out: ``OpSpec``, whose fields the other modules of ``ops``
+fill; relations, cost and tile form of the op, or its value in NumPy. Invariant: 16-bit floats are computed in float32 (or wider)
+and rounded once, to the result's dtype; integers wrap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The inside of GPU kernels in a timeline: when each lane of a CTA ran which tile, and what it waited for.
 
-In: what stamped kernels recorded (``cuda/include/kitsune/timeline.h``), and XLA's events of the same time. Out: ``KernelEvent``s
-on the axis of the timeline, in Chrome's trace format, and in words. Invariant: what a lane does next begins when what it did before
-has ended, but for waits for queues, which are in their tiles.
+Comes in: what stamped kernels recorded (``cuda/include/kitsune/timeline.h``), and XLA's events of the same time. Goes out:
+``KernelEvent``s on the axis of the timeline, in Chrome's trace format, and in words. Invariant: a lane's events are contiguous:
+each begins when the last one ended, except waits for queues, which lie inside their tiles.
 
 Three clocks meet here. A record has the cycles of its SM. Each chunk of records has, at its start and at its end, those and the
 nanoseconds of the device's clock, which is one for all SMs but may tick only once a microsecond: a line through all such pairs of a

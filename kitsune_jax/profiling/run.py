@@ -1,7 +1,7 @@
 """``profile``: run a function under ``jax.profiler``, and find out what bounds it and what a pipeline would give.
 
-In: a function and its arguments. Out: a ``Profile``. The function runs with ``jax.jit`` alone, without the pipelines that it may
-hold; the pipelined function runs beside it, in turns, without the profiler.
+Comes in: a function and its arguments. Goes out: a ``Profile``. The function runs with ``jax.jit`` alone, without the pipelines
+that it may hold; the pipelined function runs beside it, in turns, without the profiler.
 """
 
 from __future__ import annotations

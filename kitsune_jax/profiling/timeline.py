@@ -1,9 +1,9 @@
 """``timeline``: when each worker ran which tile, and when it waited, as a trace for Perfetto beside XLA's own events.
 
-In: the calls that run inside a ``with`` block. Out: a file in Chrome's trace format, and a ``Timeline``, which says the same in
-words. Invariants: outside of such a block nothing is recorded; inside, results and the order of work are as without it. Workers'
-events come from the CPU extension, by a clock that ticks with the processor's time stamp counter; a mark that both clocks see puts
-XLA's events, which ``jax.profiler`` records, on the same axis. The inside of GPU kernels: ``kernel_timeline.py``.
+Comes in: the calls that run inside a ``with`` block. Goes out: a file in Chrome's trace format, and a ``Timeline``, which says the
+same in words. Invariants: outside of such a block nothing is recorded; inside, results and the order of work are as without it.
+Workers' events come from the CPU extension, by a clock that ticks with the processor's time stamp counter; a mark that both clocks
+see puts XLA's events, which ``jax.profiler`` records, on the same axis. The inside of GPU kernels: ``kernel_timeline.py``.
 """
 
 from __future__ import annotations

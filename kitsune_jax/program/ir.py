@@ -1,9 +1,10 @@
 """The tile program: typed SSA over tiles, one body per stage, and the calls that consist of tile programs.
 
-``program.build`` makes it of a Graph, a Region and a Plan; every target and the NumPy interpreter execute it. A **tile** value has
-shape ``(rows, *row_shape)``, rows first; a **stationary** value is a whole array in its original layout. The number of rows is the
-program's ``tile_rows``, or less on the last tile of a batch; parameters of rows-first ops write it as ``ROWS`` (-1).
-``reference.check`` checks every rule below.
+Comes in: bodies, arrays, queues and sinks from ``program.build``, which makes them of a Graph, a Region and a Plan. Goes out: a
+``TileProgram`` or a ``Program``, which every target and the NumPy interpreter execute. Invariant: the rules below, all of which
+``reference.check`` checks. A **tile** value has shape ``(rows, *row_shape)``, rows first; a **stationary** value is a whole array
+in its original layout. The number of rows is the program's ``tile_rows``, or less on the last tile of a batch; parameters of
+rows-first ops write it as ``ROWS`` (-1).
 
 Instruction kinds:
 

@@ -1,8 +1,8 @@
 """From a spread stream to convex regions, and the indexes of the graph that the search for regions uses.
 
-In: a Graph, and ``Spread`` objects (how a stream runs through its ops). Out: ``Region`` candidates. Invariants of every region: it
-is convex (no path leaves it and comes back), connected through streamed values, every streamed output depends on the whole stream
-space, and nothing in it is dead.
+Comes in: a Graph, and ``Spread`` objects (how a stream runs through its ops). Goes out: ``Region`` candidates. Invariants of every
+region: it is convex (no path leaves it and comes back), connected through streamed values, every streamed output depends on the
+whole stream space, and nothing in it is dead.
 
 A **maker** is an op that makes a streamed value from none (a broadcast, an iota). Its result is never an output of a region: ops
 outside that read it compute it again, which is cheaper than storing it. Ops of ``GraphIndex.recomputed`` are in every region that

@@ -1,9 +1,9 @@
 """The choice of regions: legal ones first, then those that the cost model says pay; loops are regions by themselves.
 
-In: a Graph, the ops that the target supports, a planner. Out: ``Selection``: disjoint, convex regions with their plans, and for
-every op outside of them the reason. A region must be modelled faster than XLA's code for the same ops; ``force`` takes every legal
-region (for tests). Followers of a region (``regions.joining``) are always taken: they share the call of their region, and their
-operands are in the cache.
+Comes in: a Graph, the ops that the target supports, a planner. Goes out: ``Selection``: disjoint, convex regions with their plans,
+and for every op outside of them the reason. A region must be modelled faster than XLA's code for the same ops; ``force`` takes
+every legal region (for tests). Followers of a region (``regions.joining``) are always taken: they share the call of their region,
+and their operands are in the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The custom calls of the CPU target: the extension that runs them, their registration with XLA, and the thread they run on.
 
-A missing or mismatched extension never raises: one warning names it, and plain JAX runs.
+Comes in: an encoded program and its operands. Goes out: the results of its custom call; ``available``, and ``why_not`` where calls
+cannot run. Invariant: ``available`` raises nothing for a missing or mismatched extension: one warning names it, and plain JAX runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Facts about a stage's body (a ``Flow``) for CPU code: rows read in place, merged products, rounded values.
 
-All results name instructions by their position in the body, and values by their root.
+Comes in: a ``TileProgram`` and the ``Flow`` of a body. Goes out: patterns that code generation replaces by one instruction.
+Invariant: results name instructions by their position in the body, and values by their root.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The device IR around the tiles of a stage (setup, loop, finish, loader), and the layout of streamed arrays.
 
-Like ``ir.py``, it is data with the C++ that each node prints; ``layout.py`` makes it.
+Comes in: a tile program's arrays and places that ``layout.py`` chose. Goes out: nodes that print C++, like those of ``ir.py``, and
+the widths of accesses to arrays. Invariant: a node decides nothing when it is printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The statements of a stage: rows, queues, products, loops, sums by indices; and the homes of the values that they compute.
 
-Like ``ir.py``, which has expressions and the loops over blocks, this is data with the C++ that each node prints: calls of the
-functions in ``cuda/include/kitsune/stage``.
+Comes in: decisions of ``stage/builder.py`` and the passes beside it. Goes out: nodes that print C++, calls of the functions in
+``cuda/include/kitsune/stage``; expressions and the loops over blocks are in ``ir.py``. Invariant: a node decides nothing when it is
+printed.
 """
 
 from __future__ import annotations

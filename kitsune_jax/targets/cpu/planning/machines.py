@@ -1,7 +1,7 @@
 """Machine models of CPUs (``CpuMachine``), and the times that planning interpolates between a profile's numbers (``CpuTimes``).
 
-Comes in: the name of a device, or a profile. Equal names and equal profiles give equal models and times, so a plan is a pure
-function of the graph and the profile.
+Comes in: the name of a device, or a profile. Goes out: a ``CpuMachine``, a program's context, and seconds of kernels for any shape.
+Invariant: equal names and equal profiles give equal models and times, so a plan is a pure function of the graph and the profile.
 """
 
 from __future__ import annotations
