@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 def in_own_thread(function: Callable[[], T], name: str, stop: Callable[[], None] = lambda: None) -> T | BaseException:
     """The result of ``function``, or its error, in a thread called ``name``, because JAX keeps state of each thread, and this one
-    may be tracing a function. ``stop`` is called when this thread waits no more, also after Ctrl-C."""
+    may be tracing a function. ``stop`` is called when the wait for that thread ends, also after Ctrl-C."""
     result: list[T | BaseException] = []
 
     def run() -> None:

@@ -110,7 +110,7 @@ with contextlib.suppress(AttributeError, TypeError):
 
 
 def x64(enabled: bool) -> Any:
-    """A context in which 64-bit types are what they say (``enabled``) or become 32-bit ones, in this thread."""
+    """A context in which 64-bit types stay 64-bit (``enabled``) or become 32-bit ones, in this thread."""
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)
     return jax_module("jax.experimental").enable_x64(enabled)

@@ -40,7 +40,7 @@ class Times:
 class Comparison:
     """``error``: the largest difference of two elements over the largest element of their array (``inf``: one result has a NaN or
     an infinity where the other has none). ``calls``: of each, beside the first. ``once``: seconds of the first pipelined call that
-    measured this machine and timed plans, or compiled kernels. ``how``: what runs as a pipeline."""
+    measured this machine and timed plans, or compiled kernels. ``how``: the part of the function that runs as a pipeline."""
 
     jit: Times
     pipeline: Times

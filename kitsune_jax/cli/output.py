@@ -1,4 +1,4 @@
-"""What a command prints: tables for a person, or JSON.
+"""The output of a command: tables for a person, or JSON.
 
 Comes in: ``Table``s of text, and plain data. Goes out: with Rich, if it is installed, in a terminal; as plain text in a pipe.
 Invariant: a pipe gets the same text with and without Rich, without escape sequences.

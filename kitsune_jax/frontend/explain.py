@@ -1,4 +1,4 @@
-"""The inside of ``explain``: a report of what lowering would do, without running it; and whether this JAX is supported.
+"""The inside of ``explain``: a report of the plan that lowering would make, without running it; and whether this JAX is supported.
 
 Comes in: a closed jaxpr, options, a machine that need not be present. Goes out: a ``Report``. Obstacles that keep pipelines away
 from a call when it is lowered (a mesh, a missing extension, symbolic shapes) are found by JAX's own lowering of the program, so the

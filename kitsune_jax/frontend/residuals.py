@@ -195,7 +195,8 @@ def _beside(base: PolicyReport, policy: PolicyReport) -> PolicyReport:
 def compare_calls(
     closed: Any, calls: Sequence[explain.PipelinedCall], retrace: Callable[..., Any], platform: str, device: str | None
 ) -> ResidualReport | None:
-    """Residuals of a program with pipelined calls. ``retrace(policy)`` traces it again, after ``closed`` with its own policies."""
+    """Residuals of a program with pipelined calls. ``closed``: the program with its own policies; ``retrace(policy)`` traces it
+    again with another one."""
 
     def trace(policy: Residuals | None) -> Any:
         if policy is None:

@@ -144,7 +144,7 @@ class PlannedRegion:
 
     @property
     def modelled_gain(self) -> float:
-        """XLA's modelled time for the same operators over that of the call."""
+        """XLA's modelled time for the same operators, divided by the call's."""
         return sum(phase.plan.baseline_seconds for phase in self.phases) / max(self.seconds, 1e-12)
 
     def call(

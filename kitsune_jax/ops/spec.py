@@ -309,7 +309,7 @@ _WIDENED = frozenset({"erfc", "erf_inv", "sinh", "cosh", "lgamma", "digamma"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rounding:
-    """Which results of 16-bit floats are rounded to their dtype, and which keep the digits of their float32 computation.
+    """The results of 16-bit floats that are rounded to their dtype; the others keep the digits of their float32 computation.
 
     JAX rounds the result of every operator; a compiler may leave that out between operators that it fuses. Users rely on the
     roundings of ``jax.jit``: without them compensated sums (``s = a + b; e = b - (s - a)``) find an error of 0. So a pipeline

@@ -243,7 +243,8 @@ def is_cheap(op: Op) -> bool:
 
 
 def asks_for_equals(graph: Graph, producers: Mapping[int, int], op: Op) -> bool:
-    """Does ``op`` test which numbers equal others, or equal the largest?"""
+    """Is ``op`` a comparison of floats whose result depends on their last bits: an equality, or a comparison with a maximum or
+    minimum?"""
     values = graph.values
     if op.kind not in COMPARISONS or any(values[v].literal is not None or not is_float(values[v].dtype) for v in op.inputs):
         return False

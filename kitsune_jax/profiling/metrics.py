@@ -133,7 +133,7 @@ def kernel_shares(kernels: Sequence[KernelRun], works: Sequence[KernelWork], rat
 
 
 def limit_of(work: KernelWork, rates: PeakRates) -> Bound:
-    """What limits a kernel with this work: "memory", "compute", or "other" where its operations are not counted."""
+    """The bound of a kernel with this work: "memory", "compute", or "other" where its operations are not counted."""
     if not work.counted:
         return "other"
     table = dict(rates.dots)

@@ -82,7 +82,7 @@ class Gain:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """What ``kj.profile(fn)(*args)`` found. Times in seconds.
+    """The result of ``kj.profile(fn)(*args)``. Times in seconds.
 
     ``platform``: "cpu" or "cuda"; ``machine``: the machine model whose rates the bound is judged by. ``bound``: the
     largest part of the latency: "overhead", "memory", "compute" or "other" (``kitsune_jax.profiling.metrics`` defines them);
@@ -148,7 +148,7 @@ class Profile:
 
 
 def verdict(p: Profile) -> list[str]:
-    """The first sentences: the bound, where it turns, what a pipeline gives."""
+    """The first sentences: the bound, the batch size at which it changes, and the gain of a pipeline."""
     at = "" if p.batch is None else f" at batch {count_text(p.batch)}"
     parts = sorted(_DOES, key=lambda name: -getattr(p.shares, name))
     shares = [
@@ -213,7 +213,7 @@ def _joined(ops: Sequence[str]) -> str:
 
 
 def chain_gain(chain: KernelChain) -> str:
-    """What a pipeline would give for a chain, and why."""
+    """The gain of a pipeline for a chain, with the reason."""
     if chain.gain is None:
         return f"left to XLA: {chain.why}"
     likely = "" if chain.likely is None else f", likely {chain.likely[0]:.2g}x to {chain.likely[1]:.2g}x"

@@ -164,12 +164,13 @@ class ArrayType:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Its dimensions in the part for one tile. In a stream of one row, without axes, streamed arrays also have ``dims``."""
+        """The dimensions that a tile's part of the array has. In a stream of one row, without axes, streamed arrays also have
+        ``dims``."""
         return self.dims if self.streamed or self.row_strides else tuple(range(len(self.shape)))
 
     @property
     def loaded(self) -> TileType:
-        """The type of its part for one tile."""
+        """The type of a tile's part of the array."""
         return TileType(self.streamed, tuple(self.shape[d] for d in self.kept), self.dtype)
 
 

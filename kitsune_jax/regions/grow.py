@@ -293,7 +293,7 @@ def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> 
 
 
 def levels_up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
-    """The levels of all ops that depend on members (``inside``) and are at or before position ``last``."""
+    """The level of each op that depends on a member (``inside``), up to position ``last`` of the order."""
     graph, producers = order.index.graph, order.index.producers
     level: dict[int, int] = {}
     for node in sorted(order.behind((order.node(i) for i in inside), last), key=order.position):

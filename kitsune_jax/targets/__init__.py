@@ -122,7 +122,8 @@ class Target(abc.ABC, Generic[M, P, L]):
         return ()
 
     def variant(self) -> Hashable:
-        """Which of several codes for the same plan ``generate`` makes now; part of the key of remembered code."""
+        """A name for the code that ``generate`` makes now, where it can make several for one plan; part of the key of remembered
+        code."""
         return None
 
 

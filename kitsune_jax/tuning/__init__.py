@@ -45,8 +45,8 @@ _SUFFIX = ".choice.json"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The candidate to take, and the seconds of all that were measured. ``seconds`` has JIT. ``busy``: other programs were running,
-    so the choice is this process's only."""
+    """The candidate to take, and the ``seconds`` of all that were measured, JIT among them. ``busy``: other programs ran meanwhile,
+    so the choice is not kept for other processes."""
 
     name: str
     seconds: Mapping[str, float]

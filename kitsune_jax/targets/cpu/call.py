@@ -145,7 +145,7 @@ class FlopCounts:
         return len(graph.ops) == len(self.flops)
 
     def avoids_hand_over(self, ops: Collection[int]) -> bool:
-        """Whether XLA hands the program to its own thread, but would not without ``ops``."""
+        """Whether XLA hands the program to a thread of its own because of the operations of ``ops``."""
         return self.total >= _CHEAP > self.total - sum(self.flops[i] for i in ops)
 
 

@@ -36,7 +36,7 @@ class TakenSum:
 class TakenDotFacts:
     """A sum over the last dimensions of ``table[ids] * table2[ids2]`` or ``table[ids] * y``: the gradient of an edge's weight.
 
-    ``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as in ``TakenSum``."""
+    ``sides``: of each operand the gather that reads its rows, or its value if it is a tile. ``absorbed``: as in ``TakenSum``."""
 
     sides: tuple[Instr | int, Instr | int]
     absorbed: tuple[int, ...]

@@ -67,7 +67,8 @@ class GradientStart(Node):
 
 
 class PanelSumStart(Node):
-    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
+    """Declare the sum over the rows of a ``panel`` of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if
+    ``slabs``."""
 
     sums: Ref
     panel: Panel
@@ -730,7 +731,7 @@ def access_bytes(array: ArrayType) -> int:
 
 
 def contiguous_access(columns: int, dtype: str, *pitches: int) -> int:
-    """The same for contiguous rows of ``columns``; ``pitches``: bytes between rows."""
+    """``access_bytes`` of contiguous rows of ``columns`` elements of ``dtype``; ``pitches``: bytes between rows."""
     size = pointwise.ITEM_SIZE[dtype]
     return math.gcd(16, tiles.owned(tiles.padded(columns)) * size, columns * size, *pitches)
 

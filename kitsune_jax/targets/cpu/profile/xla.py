@@ -329,8 +329,8 @@ _FORMAT = "1"  # of the program below, and of its stored answer
 
 @functools.cache
 def rounding_at_hand() -> Rounding:
-    """Where ``jit`` rounds on this CPU, as a small program shows; ``KNOWN_ROUNDING`` without a CPU backend. The answer depends on
-    the versions and flags of XLA and the CPU, and is kept on disk beside the machine's profile."""
+    """The ``Rounding`` of ``jit`` on this CPU, found with a small program; ``KNOWN_ROUNDING`` without a CPU backend. The answer
+    depends on the versions and flags of XLA and the CPU, and is kept on disk beside the machine's profile."""
     if not _compat.has_cpu_backend():
         return KNOWN_ROUNDING
     folder = config.cache_dir()

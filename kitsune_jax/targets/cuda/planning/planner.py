@@ -254,8 +254,8 @@ def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
 
 
 def with_lanes(plans: Sequence[GpuPlan], lanes: int, separate: float, machine: GpuMachine) -> tuple[GpuPlan, ...] | str:
-    """``plans``, phases of one call, with ``lanes`` lanes each, or why this should not be, if it takes longer than ``separate``
-    seconds. A plan that loses lanes, and does not wait for memory, takes longer by as much.
+    """``plans``, phases of one call, with ``lanes`` lanes each; a reason in words if they then take longer than ``separate``
+    seconds. A plan with fewer lanes than before takes longer in proportion, unless it waits for memory.
 
     Results of one phase that fit the L2 stay there: a plan already assumes that what the kernel before wrote is in the L2.
     """
