@@ -1,7 +1,7 @@
 """The cache on disk: files that only this user can write, and artefacts (compiled kernels, machine profiles) kept under a key.
 
-In: a key over everything that specialises an artefact (``key``), and a function that makes it. Out: its bytes, or a file of them.
-Invariants, because native code is loaded from these folders:
+Comes in: a key over everything that specialises an artefact (``key``), and a function that makes it. Goes out: its bytes, or a file
+of them. Invariants, because native code is loaded from these folders:
 * A file is read only if it and its folder belong to this user and nobody else can write them. The check is made on the open folder
   and the open file, not on their names, so renaming a folder above does not defeat it. Links to folders are followed, to files not.
 * Every entry ends in a digest of itself: an incomplete or changed entry is made again. One thread of one process makes an entry

@@ -1,14 +1,14 @@
 """Environment variables and switches, the options of a pipelined function, printable text, and the version.
 
-In: the process environment and the arguments of ``pipeline``. Out: typed values. Variables are read when they are needed, never at
-import, so a test or a program can change them at any time. They are checked at import and whenever ``pipeline`` is applied: a
-meaningless value is an error at once, an unknown name a warning. Invariant: no other module reads the environment.
+Comes in: the process environment and the arguments of ``pipeline``. Goes out: typed values. Variables are read when they are
+needed, never at import, so a test or a program can change them at any time. They are checked at import and whenever ``pipeline`` is
+applied: a meaningless value is an error at once, an unknown name a warning. Invariant: no other module reads the environment.
 
 ==========================  ==================================================================================================
 ``KITSUNE_DISABLE``         1: ``pipeline(fn)`` is ``fn``: no primitive, no planning. The kill switch.
 ``KITSUNE_FORCE``           1: pipeline every legal region, even if the model expects no gain (for tests and experiments).
 ``KITSUNE_STRICT``          1: raise ``NotPipelined`` where nothing could be pipelined, and do not hide our own errors.
-``KITSUNE_PROGRESS``        on: long work is told on stderr; off: it is not. Default: on where stderr is a terminal.
+``KITSUNE_PROGRESS``        on: print a line on stderr for work longer than a second. Default: on where stderr is a terminal.
 ``KITSUNE_LOG_LEVEL``       Level of the logger ``kitsune_jax``: a name of the ``logging`` module, such as INFO or DEBUG.
 ``KITSUNE_CACHE_DIR``       Folder for device code and machine profiles. Default: ``kitsune_jax`` in the user's cache folder.
 ``KITSUNE_CUDA_ARCH``       CUDA architecture to generate code for, such as ``sm_90a``. Default: that of the device at hand.

@@ -1,8 +1,9 @@
 """Exceptions and warnings that a user can meet, and the record of functions that a bug of this package kept from being pipelined.
 
-Passes return a ``Failure`` beside their result; only the lowering of a user's function records it, and ``kitsune_jax.fallbacks()``
-lists the records. Invariant: without ``strict`` a program that runs under ``jax.jit`` raises none of these exceptions, except
-``MutatedArgument``: a function whose changes of its arguments would be lost silently.
+Comes in: a ``Failure``, which passes return beside their result; only the lowering of a user's function records it. Goes out: the
+records, by ``kitsune_jax.fallbacks()``, and one warning per function. Invariant: without ``strict`` a program that runs under
+``jax.jit`` raises none of these exceptions, except ``MutatedArgument``: a function whose changes of its arguments would be lost
+silently.
 """
 
 from __future__ import annotations

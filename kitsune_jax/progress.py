@@ -1,8 +1,9 @@
 """Long work: it says what it does once it has lasted a second, and ends within a second of Ctrl-C.
 
-In: the work, and a line that names it and how long it takes. Out: the work's result; a record of the logger ``kitsune_jax`` at
-level INFO when it begins, and one line on stderr after a second (``KITSUNE_PROGRESS``). Invariants: short work prints nothing; work
-of one kind that follows at once, as group after group of a machine's numbers, is one piece of work with one line.
+Comes in: the work, and a line that names it and how long it takes. Goes out: the work's result; a record of the logger
+``kitsune_jax`` at level INFO when it begins, and one line on stderr after a second (``KITSUNE_PROGRESS``). Invariants: short work
+prints nothing; work of one kind that follows at once, as group after group of a machine's numbers, is one piece of work with one
+line.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ T = TypeVar("T")
 
 def in_own_thread(function: Callable[[], T], name: str, stop: Callable[[], None] = lambda: None) -> T | BaseException:
     """The result of ``function``, or its error, in a thread called ``name``, because JAX keeps state of each thread, and this one
-    may be tracing a function. ``stop`` is called when this thread waits no more, also after Ctrl-C."""
+    may be tracing a function. ``stop`` is called when the wait for that thread ends, also after Ctrl-C."""
     result: list[T | BaseException] = []
 
     def run() -> None:

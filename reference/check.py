@@ -1,7 +1,7 @@
 """The checker of tile programs: types, shapes, queues and freedom from deadlock.
 
-In: a ``Program`` or a ``TileProgram``, from the builder or written by hand. Out: nothing, or ``ValueError`` with the stage, the
-instruction and what is wrong there; ``Schedule``, by which the interpreter runs stages.
+Comes in: a ``Program`` or a ``TileProgram``, from the builder or written by hand. Goes out: nothing, or ``ValueError`` with the
+stage, the instruction and what is wrong there; ``Schedule``, by which the interpreter runs stages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The evaluation of a Graph with NumPy, op by op: the results of every target are compared with it.
 
-In: a Graph without opaque ops, and arrays for its inputs. Out: arrays for its outputs. Invariant: every value has its graph shape,
-and its graph dtype unless ``widen``.
+Comes in: a Graph without opaque ops, and arrays for its inputs. Goes out: arrays for its outputs. Invariant: every value has its
+graph shape, and its graph dtype unless ``widen``.
 """
 
 from __future__ import annotations

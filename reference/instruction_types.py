@@ -1,7 +1,7 @@
 """The types of the tile program's own instructions, which are no ops of the table.
 
-In: an instruction, the types of its operands, and the program around it. Out: the types of its results, or ``Wrong``, whose message
-says which rule is broken. ``RULES`` has the rule of each kind of instruction.
+Comes in: an instruction, the types of its operands, and the program around it. Goes out: the types of its results, or ``Wrong``,
+whose message says which rule is broken. ``RULES`` has the rule of each kind of instruction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The NumPy interpreter of tile programs: the results of every target are compared with its results.
 
-In: a ``Program`` and its operands. Out: its results, or ``Deadlock`` with the queue that each stage waits for. Tiles travel through
-*bounded* queues, and stages fire in a random order drawn from a seed, so a program that can deadlock does. The interpreter checks
-that every value has the shape and dtype of its type, and that stages push and pop exactly the queues that name them.
+Comes in: a ``Program`` and its operands. Goes out: its results, or ``Deadlock`` with the queue that each stage waits for. Tiles
+travel through *bounded* queues, and stages fire in a random order drawn from a seed, so a program that can deadlock does. The
+interpreter checks that every value has the shape and dtype of its type, and that stages push and pop exactly the queues that name
+them.
 """
 
 from __future__ import annotations

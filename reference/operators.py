@@ -1,9 +1,9 @@
 """What each operator of the table computes, in NumPy, and how its code on every target is compared with that.
 
-Out: ``MEANINGS``, by kind. Invariants: every rule equals JAX in every dtype of ``OpSpec.dtypes`` (``tests/table``). Floating sums
-and products accumulate in float32 or wider (``scatter_sum`` and ``scatter_prod`` in float64) and round once, to the result's dtype;
-integers wrap in their own dtype; ``take`` and operators that move elements are exact. The rules of ``OpSpec.numpy``, with which the
-package computes, are not repeated here.
+Goes out: ``MEANINGS``, by kind. Invariants: every rule equals JAX in every dtype of ``OpSpec.dtypes`` (``tests/table``). Floating
+sums and products accumulate in float32 or wider (``scatter_sum`` and ``scatter_prod`` in float64) and round once, to the result's
+dtype; integers wrap in their own dtype; ``take`` and operators that move elements are exact. The rules of ``OpSpec.numpy``, with
+which the package computes, are not repeated here.
 """
 
 from __future__ import annotations

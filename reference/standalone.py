@@ -1,7 +1,7 @@
 """Graphs that stand alone: written by one process, planned, lowered and run by another, with the same results.
 
-In: a ``Captured``, or the text of a Graph. Out: text, or a function of arrays. An op of the table is evaluated by its entry; an
-opaque op carries its equation as StableHLO, in its parameters, which ``jax.export`` makes only when the graph is written.
+Comes in: a ``Captured``, or the text of a Graph. Goes out: text, or a function of arrays. An op of the table is evaluated by its
+entry; an opaque op carries its equation as StableHLO, in its parameters, which ``jax.export`` makes only when the graph is written.
 Invariant: any process with this version of the package can evaluate a written text. Tests use it to show that a Graph says
 everything about a function.
 

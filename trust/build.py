@@ -1,7 +1,8 @@
 """The JAX function of a ``Program``, and the arrays it is called with.
 
-In: a ``Program``. Out: its arguments as NumPy arrays, and for any ``wrap`` (``kitsune_jax.pipeline``, or the identity) the function
-with its loop and its transformation, ``wrap`` applied where the program says. The function and its reference are the same code.
+Comes in: a ``Program``. Goes out: its arguments as NumPy arrays, and for any ``wrap`` (``kitsune_jax.pipeline``, or the identity)
+the function with its loop and its transformation, ``wrap`` applied where the program says. The function and its reference are the
+same code.
 """
 
 from __future__ import annotations

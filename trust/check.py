@@ -1,9 +1,9 @@
 """One program, run through the pipeline and compared with NumPy in float64.
 
-In: a ``Program``. Out: an ``Outcome``. A result may differ from float64 by as much as the roundings of its dtype may cause. That is
-measured on the same program, by evaluating its jaxpr with each primitive rounded, several times with the roundings moved. A program
-whose results are dominated by roundings is discarded. Before a result counts as wrong, more samples are drawn, and one of
-``jax.jit``.
+Comes in: a ``Program``. Goes out: an ``Outcome``. A result may differ from float64 by as much as the roundings of its dtype may
+cause. That is measured on the same program, by evaluating its jaxpr with each primitive rounded, several times with the roundings
+moved. A program whose results are dominated by roundings is discarded. Before a result counts as wrong, more samples are drawn, and
+one of ``jax.jit``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loops and branches whose body is a program's function.
 
-In: the function (``Callee``), choices, and ``wrap``, which pipelines the body. Out: a function of the same arguments. The first
-arguments, all of one shape, are the carries; the body's results become the next carries, in an order and with stationary ones by
-choice. Every loop ends after a few rounds, because its counter is exact in every dtype.
+Comes in: the function (``Callee``), choices, and ``wrap``, which pipelines the body. Goes out: a function of the same arguments.
+The first arguments, all of one shape, are the carries; the body's results become the next carries, in an order and with stationary
+ones by choice. Every loop ends after a few rounds, because its counter is exact in every dtype.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The evaluation of a jaxpr with NumPy, primitive by primitive: every result is compared with it.
 
-In: the result of ``jax.make_jaxpr``, and arrays for its arguments. Out: arrays for its results. XLA takes no part, so an error of
-XLA cannot hide an error of ours. ``widen`` holds every floating value in float64, so that only the rounding of arguments and
-literals is left; without it the result of each primitive is rounded to its dtype, as the jaxpr says. ``jitter`` moves results of
-arithmetic by up to one rounding: the spread of several such samples is the error that roundings may cause.
+Comes in: the result of ``jax.make_jaxpr``, and arrays for its arguments. Goes out: arrays for its results. XLA takes no part, so an
+error of XLA cannot hide an error of ours. ``widen`` holds every floating value in float64, so that only the rounding of arguments
+and literals is left; without it the result of each primitive is rounded to its dtype, as the jaxpr says. ``jitter`` moves results
+of arithmetic by up to one rounding: the spread of several such samples is the error that roundings may cause.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The search: workers take the next program until all have run or the time is over; failing programs are shrunk and written down.
 
-In: a ``Search``. Out: a ``Summary``, and a JSON file for each failure: the smallest program found that fails in the same way, the
-program that was drawn, and the error. Failures with one ``signature`` are written once.
+Comes in: a ``Search``. Goes out: a ``Summary``, and a JSON file for each failure: the smallest program found that fails in the same
+way, the program that was drawn, and the error. Failures with one ``signature`` are written once.
 """
 
 from __future__ import annotations

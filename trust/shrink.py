@@ -1,7 +1,7 @@
 """Shrink a failing program while it keeps failing in the same way.
 
-In: a program, and a predicate that tells whether a program fails in the same way. Out: a program that no single simplification
-keeps failing, or the smallest that the budget allowed.
+Comes in: a program, and a predicate that tells whether a program fails in the same way. Goes out: a program that no single
+simplification keeps failing, or the smallest that the budget allowed.
 """
 
 from __future__ import annotations

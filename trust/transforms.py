@@ -1,7 +1,7 @@
 """Transformations of a function: derivatives by one argument, by two or by all, batches, and whole training steps.
 
-In: a ``Callee`` (the function, perhaps pipelined, and a description of its arguments) and choices. Out: a function of the same
-arguments. Tangents, cotangents and batches are made of the arguments, so that a transformed function needs no others.
+Comes in: a ``Callee`` (the function, perhaps pipelined, and a description of its arguments) and choices. Goes out: a function of
+the same arguments. Tangents, cotangents and batches are made of the arguments, so that a transformed function needs no others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites."""
+"""The rules of a call-like primitive, whose parameter ``call_jaxpr`` every transformation rewrites.
+
+Comes in: a primitive, and functions that choose residuals and give the context. Goes out: its rules for jvp, linearize, transpose,
+vmap, partial evaluation, dead code, remat, references, checkify and jet. Invariant: each rule binds the same primitive again, with
+a transformed ``call_jaxpr``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version."""
+"""Jaxprs, equations, keys, versions and lowering contexts of JAX, with one meaning for every supported version.
+
+Comes in: objects of JAX, private ones too. Goes out: functions for the rest of the package, with the same result in every version.
+Invariant: only ``_compat`` uses JAX's private modules.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +110,7 @@ with contextlib.suppress(AttributeError, TypeError):
 
 
 def x64(enabled: bool) -> Any:
-    """A context in which 64-bit types are what they say (``enabled``) or become 32-bit ones, in this thread."""
+    """A context in which 64-bit types stay 64-bit (``enabled``) or become 32-bit ones, in this thread."""
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)
     return jax_module("jax.experimental").enable_x64(enabled)

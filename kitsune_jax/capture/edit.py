@@ -56,7 +56,7 @@ class Origin:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Bind equations with the name stack, source line and mesh of this one."""
+        """A context in which bound equations get the name stack, source line and mesh of this one."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.enclosing())
             if self.eqns:  # a constant of the whole function belongs to no equation

@@ -248,7 +248,7 @@ def _steps(builder: Builder, cond: Graph, body: Graph, ins: Sequence[int], const
     """The number of steps of a loop that counts an integer from a constant to a constant by a constant; None for any other."""
 
     def number(graph: Graph, v: int, around: Sequence[int]) -> int | float | None:
-        """The constant that ``v`` is, in the body or as an operand of the loop; None for any other value."""
+        """The number of ``v`` if it is a constant of the body or of the loop's operands, else None."""
         if v in graph.inputs:
             return builder.values[around[graph.inputs.index(v)]].literal
         return graph.values[v].literal

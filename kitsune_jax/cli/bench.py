@@ -1,7 +1,7 @@
 """``python -m kitsune_jax bench``: a user's function with ``jax.jit`` beside the same function with pipelines.
 
-In: a function and arguments. Out: for each of the two the time of the first call and of later ones, and the largest difference of
-their results. Invariant: the two take turns, so that other programs disturb both alike.
+Comes in: a function and arguments. Goes out: for each of the two the time of the first call and of later ones, and the largest
+difference of their results. Invariant: the two take turns, so that other programs disturb both alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Times:
 class Comparison:
     """``error``: the largest difference of two elements over the largest element of their array (``inf``: one result has a NaN or
     an infinity where the other has none). ``calls``: of each, beside the first. ``once``: seconds of the first pipelined call that
-    measured this machine and timed plans, or compiled kernels. ``how``: what runs as a pipeline."""
+    measured this machine and timed plans, or compiled kernels. ``how``: the part of the function that runs as a pipeline."""
 
     jit: Times
     pipeline: Times

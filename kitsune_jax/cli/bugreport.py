@@ -1,7 +1,7 @@
 """``python -m kitsune_jax report``: one file for a report of a bug.
 
-In: a function and arguments. Out: text with versions, variables of the environment, what ``explain`` says, the jaxpr, and the parts
-that fell back, with their tracebacks. Invariant: no number of an array is written, and of a path only its last part.
+Comes in: a function and arguments. Goes out: text with versions, variables of the environment, what ``explain`` says, the jaxpr,
+and the parts that fell back, with their tracebacks. Invariant: no number of an array is written, and of a path only its last part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``python -m kitsune_jax doctor``: what of this installation works here, and what to do about the rest.
+"""``python -m kitsune_jax doctor``: the working and the broken parts of this installation, with advice for the broken ones.
 
-In: this process's environment, packages, caches and devices. Out: facts as plain data, with a list of problems and advice for each.
-Invariant: it measures and compiles nothing, and changes no file.
+Comes in: this process's environment, packages, caches and devices. Goes out: facts as plain data, with a list of problems and
+advice for each. Invariant: it measures and compiles nothing, and changes no file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _MEASURE = "python -m kitsune_jax machine measures it now"
 
 
 def facts() -> dict[str, Any]:
-    """What is here, by topic, as data for JSON. ``problems``: each with ``advice``, and whether something is ``broken`` by it."""
+    """The state of the installation by topic, as data for JSON. ``problems``: each with ``advice``; ``broken``: something does not
+    work because of it."""
     variables = environment()
     with config.without_wrong_values() as wrong:
         found = {**_facts(), "environment": variables}
@@ -58,7 +59,7 @@ def _facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of this package, what it stands on, and the system; nothing that names this machine or its user."""
+    """The versions of this package, of the packages it needs, and of the system; nothing that names this machine or its user."""
     return {
         "kitsune_jax": config.__version__,
         "Python": platform.python_version(),

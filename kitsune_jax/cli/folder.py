@@ -1,6 +1,7 @@
 """``python -m kitsune_jax cache``: the folder on disk, its size by kind, and its removal.
 
-Invariant: only files of the kinds below are removed, because ``KITSUNE_CACHE_DIR`` may name a folder that holds other things.
+Comes in: the cache folder. Goes out: the number and bytes of files of each kind, or the number of removed files. Invariant: only
+files of the kinds below are removed, because ``KITSUNE_CACHE_DIR`` may name a folder that holds other things.
 """
 
 from __future__ import annotations

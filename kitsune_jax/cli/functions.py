@@ -1,8 +1,8 @@
 """The function that a user names as FILE:FUNCTION, and arguments to call it with.
 
-In: the text, and perhaps an expression for the arguments. Out: an ``Example``. The file is executed as a module, with its folder
-first on ``sys.path``, as a script's is. Invariants: whatever is wrong with the file, the name or the arguments is a ``UsageError``
-with the place in the user's file, and no traceback; what the user's code prints goes to stderr, so that stdout is the command's.
+Comes in: the text, and perhaps an expression for the arguments. Goes out: an ``Example``. The file is executed as a module, with
+its folder first on ``sys.path``, as a script's is. Invariants: any error in the file, name or arguments raises ``UsageError``, with
+the place in the user's file and no traceback; what the user's code prints goes to stderr, so that stdout is the command's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """``python -m kitsune_jax machine``: measure this machine again, keep the profile, and print it.
 
+Comes in: the command's options. Goes out: a profile as text or JSON, and an exit status: 0; 1 where no profile could be kept; 2 for
+a name that no profile has.
+
 python -m kitsune_jax machine                  # measures; every plan from now on is made with the new numbers
 python -m kitsune_jax machine --kept           # prints what is kept, and measures only what it lacks
 python -m kitsune_jax machine --shipped zen4-8 # prints a profile that comes with the package

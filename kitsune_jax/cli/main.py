@@ -1,7 +1,8 @@
 """``python -m kitsune_jax``: the subcommands, their options and exit statuses.
 
-In: the command line. Out: text or JSON on stdout; messages on stderr. Exit statuses: 0; 1 where ``doctor`` finds something broken
-or ``machine`` can keep no profile; 2 for wrong use, such as a file, function or argument that does not do; 130 after Ctrl-C.
+Comes in: the command line. Goes out: text or JSON on stdout; messages on stderr. Exit statuses: 0; 1 where ``doctor`` finds
+something broken or ``machine`` can keep no profile; 2 for wrong use, such as a file, function or argument that does not do; 130
+after Ctrl-C.
 """
 
 from __future__ import annotations

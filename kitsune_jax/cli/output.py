@@ -1,7 +1,7 @@
-"""What a command prints: tables for a person, or JSON.
+"""The output of a command: tables for a person, or JSON.
 
-In: ``Table``s of text, and plain data. Out: with Rich, if it is installed, in a terminal; as plain text in a pipe. Invariant: a
-pipe gets the same text with and without Rich, without escape sequences.
+Comes in: ``Table``s of text, and plain data. Goes out: with Rich, if it is installed, in a terminal; as plain text in a pipe.
+Invariant: a pipe gets the same text with and without Rich, without escape sequences.
 """
 
 from __future__ import annotations

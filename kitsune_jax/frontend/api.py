@@ -1,9 +1,9 @@
 """``pipeline``, ``Pipeline`` and ``explain``: the functions that users call.
 
-In: a Python function of arrays and pytrees. Out: the same function, each call of which is one ``kitsune_pipeline`` equation, or a
-``Report``. Invariants: the function is traced as often as ``jax.jit`` would trace it, because the traced callable (``Body``) is one
-object per function and options, however often ``pipeline`` is applied to it; for a type checker the result has the parameters and
-the result type of the function.
+Comes in: a Python function of arrays and pytrees. Goes out: the same function, each call of which is one ``kitsune_pipeline``
+equation, or a ``Report``. Invariants: the function is traced as often as ``jax.jit`` would trace it, because the traced callable
+(``Body``) is one object per function and options, however often ``pipeline`` is applied to it; for a type checker the result has
+the parameters and the result type of the function.
 """
 
 from __future__ import annotations

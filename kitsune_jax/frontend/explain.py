@@ -1,10 +1,10 @@
-"""The inside of ``explain``: a report of what lowering would do, without running it; and whether this JAX is supported.
+"""The inside of ``explain``: a report of the plan that lowering would make, without running it; and whether this JAX is supported.
 
-In: a closed jaxpr, options, a machine that need not be present. Out: a ``Report``. Obstacles that keep pipelines away from a call
-when it is lowered (a mesh, a missing extension, symbolic shapes) are found by JAX's own lowering of the program, so the report
-counts as pipelined exactly the operators that will be. ``jax_is_supported``: a JAX version that the tests run on is accepted; any
-other is tried with a small function under all transformations, once per process, when a pipelined function is first called. If that
-fails, functions run as plain ``jax.jit``, with one warning.
+Comes in: a closed jaxpr, options, a machine that need not be present. Goes out: a ``Report``. Obstacles that keep pipelines away
+from a call when it is lowered (a mesh, a missing extension, symbolic shapes) are found by JAX's own lowering of the program, so the
+report counts as pipelined exactly the operators that will be. ``jax_is_supported``: a JAX version that the tests run on is
+accepted; any other is tried with a small function under all transformations, once per process, when a pipelined function is first
+called. If that fails, functions run as plain ``jax.jit``, with one warning.
 """
 
 from __future__ import annotations

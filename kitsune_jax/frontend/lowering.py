@@ -1,8 +1,8 @@
 """The lowering of ``kitsune_pipeline``: capture, plan, schedule, and evaluate with a custom call in the place of each region.
 
-In: ``call_jaxpr``, ``Options``, JAX's lowering context. Out: MLIR values. Invariants: results are those of ``call_jaxpr``; every
-value is defined before it is read; effects keep their order; and an error of this package never becomes an error of the user's
-program: the part that failed lowers as plain HLO, and ``fallbacks`` records it (unless ``strict``).
+Comes in: ``call_jaxpr``, ``Options``, JAX's lowering context. Goes out: MLIR values. Invariants: results are those of
+``call_jaxpr``; every value is defined before it is read; effects keep their order; and an error of this package never becomes an
+error of the user's program: the part that failed lowers as plain HLO, and ``fallbacks`` records it (unless ``strict``).
 """
 
 from __future__ import annotations
@@ -345,7 +345,8 @@ def pipelined_or_plain(
 
 
 def partitioned_or_plain(call_jaxpr: Any, options: Options, around: Surroundings) -> Any:
-    """``call_jaxpr`` with calls that XLA's partitioner will ask programs of one shard for, or unchanged if this package fails."""
+    """``call_jaxpr`` with a custom call in place of each subgraph: for each, XLA's partitioner asks for the program of one shard.
+    Unchanged if this package fails."""
     try:
         return partitioned_jaxpr(call_jaxpr, options, around)
     except Exception as error:
@@ -391,14 +392,14 @@ class Chooser:
 
     @property
     def doubt(self) -> float:
-        """How many times as fast a pipeline must be modelled to be taken without a time. The model lets cores idle where XLA runs
-        one thread; with several devices another one's thread runs there: an attention of 4 x 512 tokens took 15.7 ms on one
-        device, and 8.4 on two (Zen 5, 2 cores)."""
+        """The modelled gain from which a pipeline is taken that was not timed. The model lets cores idle where XLA runs one thread;
+        with several devices another one's thread runs there: an attention of 4 x 512 tokens took 15.7 ms on one device, and 8.4 on
+        two (Zen 5, 2 cores)."""
         return _DOUBT * min(math.prod(self.axes.values()), targets.get(self.target).machine(None).workers)
 
     def key(self, program: Any, body: bool, part: str = "") -> str:
-        """What the choice is remembered under. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs.
-        ``part``: which part of another program it is."""
+        """The key of the remembered choice. ``body``: the plans of ``program`` are those of a step of a loop that XLA runs.
+        ``part``: its name as a part of another program."""
         options: tuple[Any, ...] = (config.key_of_plans(self.options), body, part)
         if self.axes:
             options = (*options, tuple(self.axes.items()))

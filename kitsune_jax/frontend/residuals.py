@@ -1,7 +1,8 @@
 """The residuals that each policy keeps between the forward and the backward pass, and their cost, for ``explain``.
 
-In: programs (closed jaxprs) with pipelined calls in them, one per policy. Out: a ``ResidualReport``. Invariant: every number of a
-policy is read off a program that was traced with it, so batching, loops and the arguments of the derivative are the user's.
+Comes in: programs (closed jaxprs) with pipelined calls in them, one per policy. Goes out: a ``ResidualReport``. Invariant: every
+number of a policy is read off a program that was traced with it, so batching, loops and the arguments of the derivative are the
+user's.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ def _beside(base: PolicyReport, policy: PolicyReport) -> PolicyReport:
 def compare_calls(
     closed: Any, calls: Sequence[explain.PipelinedCall], retrace: Callable[..., Any], platform: str, device: str | None
 ) -> ResidualReport | None:
-    """Residuals of a program with pipelined calls. ``retrace(policy)`` traces it again, after ``closed`` with its own policies."""
+    """Residuals of a program with pipelined calls. ``closed``: the program with its own policies; ``retrace(policy)`` traces it
+    again with another one."""
 
     def trace(policy: Residuals | None) -> Any:
         if policy is None:

@@ -1,9 +1,9 @@
 """From a Graph to planned regions with code: select regions, plan them, build tile programs, generate code for a target.
 
-In: a Graph and a target. Out: ``Routed``: disjoint convex regions, each with everything that its custom call needs, and the report.
-Invariants: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a compilation
-cache or on another host is the same plan. An error in one region costs only that region its pipeline, and is returned as a
-``Failure``.
+Comes in: a Graph and a target. Goes out: ``Routed``: disjoint convex regions, each with everything that its custom call needs, and
+the report. Invariants: the same arguments give the same result in every process (no timing, no randomness), so a plan made for a
+compilation cache or on another host is the same plan. An error in one region costs only that region its pipeline, and is returned
+as a ``Failure``.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PlannedRegion:
 
     @property
     def modelled_gain(self) -> float:
-        """XLA's modelled time for the same operators over that of the call."""
+        """XLA's modelled time for the same operators, divided by the call's."""
         return sum(phase.plan.baseline_seconds for phase in self.phases) / max(self.seconds, 1e-12)
 
     def call(

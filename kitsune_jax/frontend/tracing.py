@@ -1,9 +1,10 @@
 """From the call of a pipelined function to one equation of the primitive ``kitsune_pipeline[call_jaxpr, options]``.
 
-In: a Python function, its arguments and ``Options``. Out: the callable that ``jax.jit`` traces (``Body``). It splits arguments into
-arrays and static leaves, looks for arguments that the function changes, and binds the primitive. Invariants: there is one callable
-per function, policy and options, so that JAX's trace cache recognises it; a transformation only ever rewrites ``call_jaxpr`` and
-binds the same primitive again, so forward, backward, batched and recomputed programs all reach the same lowering.
+Comes in: a Python function, its arguments and ``Options``. Goes out: the callable that ``jax.jit`` traces (``Body``). It splits
+arguments into arrays and static leaves, looks for arguments that the function changes, and binds the primitive. Invariants: there
+is one callable per function, policy and options, so that JAX's trace cache recognises it; a transformation only ever rewrites
+``call_jaxpr`` and binds the same primitive again, so forward, backward, batched and recomputed programs all reach the same
+lowering.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def is_value(v: Atom) -> bool:
 
 
 class Flat:
-    """A closed jaxpr with its calls inlined, but for calls that say something about placement or compilation, and for functions
-    with a derivative of their own.
+    """A closed jaxpr with its calls inlined. Calls that set placement or compilation stay, and so do functions with a derivative of
+    their own.
 
     ``avals[v]``: the type of value ``v``. ``constants``: arrays that the jaxpr holds. ``maker[v]``: the step that makes ``v``.
     """

@@ -1,8 +1,8 @@
 """The Graph: the data that every pass after capture reads.
 
-Frozen, comparable and hashable dataclasses. Invariants, checked by ``Graph.validate``: value ids are indices
-into ``Graph.values``; every value is defined once (graph input, literal, or output of one op); ops are in topological order.
-Nothing here knows JAX's equations or a device.
+Comes in: values and ops, from capture. Goes out: a ``Graph`` of frozen, comparable and hashable dataclasses; and graph algorithms.
+Invariants, checked by ``Graph.validate``: value ids are indices into ``Graph.values``; every value is defined once (graph input,
+literal, or output of one op); ops are in topological order. Nothing here knows JAX's equations or a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loop of the op table: ``scan``, whose body is a Graph.
 
-In: the table of all other entries. Out: the loop's own entry (``entries``), and the parts, type rule, semantics and dimension
-relations (``Classes``) of a loop.
+Comes in: the table of all other entries. Goes out: the loop's own entry (``entries``), and the parts, type rule, semantics and
+dimension relations (``Classes``) of a loop.
 
 A ``scan`` has the parameters ``consts`` and ``carries`` (how many operands of each), ``length`` (steps) and ``reverse`` (the last
 step is taken first). Its inputs are constants, initial carries and arrays with one slice per step (xs); its outputs are final

@@ -1,7 +1,8 @@
-"""The pointwise entries of the op table (``POINTWISE``): arithmetic, special functions, and two hashes.
+"""The pointwise entries of the op table: arithmetic, special functions, and two hashes.
 
-Invariant: an operand of a pointwise op is of full shape or of rank 0. 16-bit floats are widened before they reach the functions of
-NumPy here, with which capture computes operators on constants.
+Comes in: the form of an entry (``spec``). Goes out: ``POINTWISE``, entries by kind. Invariants: an operand of a pointwise op is of
+full shape or of rank 0; 16-bit floats are widened before they reach the functions of NumPy here, with which capture computes
+operators on constants.
 """
 
 from __future__ import annotations

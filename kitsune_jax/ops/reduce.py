@@ -1,8 +1,8 @@
 """Entries of the op table that combine elements: reductions, cumulative ops, dot_general, and reads and sums by an index.
 
-Out: ``REDUCTIONS``, ``INDEXED`` and ``ONLINE``, entries by kind. Invariants: floating sums and products accumulate in float32 or
-wider and round once, to the result's dtype; integers wrap in their own dtype; an index below 0 or beyond the last element is out of
-range, for any dtype; ``take`` is exact.
+Comes in: the form of an entry (``spec``). Goes out: ``REDUCTIONS``, ``INDEXED`` and ``ONLINE``, entries by kind. Invariants:
+floating sums and products accumulate in float32 or wider and round once, to the result's dtype; integers wrap in their own dtype;
+an index below 0 or beyond the last element is out of range, for any dtype; ``take`` is exact.
 
 Over a stream, an index that streams makes ``take`` a gather from a stationary table, and a scatter a sink. An index that does not
 stream selects inside every row: the instructions ``take`` and ``put`` of the tile program.

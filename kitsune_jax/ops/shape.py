@@ -1,6 +1,7 @@
 """Entries of the op table that move or make elements: broadcast, reshape, transpose, slice, pad, concatenate, iota, windows.
 
-Out: ``SHAPES`` and ``WINDOWS``, entries by kind. Invariant: no arithmetic, so all are exact in every dtype.
+Comes in: the form of an entry (``spec``). Goes out: ``SHAPES`` and ``WINDOWS``, entries by kind. Invariant: no arithmetic, so all
+are exact in every dtype.
 """
 
 from __future__ import annotations

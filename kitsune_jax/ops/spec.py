@@ -1,6 +1,8 @@
 """The form of an entry of the op table: dimension relations, row-local form, semantics, cost and code of an op; and dtype rules.
 
-Invariant: 16-bit floats are computed in float32 (or wider) and rounded once, to the result's dtype; integers wrap.
+Comes in: an op, and the shapes, dtypes or arrays of its operands. Goes out: ``OpSpec``, whose fields the other modules of ``ops``
+fill; relations, cost and tile form of the op, or its value in NumPy. Invariant: 16-bit floats are computed in float32 (or wider)
+and rounded once, to the result's dtype; integers wrap.
 """
 
 from __future__ import annotations
@@ -307,7 +309,7 @@ _WIDENED = frozenset({"erfc", "erf_inv", "sinh", "cosh", "lgamma", "digamma"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rounding:
-    """Which results of 16-bit floats are rounded to their dtype, and which keep the digits of their float32 computation.
+    """The results of 16-bit floats that are rounded to their dtype; the others keep the digits of their float32 computation.
 
     JAX rounds the result of every operator; a compiler may leave that out between operators that it fuses. Users rely on the
     roundings of ``jax.jit``: without them compensated sums (``s = a + b; e = b - (s - a)``) find an error of 0. So a pipeline

@@ -1,8 +1,9 @@
 """The op table, with an entry for each kind of op; the check of every op of a Graph; and attention-like scores.
 
-Out: ``OPS``, by canonical kind. To add an op, add its entry (``pointwise``, ``shape``, ``reduce`` or ``loops``; docs/adding.md)
-and, where JAX's parameters differ from the entry's, its rule in ``capture.primitives``. Invariant: for every entry JAX equals the
-rule in NumPy (``reference.operators``) in every dtype of ``OpSpec.dtypes``, and the relations hold by experiment (``tests/table``).
+Comes in: the entries of ``pointwise``, ``shape``, ``reduce`` and ``loops``. Goes out: ``OPS``, by canonical kind, and functions of
+ops and graphs that read it. To add an op, add its entry (docs/adding.md) and, where JAX's parameters differ from the entry's, its
+rule in ``capture.primitives``. Invariant: for every entry JAX equals the rule in NumPy (``reference.operators``) in every dtype of
+``OpSpec.dtypes``, and the relations hold by experiment (``tests/table``).
 """
 
 from __future__ import annotations
@@ -242,7 +243,8 @@ def is_cheap(op: Op) -> bool:
 
 
 def asks_for_equals(graph: Graph, producers: Mapping[int, int], op: Op) -> bool:
-    """Does ``op`` test which numbers equal others, or equal the largest?"""
+    """Is ``op`` a comparison of floats whose result depends on their last bits: an equality, or a comparison with a maximum or
+    minimum?"""
     values = graph.values
     if op.kind not in COMPARISONS or any(values[v].literal is not None or not is_float(values[v].dtype) for v in op.inputs):
         return False

@@ -244,7 +244,7 @@ class RegionCost(abc.ABC):
         return Access(count, self.row_bytes(rows) // count, self.bytes(table), folds, near)
 
     def first_of_scores(self, i: int) -> bool:
-        """Whether op ``i`` is an online sum, and the first one of its scores."""
+        """Whether op ``i`` is the first online sum in the region that reads its scores."""
         ops = self.graph.ops
         if ops[i].kind not in ONLINE:
             return False

@@ -91,7 +91,7 @@ class _Former:
         return stage
 
     def place(self, i: int, home: dict[int, float]) -> float | None:
-        """The stage of op ``i``; None for a prologue, vector work on outside values only, which is placed with its reader."""
+        """The stage of op ``i``. None for vector work on values from outside alone: it goes to the stage of its reader."""
         cost = self.cost
         sources = [cost.producer[v] for v in cost.graph.ops[i].inputs if v in cost.producer]
         before = [home[p] for p in sources if p in home]

@@ -1,6 +1,9 @@
 """Streams: stream spaces and ``Region``s as data, ``Seed``s where a stream may start, and ``spread``, which labels values from
 there.
 
+Comes in: a Graph and a ``Seed``. Goes out: a ``Spread``, from which ``regions.grow`` makes ``Region``s. Invariant: under a spread's
+labels every member is legal on its own.
+
 A **stream space** has one or more axes; the flattened index over them (last axis fastest) is the **row**. Each dimension of a value
 is labelled with the axes that it runs over, outermost first, whose extents multiply to its size; ``()``: it is not streamed. A
 value without streamed dimensions is **stationary**. In the tile form of a streamed value one row dimension in front replaces its

@@ -1,1 +1,1 @@
-"""What a program does while it runs: ``timeline`` records the workers of pipelines, ``profile`` finds what binds a program."""
+"""Measurements of a running program: ``timeline`` records the workers of pipelines, ``profile`` finds the bound of a program."""

@@ -1,8 +1,8 @@
 """The batch dimension of a function's arguments: found by their shapes, and set to other sizes.
 
-In: the arguments of a call. Out: a ``Batch``, or the reason in words why the arguments have none. Nothing is run; functions are
-traced for shapes only. A batch dimension is the leading dimension that all arrays of one or more arguments share, in which the
-function can be traced with another size while the other arguments stay as they are.
+Comes in: the arguments of a call. Goes out: a ``Batch``, or the reason in words why the arguments have none. Nothing is run;
+functions are traced for shapes only. A batch dimension is the leading dimension that all arrays of one or more arguments share, in
+which the function can be traced with another size while the other arguments stay as they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The text of a compiled module, as the work of each instruction that can be a kernel.
 
-In: ``compiled.as_text()``. Out: a ``Module``: for every instruction by name the JAX operators that it computes, the user's lines,
-its operations and bytes. Only the text is read, never a clock. A fusion is one kernel, with the operations of all instructions in
-it and the bytes of its operands and results. Operations of sorts, FFTs, decompositions and custom calls are not in the text: such
-work is not ``counted``.
+Comes in: ``compiled.as_text()``. Goes out: a ``Module``: for every instruction by name the JAX operators that it computes, the
+user's lines, its operations and bytes. Only the text is read, never a clock. A fusion is one kernel, with the operations of all
+instructions in it and the bytes of its operands and results. Operations of sorts, FFTs, decompositions and custom calls are not in
+the text: such work is not ``counted``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The inside of GPU kernels in a timeline: when each lane of a CTA ran which tile, and what it waited for.
 
-In: what stamped kernels recorded (``cuda/include/kitsune/timeline.h``), and XLA's events of the same time. Out: ``KernelEvent``s
-on the axis of the timeline, in Chrome's trace format, and in words. Invariant: what a lane does next begins when what it did before
-has ended, but for waits for queues, which are in their tiles.
+Comes in: what stamped kernels recorded (``cuda/include/kitsune/timeline.h``), and XLA's events of the same time. Goes out:
+``KernelEvent``s on the axis of the timeline, in Chrome's trace format, and in words. Invariant: a lane's events are contiguous:
+each begins when the last one ended, except waits for queues, which lie inside their tiles.
 
 Three clocks meet here. A record has the cycles of its SM. Each chunk of records has, at its start and at its end, those and the
 nanoseconds of the device's clock, which is one for all SMs but may tick only once a microsecond: a line through all such pairs of a
@@ -34,7 +34,7 @@ EMULATOR = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """What a lane of a CTA did in a kernel from ``begin`` to ``end`` (seconds since the block began).
+    """An event of a lane of a CTA in a kernel, from ``begin`` to ``end`` (seconds since the block began).
 
     ``device``: its number, -1 for the emulator. ``region``: the name of the call. ``launch``: its number, from 0 for each kernel.
     ``kind``: "kernel" (a whole launch, with ``cta`` and ``lane`` -1), "tile", "idle" (a round in which the lane has no tile),
@@ -188,8 +188,8 @@ _SLACK = 5e3  # nanoseconds that a kernel may take before its first record and b
 
 
 def offset_of(launches: Sequence[tuple[float, float]], kernels: Sequence[tuple[float, float]]) -> float | None:
-    """What to add to the device's clock so that most of the ``launches`` lie in ``kernels``; ``None`` where no launch fits any.
-    Both are sorted; kernels without stamps may be among them."""
+    """The offset of the device's clock with which most ``launches`` lie in ``kernels``; ``None`` where no launch fits any. Both are
+    sorted; kernels without stamps may be among them."""
     looked = sorted(launches)[:_SAMPLE]
     best: tuple[int, float] | None = None
     found: list[float] = []
@@ -205,7 +205,8 @@ def offset_of(launches: Sequence[tuple[float, float]], kernels: Sequence[tuple[f
 
 
 def _nearest(kernels: Sequence[tuple[float, float]], begin: float, end: float) -> float | None:
-    """How far the middle of the best of ``kernels`` is from that of a launch; ``None`` where the launch fits in none."""
+    """The distance from the middle of a launch to that of the kernel around it that is nearest; ``None`` where no kernel contains
+    it."""
     fits = ((first + last - begin - end) / 2 for first, last in kernels if first <= begin + _SLACK and last >= end - _SLACK)
     return min(fits, key=abs, default=None)
 
@@ -277,7 +278,7 @@ def summary(events: Sequence[KernelEvent]) -> list[str]:
 
 
 def _shares(title: str, events: Sequence[KernelEvent]) -> list[str]:
-    """What a stage does in which share of its time, which is from the first to the last event of each of its lanes."""
+    """Lines with the shares of a stage's time, which for each lane is from its first event to its last."""
     spans: dict[tuple[int, int, int], list[float]] = {}
     spent: dict[str, float] = collections.defaultdict(float)
     for e in events:

@@ -1,7 +1,7 @@
 """The numbers of SKIP (arXiv 2504.11750) for one call of a function, the bound of the call, and the chains of kernels that recur.
 
-In: a ``TracedCall``, the ``KernelWork`` of each of its kernels, the ``PeakRates`` of the machine. Out: ``Metrics``, ``Shares``,
-chains as positions in the run. Pure functions; times come from the trace alone.
+Comes in: a ``TracedCall``, the ``KernelWork`` of each of its kernels, the ``PeakRates`` of the machine. Goes out: ``Metrics``,
+``Shares``, chains as positions in the run. Pure functions; times come from the trace alone.
 
 **The bound.** The latency of a call is divided into three parts. *Overhead* is the time in which no kernel runs, and of each kernel
 the time that the machine needs for a kernel without work (``PeakRates.kernel_seconds``). The rest of a kernel is *compute* if its
@@ -133,7 +133,7 @@ def kernel_shares(kernels: Sequence[KernelRun], works: Sequence[KernelWork], rat
 
 
 def limit_of(work: KernelWork, rates: PeakRates) -> Bound:
-    """What limits a kernel with this work: "memory", "compute", or "other" where its operations are not counted."""
+    """The bound of a kernel with this work: "memory", "compute", or "other" where its operations are not counted."""
     if not work.counted:
         return "other"
     table = dict(rates.dots)

@@ -1,7 +1,7 @@
 """The peak rates of a machine model, for the bound of a call.
 
-In: a ``Machine`` of a target. Out: ``PeakRates``. On a CPU all numbers are measured on this machine (its profile); on a GPU they
-are those of the machine model.
+Comes in: a ``Machine`` of a target. Goes out: ``PeakRates``. On a CPU all numbers are measured on this machine (its profile); on a
+GPU they are those of the machine model.
 """
 
 from __future__ import annotations

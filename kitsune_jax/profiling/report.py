@@ -1,7 +1,7 @@
 """The result of ``kj.profile``: frozen data that prints as text, as HTML in a notebook, and as JSON.
 
-In: metrics, shares and chains of a program, and what a pipeline would do with each. Out: strings of at most ``WIDTH`` columns, the
-verdict first. Nothing here measures or decides anything.
+Comes in: metrics, shares and chains of a program, and what a pipeline would do with each. Goes out: strings of at most ``WIDTH``
+columns, the verdict first. Nothing here measures or decides anything.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Gain:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """What ``kj.profile(fn)(*args)`` found. Times in seconds.
+    """The result of ``kj.profile(fn)(*args)``. Times in seconds.
 
-    ``platform``: "cpu" or "cuda"; ``machine``: the machine model whose rates the bound is judged by. ``bound``: what takes the
+    ``platform``: "cpu" or "cuda"; ``machine``: the machine model whose rates the bound is judged by. ``bound``: the
     largest part of the latency: "overhead", "memory", "compute" or "other" (``kitsune_jax.profiling.metrics`` defines them);
     ``shares``: all parts. ``metrics``: SKIP's numbers. ``batch``: the leading dimension that ``batch_arguments`` share, or
     ``None``, for the reason in ``batch_note``. ``sizes``: the sizes that were tried, in order, this one among them.
@@ -148,7 +148,7 @@ class Profile:
 
 
 def verdict(p: Profile) -> list[str]:
-    """The first sentences: the bound, where it turns, what a pipeline gives."""
+    """The first sentences: the bound, the batch size at which it changes, and the gain of a pipeline."""
     at = "" if p.batch is None else f" at batch {count_text(p.batch)}"
     parts = sorted(_DOES, key=lambda name: -getattr(p.shares, name))
     shares = [
@@ -213,7 +213,7 @@ def _joined(ops: Sequence[str]) -> str:
 
 
 def chain_gain(chain: KernelChain) -> str:
-    """What a pipeline would give for a chain, and why."""
+    """The gain of a pipeline for a chain, with the reason."""
     if chain.gain is None:
         return f"left to XLA: {chain.why}"
     likely = "" if chain.likely is None else f", likely {chain.likely[0]:.2g}x to {chain.likely[1]:.2g}x"
@@ -223,7 +223,7 @@ def chain_gain(chain: KernelChain) -> str:
 def _metric_rows(p: Profile) -> list[tuple[str, str]]:
     m, thunks = p.metrics, p.platform == "cpu"
     kernel = "thunk" if thunks else "kernel"
-    tklqt = "not to be had: thunks are not launched, the threads that run them call them" if thunks else "not in the trace"
+    tklqt = "not available: a CPU thread calls its thunks itself" if thunks else "not in the trace"
     return [
         ("launches", count_text(m.launches) + (f" of {count_text(m.kernels)} kernels" if m.launches != m.kernels else "")),
         ("launch and queue time (TKLQT)", tklqt if m.tklqt is None else time_text(m.tklqt)),

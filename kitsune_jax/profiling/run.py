@@ -1,7 +1,7 @@
-"""``profile``: run a function under ``jax.profiler``, and find out what bounds it and what a pipeline would give.
+"""``profile``: run a function under ``jax.profiler``, and find its bound and the gain of a pipeline.
 
-In: a function and its arguments. Out: a ``Profile``. The function runs with ``jax.jit`` alone, without the pipelines that it may
-hold; the pipelined function runs beside it, in turns, without the profiler.
+Comes in: a function and its arguments. Goes out: a ``Profile``. The function runs with ``jax.jit`` alone, without the pipelines
+that it may hold; the pipelined function runs beside it, in turns, without the profiler.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def profile(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profiler(Generic[P]):
-    """What ``profile(fn)`` returns: call it with ``fn``'s arguments."""
+    """The result of ``profile(fn)``: call it with ``fn``'s arguments."""
 
     plain: Callable[..., Any]
     pipelined: Pipeline[P, Any]
@@ -365,8 +365,8 @@ def chain_of(
 
 
 def pipeline_of(report: Report, sources: Sequence[str], ops: set[str]) -> tuple[float | None, str]:
-    """What the plan in ``report`` gives for operators ``ops`` at the lines ``sources``: the ratio of the times of their regions,
-    measured where they were, else modelled, or ``None``; and why."""
+    """(gain, reason) of the plan in ``report`` for operators ``ops`` at the lines ``sources``. The gain is XLA's time over that of
+    their regions, measured if it was, else modelled; ``None`` where they have no region."""
     inside = _at_lines(report, sources)
     left = [r for r in report.rejected if r.source in sources and r.op in ops]
     reason = _main_reason(left)
@@ -394,7 +394,7 @@ def modelled_times(regions: Sequence[RegionReport]) -> tuple[float, float]:
 
 
 def why_nothing(report: Report) -> str:
-    """Why nothing of a function is pipelined."""
+    """The main reason, when nothing of a function is pipelined."""
     return report.obstacles[0] if report.obstacles else _main_reason(report.rejected) or "it has no operators"
 
 

@@ -1,9 +1,9 @@
 """``timeline``: when each worker ran which tile, and when it waited, as a trace for Perfetto beside XLA's own events.
 
-In: the calls that run inside a ``with`` block. Out: a file in Chrome's trace format, and a ``Timeline``, which says the same in
-words. Invariants: outside of such a block nothing is recorded; inside, results and the order of work are as without it. Workers'
-events come from the CPU extension, by a clock that ticks with the processor's time stamp counter; a mark that both clocks see puts
-XLA's events, which ``jax.profiler`` records, on the same axis. The inside of GPU kernels: ``kernel_timeline.py``.
+Comes in: the calls that run inside a ``with`` block. Goes out: a file in Chrome's trace format, and a ``Timeline``, which says the
+same in words. Invariants: outside of such a block nothing is recorded; inside, results and the order of work are as without it.
+Workers' events come from the CPU extension, by a clock that ticks with the processor's time stamp counter; a mark that both clocks
+see puts XLA's events, which ``jax.profiler`` records, on the same axis. The inside of GPU kernels: ``kernel_timeline.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_CHUNKS = 1 << 17  # of a device, 29 records each: 64 MiB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """What thread ``thread`` did from ``begin`` to ``end`` (seconds since the block began).
+    """An event of thread ``thread``, from ``begin`` to ``end`` (seconds since the block began).
 
     ``kind``: "call" (a whole pipeline call, on the thread that XLA called), "prepare" (packing weights), "tile", "combine" (adding
     partial sums), "wait". ``region``: the name of the call or of its phase. ``stage``: of a tile, "" else. ``number``: of the tile
@@ -57,7 +57,7 @@ class WorkerEvent:
 
 @dataclasses.dataclass
 class Timeline:
-    """What ran inside ``with kj.timeline(path) as found``; complete when the block has ended.
+    """The record of a block ``with kj.timeline(path) as found``; complete when the block has ended.
 
     ``events``: of all workers, by time. ``kernels``: of the lanes of GPU kernels, if they were asked for. ``dropped``: events
     beyond the most that are kept of a thread; ``dropped_records``: those of kernels for which a device had no room. ``unstamped``:
@@ -254,7 +254,8 @@ def _write(path: Path, trace: dict[str, Any]) -> None:
 
 
 def summary(found: Timeline) -> list[str]:
-    """Where the time of each call went: its stages, packing, sums, waits and their queues, and how busy its workers were."""
+    """Lines with the times of each call: its stages, packing, sums and waits by queue, and the share in which its workers were
+    busy."""
     calls = [e for e in found.events if e.kind == "call"]
     lines = kernel_timeline.summary(found.kernels)
     if not calls and not lines:

@@ -1,8 +1,8 @@
 """A trace of ``jax.profiler`` as the kernels of each call of a function.
 
-In: ``jax.profiler.ProfileData`` (``events_of``), or events from anywhere (``Event``). Out: a ``TracedCall`` for each call that was
-made inside of an annotation ``CALL``. Invariant: it holds a kernel once, and no kernel that runs others: of a loop those of its
-steps only.
+Comes in: ``jax.profiler.ProfileData`` (``events_of``), or events from anywhere (``Event``). Goes out: a ``TracedCall`` for each
+call that was made inside of an annotation ``CALL``. Invariant: it holds a kernel once, and no kernel that runs others: of a loop
+those of its steps only.
 
 On a GPU a kernel is an event on a stream, and its launch is the call of the driver with the same correlation number. On a CPU a
 kernel is a thunk of XLA. The thread that runs a thunk calls it itself, so a thunk has no launch. A thunk that leaves its work to

@@ -90,7 +90,8 @@ def _along_sink(types: Sequence[TileType], instr: Instr, v: int, dim: int) -> li
 
 
 def sink_dim(types: Sequence[TileType], instr: Instr, inner: Mapping[int, int]) -> int | None:
-    """The dimension of a sink that is the one of ``inner``; None where the sink folds it. Raises ``NotBlocked``."""
+    """The dimension of a sink's result that runs along the dimension ``inner`` of its operands; None where the sink folds it.
+    Raises ``NotBlocked``."""
     if instr.kind == "sink":
         (x,), axes = instr.inputs, instr["axes"]
         return None if inner[x] in axes else sum(d not in axes for d in range(inner[x]))
@@ -143,7 +144,8 @@ def _product(types: Sequence[TileType], instr: Instr) -> list[Join]:
 
 @dataclasses.dataclass(frozen=True)
 class OuterFactor:
-    """A ``value`` without the dimension that a part was multiplied ("mul") or divided ("div") by, as ``kind`` says."""
+    """A factor of a sum's elements that is the same along the summed dimension. ``value``: the factor without that dimension;
+    ``kind``: "mul"; "div" for a divisor; "" for an addend (``Top.minus``)."""
 
     kind: str
     value: int
@@ -409,7 +411,7 @@ class Iteration:
         return self.writer.add(kind, (x,), TileType(True, kept[1:], dtype), axes=(dim,))
 
     def fold(self, instr: Instr, operand: int, t: TileType) -> int:
-        """``instr`` of ``operand`` and its other operands, in the dtype of ``t``."""
+        """Write ``instr`` with ``operand`` in place of its first operand, and a result of type ``t``."""
         w = self.writer
         x = self.value(operand)
         if instr.kind == "reduce_sum" and is_narrow(w.types[x].dtype):

@@ -1,7 +1,9 @@
 """Builds tile programs: ``build`` makes one of a Graph, a Region and a Plan; ``assemble`` makes the ``Program`` of a call.
 
-Every stage of the plan becomes one body: loads and pops where a value is first read, the rows-first form of each op
-(``OpSpec.local``), and pushes, stores and sinks directly behind the value they take, so that a target can compute in place.
+Comes in: a Graph, a Region and a Plan; for ``assemble``, tile programs by phase. Goes out: a ``TileProgram`` with one body per
+stage; a ``Program``. A body has loads and pops where a value is first read, the rows-first form of each op (``OpSpec.local``), and
+pushes, stores and sinks directly behind the value they take, so that a target can compute in place. Invariant: the program obeys
+every rule that ``reference.check`` checks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The tile program: typed SSA over tiles, one body per stage, and the calls that consist of tile programs.
 
-``program.build`` makes it of a Graph, a Region and a Plan; every target and the NumPy interpreter execute it. A **tile** value has
-shape ``(rows, *row_shape)``, rows first; a **stationary** value is a whole array in its original layout. The number of rows is the
-program's ``tile_rows``, or less on the last tile of a batch; parameters of rows-first ops write it as ``ROWS`` (-1).
-``reference.check`` checks every rule below.
+Comes in: bodies, arrays, queues and sinks from ``program.build``, which makes them of a Graph, a Region and a Plan. Goes out: a
+``TileProgram`` or a ``Program``, which every target and the NumPy interpreter execute. Invariant: the rules below, all of which
+``reference.check`` checks. A **tile** value has shape ``(rows, *row_shape)``, rows first; a **stationary** value is a whole array
+in its original layout. The number of rows is the program's ``tile_rows``, or less on the last tile of a batch; parameters of
+rows-first ops write it as ``ROWS`` (-1).
 
 Instruction kinds:
 
@@ -163,12 +164,13 @@ class ArrayType:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Its dimensions in the part for one tile. In a stream of one row, without axes, streamed arrays also have ``dims``."""
+        """The dimensions that a tile's part of the array has. In a stream of one row, without axes, streamed arrays also have
+        ``dims``."""
         return self.dims if self.streamed or self.row_strides else tuple(range(len(self.shape)))
 
     @property
     def loaded(self) -> TileType:
-        """The type of its part for one tile."""
+        """The type of a tile's part of the array."""
         return TileType(self.streamed, tuple(self.shape[d] for d in self.kept), self.dtype)
 
 

@@ -1,5 +1,8 @@
 """The iterations of a loop that a tile runs (the parameters ``within`` and ``shifted``), and the masks that they come from.
 
+Comes in: a tile program, or the ops of a mask. Goes out: a ``Range`` that a mask leaves visible; the iterations that a tile runs;
+their mean number. Invariant: every element that a row sees lies in the ``Range``.
+
 A causal mask compares two indices and sets hidden elements to -inf, or to a number so low that its exponential is 0 beside any
 visible score. ``Visible`` finds such comparisons, however they are written, and gives a ``Range``: a stream axis, and how far from
 a row's index on it the elements lie that the row sees. ``met`` and ``mean_iterations`` count the iterations that reach into it.

@@ -1,8 +1,9 @@
-"""Passes over tile programs, for every target: each takes a ``TileProgram`` and returns one that computes the same.
+"""Passes over tile programs, for every target.
 
-``simplified`` drops copies, common subexpressions and dead code; ``with_biases_first`` and ``with_epilogues`` move biases and
-activations into matrix products, of which ``recognise`` finds the activations. ``compared_values`` names the values that must have
-the same bits wherever they are computed. ``Flow`` tells the maker and the readers of a value.
+Comes in: a ``TileProgram``. Goes out: one that computes the same, or facts about it. ``simplified`` drops copies, common
+subexpressions and dead code; ``with_biases_first`` and ``with_epilogues`` move biases and activations into matrix products, of
+which ``recognise`` finds the activations. ``compared_values`` names the values that must have the same bits wherever they are
+computed. ``Flow`` gives the maker and the readers of a value. Invariant: a pass changes results by rounding at most.
 """
 
 from __future__ import annotations

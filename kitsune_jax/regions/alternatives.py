@@ -1,6 +1,6 @@
 """Alternatives to a region: cut into parts, with ops computed again, or without ops that XLA runs faster.
 
-In: regions, and a planner. Out: other regions with their plans, wherever the model says that they take less time.
+Comes in: regions, and a planner. Goes out: other regions with their plans, wherever the model says that they take less time.
 """
 
 from __future__ import annotations

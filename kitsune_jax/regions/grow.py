@@ -1,8 +1,8 @@
 """From a spread stream to convex regions, and the indexes of the graph that the search for regions uses.
 
-In: a Graph, and ``Spread`` objects (how a stream runs through its ops). Out: ``Region`` candidates. Invariants of every region: it
-is convex (no path leaves it and comes back), connected through streamed values, every streamed output depends on the whole stream
-space, and nothing in it is dead.
+Comes in: a Graph, and ``Spread`` objects (how a stream runs through its ops). Goes out: ``Region`` candidates. Invariants of every
+region: it is convex (no path leaves it and comes back), connected through streamed values, every streamed output depends on the
+whole stream space, and nothing in it is dead.
 
 A **maker** is an op that makes a streamed value from none (a broadcast, an iota). Its result is never an output of a region: ops
 outside that read it compute it again, which is cheaper than storing it. Ops of ``GraphIndex.recomputed`` are in every region that
@@ -293,7 +293,7 @@ def _levels(index: GraphIndex, sp: Spread, members: list[int], order: Order) -> 
 
 
 def levels_up_to(order: Order, last: int, inside: set[int], makers: set[int], sinks: set[int]) -> dict[int, int]:
-    """The levels of all ops that depend on members (``inside``) and are at or before position ``last``."""
+    """The level of each op that depends on a member (``inside``), up to position ``last`` of the order."""
     graph, producers = order.index.graph, order.index.producers
     level: dict[int, int] = {}
     for node in sorted(order.behind((order.node(i) for i in inside), last), key=order.position):

@@ -1,7 +1,7 @@
 """Calls: the regions that run as phases of one custom call, and the decision whether a call pays.
 
-In: regions with their plans. Out: ``Chosen`` calls: phases, merged calls, followers and phases that pay only inside a call.
-Invariants: a phase reads results of phases with lower numbers, or operands of the call; phases of one number do not read each
+Comes in: regions with their plans. Goes out: ``Chosen`` calls: phases, merged calls, followers and phases that pay only inside a
+call. Invariants: a phase reads results of phases with lower numbers, or operands of the call; phases of one number do not read each
 other's results. A sink of a phase is an ordinary array behind the barrier, so every phase has a stream space of its own.
 """
 

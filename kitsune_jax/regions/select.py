@@ -1,9 +1,9 @@
 """The choice of regions: legal ones first, then those that the cost model says pay; loops are regions by themselves.
 
-In: a Graph, the ops that the target supports, a planner. Out: ``Selection``: disjoint, convex regions with their plans, and for
-every op outside of them the reason. A region must be modelled faster than XLA's code for the same ops; ``force`` takes every legal
-region (for tests). Followers of a region (``regions.joining``) are always taken: they share the call of their region, and their
-operands are in the cache.
+Comes in: a Graph, the ops that the target supports, a planner. Goes out: ``Selection``: disjoint, convex regions with their plans,
+and for every op outside of them the reason. A region must be modelled faster than XLA's code for the same ops; ``force`` takes
+every legal region (for tests). Followers of a region (``regions.joining``) are always taken: they share the call of their region,
+and their operands are in the cache.
 """
 
 from __future__ import annotations
@@ -242,6 +242,7 @@ class _Selector:
         self.cut: dict[Region, tuple[int, list[Chosen]]] = {}  # the best cut of a region, by how many were chosen then
         self.chosen: list[Chosen] = []
         self.closest: dict[int, float] = {}  # op -> the best modelled speed-up of a region it was in
+        self.refused: dict[int, int] = {}  # op -> the most rows of a region it was in that has no plan
 
     def run(self) -> Selection:
         self._choose_loops()
@@ -490,7 +491,10 @@ class _Selector:
             return (mine or passes)[0], {seed_op}
         if isinstance(plan, str):
             for i in region.ops if first else ():
-                self.why[i] = plan
+                if region.space.rows >= self.refused.get(i, 0):  # of streams without a plan the reason of the narrowest tiles
+                    self.refused[i] = region.space.rows
+                    if i not in self.closest:  # the times of a plan that does not pay say more
+                        self.why[i] = plan
             return None, {seed_op}
         few_rows = self.capabilities.few_rows
         decodes = few_rows and pays_as_decode_phase(self.index, self.chosen, region, plan)

@@ -288,8 +288,8 @@ RESIDUALS_HEAD = ("policy", "keeps", "of arguments", "more work", "modelled", "o
 def residual_title(residuals: ResidualReport) -> str:
     """The title of the table of residual policies."""
     if residuals.of_gradient:
-        return "residuals: what a gradient by all arguments would keep of the forward pass for the backward pass"
-    return "residuals: what is kept of the forward pass for the backward pass"
+        return "residuals: values that a gradient by all arguments would save in the forward pass"
+    return "residuals: values that the forward pass saves for the backward pass"
 
 
 def residual_rows(residuals: ResidualReport) -> list[tuple[str, ...]]:

@@ -36,7 +36,7 @@ _WORTH = frozenset({"dot", "reduce", "scatter", "gather", "cumulative", "loop"})
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
-    """``graph`` as what JSON has."""
+    """``graph`` as lists, dictionaries, strings and numbers, as JSON has them."""
     return {
         "values": [[value.shape, value.dtype, value.literal] for value in graph.values],
         "inputs": graph.inputs,
@@ -179,8 +179,8 @@ _region_p: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What is around a function: the target and the platform that it is lowered for, and, inside of a ``shard_map`` that leaves
-    axes of its mesh automatic, the axes with their sizes and those that are manual."""
+    """The surroundings of a function: the target and the platform that it is lowered for, and, inside of a ``shard_map`` that
+    leaves axes of its mesh automatic, the axes with their sizes and those that are manual."""
 
     target: str
     platform: str

@@ -1,8 +1,9 @@
 """Targets run plans on devices: their interface ``Target``, and ``get``, which returns a target by name.
 
-A target is a *platform* of JAX ("cpu", "cuda") or "emulator", which compiles CUDA kernels planned for a GPU for the host. It owns
-its machine models, its planner and its code generator, in a folder of its own; the rest of the package never asks which one it is.
-To add a target, make a folder with a ``Target`` object and name that object in ``_OBJECTS``.
+Comes in: the name of a target: a *platform* of JAX ("cpu", "cuda"), or "emulator", which compiles CUDA kernels planned for a GPU
+for the host. Goes out: its ``Target``, which owns its machine models, its planner and its code generator, in a folder of its own.
+Invariant: the rest of the package never asks which target it is. To add one, make a folder with a ``Target`` object and name that
+object in ``_OBJECTS``.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class Target(abc.ABC, Generic[M, P, L]):
         return ()
 
     def variant(self) -> Hashable:
-        """Which of several codes for the same plan ``generate`` makes now; part of the key of remembered code."""
+        """A name for the code that ``generate`` makes now, where it can make several for one plan; part of the key of remembered
+        code."""
         return None
 
 

@@ -1,9 +1,9 @@
 """The plan of a program, chosen by time: candidates run in turn on this machine, and the fastest is remembered on disk.
 
-In: a program and its candidates, each a jaxpr that computes the same. Out: a ``Choice``, or ``None`` where nothing was measured;
-the caller then keeps the model's plan. Invariants: "jit", the program without pipelines, is always among the candidates, and wins
-where no other is faster by ``LEAST_GAIN``; one process measures a program while others wait for it, and all of them choose the same
-from then on, unless other programs disturbed it; a failure of a candidate, of the disk or of the clock changes no result.
+Comes in: a program and its candidates, each a jaxpr that computes the same. Goes out: a ``Choice``, or ``None`` where nothing was
+measured; the caller then keeps the model's plan. Invariants: "jit", the program without pipelines, is always among the candidates,
+and wins where no other is faster by ``LEAST_GAIN``; one process measures a program while others wait for it, and all of them choose
+the same from then on, unless other programs disturbed it; a failure of a candidate, of the disk or of the clock changes no result.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SUFFIX = ".choice.json"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The candidate to take, and the seconds of all that were measured. ``seconds`` has JIT. ``busy``: other programs were running,
-    so the choice is this process's only."""
+    """The candidate to take, and the ``seconds`` of all that were measured, JIT among them. ``busy``: other programs ran meanwhile,
+    so the choice is not kept for other processes."""
 
     name: str
     seconds: Mapping[str, float]

@@ -1,7 +1,7 @@
 """Arguments to time a program with, and the reasons why a program cannot be timed.
 
-In: a closed jaxpr. Out: random arrays of the types of its arguments, with indices inside of the arrays that they point into.
-Invariant: a program with side effects, or whose running time depends on its data, is never run.
+Comes in: a closed jaxpr. Goes out: random arrays of the types of its arguments, with indices inside of the arrays that they point
+into. Invariant: a program with side effects, or whose running time depends on its data, is never run.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def test_gpu_report_plans_both_policies() -> None:
 def test_text_html_and_dictionary_tell_all_of_it() -> None:
     report = kj.explain(gradient(POLICIES.dots_saveable))(*inputs())
     lines = str(report).split("residuals: ")[1].splitlines()[:5]
-    assert lines[0] == "what is kept of the forward pass for the backward pass"
+    assert lines[0] == "values that the forward pass saves for the backward pass"
     assert [line.split()[0] for line in lines[2:5]] == ["dots_saveable", "save", "recompute"]
     assert "dots_saveable (in use)" in lines[2]
     assert f"{LAYERS * ROWS * WIDTH * 4 / 1000:.1f} kB" in lines[2]

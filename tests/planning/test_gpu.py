@@ -335,10 +335,27 @@ def test_highest_precision_is_not_tf32():
 def test_a_row_too_wide_to_be_spelled_out_is_refused_before_code_is_made_for_it(columns):
     case = captured(lambda x: jnp.sum(jnp.tanh(x), axis=1), jax.ShapeDtypeStruct((4096, columns), jnp.bfloat16))
     if columns > 16_384:
-        with pytest.raises(Infeasible, match=f"a row has {columns} columns; the CUDA target has code for 16384"):
+        with pytest.raises(Infeasible, match=f"^a row has {columns} columns; the limit of the CUDA target is 16384$"):
             plan(*case, H200)
     else:
         assert plan(*case, H200).tile_rows == 64
+
+
+def test_a_stream_over_the_last_dimension_that_has_too_wide_rows_says_so():
+    case = captured(lambda x: jnp.sum(jnp.tanh(x), axis=0), jax.ShapeDtypeStruct((50_000, 128), jnp.bfloat16))
+    graph, region = case
+    assert region.space.sizes == (128,)
+    with pytest.raises(Infeasible, match="^streamed over the last dimension of an array, a row has 50000 columns; the limit"):
+        plan(graph, region, H200)
+
+
+def test_a_product_of_many_rows_is_left_to_xla_with_both_times_named():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((65_536, 1408), (1408, 512))]
+    report = kj.explain(lambda x, w: jax.nn.relu(x @ w), platform="cuda", device="h200")(*shapes)
+    text = " ".join(str(report).split())
+    assert not report.regions
+    assert "gains too little (estimate:" in text
+    assert "65536 columns" not in text  # of a stream over the 512 columns
 
 
 def test_what_fits_nowhere_says_how_much_it_needs():

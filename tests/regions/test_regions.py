@@ -89,6 +89,23 @@ def test_unprofitable_regions_are_left_to_xla_with_both_times_named():
     assert any("2000.00 ms" in why and "1000.00 ms" in why for _, why in selection.rejected)
 
 
+@pytest.mark.parametrize("over_rows", ["no plan over rows", "a plan that does not pay"])
+def test_the_reason_is_that_of_the_stream_over_most_rows(over_rows):
+    graph = graph_of(lambda x, w: jax.nn.relu(x @ w), jnp.zeros((64, 16)), jnp.zeros((16, 8)))
+    asked: list[tuple[int, ...]] = []
+
+    def planner(graph: Graph, region: Region) -> Plan | str:
+        asked.append(region.space.sizes)
+        if region.space.sizes == (64,) and over_rows != "no plan over rows":
+            return one_stage_plan(graph, region, seconds=2.0, baseline=1.0)
+        return f"a reason of {region.space.rows} rows"
+
+    reasons = dict(choose(graph, force=False, planner=planner).rejected)
+    assert asked.index((64,)) < asked.index((8,))  # the stream over the columns of the result fails last
+    product = next(reasons[i] for i, op in enumerate(graph.ops) if op.kind == "dot_general")
+    assert ("gains too little" in product) if over_rows != "no plan over rows" else (product == "a reason of 64 rows")
+
+
 @pytest.mark.parametrize(("speedup", "moved", "chosen"), [(1.03, 1, True), (1.03, 4, False), (1.1, 4, True), (0.99, 1, False)])
 def test_a_region_as_fast_as_xla_is_chosen_where_it_moves_less_than_half_of_the_bytes(speedup, moved, chosen):
     graph = graph_of(lambda x, p: mlp(p, x), jnp.zeros((8, 4)), mlp_params(RNG, (4, 4, 4)))

@@ -55,7 +55,8 @@ class _Repeater:
         self.small: dict[int, set[int]] = {}
 
     def repeat(self, root: int) -> None:
-        """Give the ops behind the first product with the weights that are made of product ``root`` copies of those."""
+        """Let the backward pass compute the weights of product ``root`` again: ops that depend on the first product with these
+        weights read copies of them."""
         made, readers = self._weights(root), self.editor.readers
         products = [c for v in made for c in readers.get(v, ()) if self.graph.ops[c].kind == "dot_general"]
         if not products:

@@ -1,9 +1,9 @@
 """Rewrites of reductions with few rows over a long dimension, so that a dimension of many rows streams.
 
-Comes in: a ``Captured``. Goes out: the same where the largest score is computed over a long dimension in few rows, and all that is
-computed of the scores is folded over that dimension again; elsewhere the argument itself. Either the dimension is cut into parts
-whose results are merged (``split_reductions``), or each of its elements becomes a row (``elements_as_rows``). Invariants: no op is
-recognised as attention; every other value keeps its shape and meaning, up to the order in which numbers are added up.
+Comes in: a ``Captured``. Goes out: the same program with softmax-like reductions of few rows (a maximum of scores, then sums over
+them) split along their long dimension; or the argument itself, where there are none. The dimension is cut into parts whose results
+are merged (``split_reductions``), or each of its elements becomes a row (``elements_as_rows``). Invariants: no op is recognised as
+attention; every other value keeps its shape and meaning, up to the order in which numbers are added up.
 """
 
 from __future__ import annotations

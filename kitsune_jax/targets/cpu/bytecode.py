@@ -1,11 +1,11 @@
 """The CPU program: its instructions, its operands, and its encoding as int64 words. This file *is* the format.
 
-``targets.cpu.lower`` makes a ``Program`` of each part of a call; ``encode`` writes the ``Call`` as the attribute of the custom
-call, which ``cpu/src/program.cc`` parses.
+Comes in: a ``CpuCall``, whose programs ``targets.cpu.lower`` makes. Goes out: the attribute of the custom call (``encode``), which
+``cpu/src/program.cc`` parses. Invariant: the parser rejects accesses outside of an operand's memory, for all rows and indices.
 
 Semantics shared by all instructions: a worker runs one stage on one tile, the rows ``row0 .. row0 + rows`` of a batch, ``rows ==
-tile_rows`` except on the batch's last tile. The first ``Program.batch_axes`` axes number the batches; without them there is one.
-The parser rejects accesses outside of an operand's memory, for all rows and indices. Strides may be 0 or negative; extents may not.
+tile_rows`` except on the batch's last tile. The first ``CpuProgram.batch_axes`` axes number the batches; without them there is one.
+Strides may be 0 or negative; extents may not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The custom calls of the CPU target: the extension that runs them, their registration with XLA, and the thread they run on.
 
-A missing or mismatched extension never raises: one warning names it, and plain JAX runs.
+Comes in: an encoded program and its operands. Goes out: the results of its custom call; ``available``, and ``why_not`` where calls
+cannot run. Invariant: ``available`` raises nothing for a missing or mismatched extension: one warning names it, and plain JAX runs.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class FlopCounts:
         return len(graph.ops) == len(self.flops)
 
     def avoids_hand_over(self, ops: Collection[int]) -> bool:
-        """Whether XLA hands the program to its own thread, but would not without ``ops``."""
+        """Whether XLA hands the program to a thread of its own because of the operations of ``ops``."""
         return self.total >= _CHEAP > self.total - sum(self.flops[i] for i in ops)
 
 

@@ -1,6 +1,7 @@
 """Facts about a stage's body (a ``Flow``) for CPU code: rows read in place, merged products, rounded values.
 
-All results name instructions by their position in the body, and values by their root.
+Comes in: a ``TileProgram`` and the ``Flow`` of a body. Goes out: patterns that code generation replaces by one instruction.
+Invariant: results name instructions by their position in the body, and values by their root.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TakenSum:
 class TakenDotFacts:
     """A sum over the last dimensions of ``table[ids] * table2[ids2]`` or ``table[ids] * y``: the gradient of an edge's weight.
 
-    ``sides``: of each operand its gather, or the value that lies in a tile. ``absorbed``: as in ``TakenSum``."""
+    ``sides``: of each operand the gather that reads its rows, or its value if it is a tile. ``absorbed``: as in ``TakenSum``."""
 
     sides: tuple[Instr | int, Instr | int]
     absorbed: tuple[int, ...]

@@ -1,4 +1,9 @@
-"""The memory of a CPU program's values: views of tiles and arrays, layouts in loops, and offsets in scratch memory."""
+"""The memory of a CPU program's values: views of tiles and arrays, layouts in loops, and offsets in scratch memory.
+
+Comes in: memory of the program (``CpuRef``), shapes, and strides. Goes out: ``View``s; the result of a shape op as another view, or
+None where it takes a copy; dimensions that one loop can walk; offsets of buffers in scratch memory (``place_buffers``). Invariant:
+two buffers share scratch memory only if the last use of one precedes the first use of the other.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One stage under construction: the memory of every value of its body, and the instructions so far.
 
-Comes in: the body of a stage, or of a loop inside it. ``lower``, ``pointwise`` and ``products`` read values with ``view`` and ask
-``place``/``places`` where a result goes: to a place that a reader wants (an output array, a queue slot, a carry, a piece of a
-concatenation), else to scratch. Invariant: memory except that of carries is written once per tile (or iteration), before it is
-read.
+Comes in: the body of a stage, or of a loop inside it. Goes out: instructions, scratch buffers and preparations of weights, by a
+``StageLowering``. ``lower``, ``pointwise`` and ``products`` read values with ``view`` and ask ``place``/``places`` where a result
+goes: to a place that a reader wants (an output array, a queue slot, a carry, a piece of a concatenation), else to scratch.
+Invariant: memory except that of carries is written once per tile (or iteration), before it is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The CPU target: ``CPU``, the ``Target`` object, and ``supports``, which says for each op whether there is code for it."""
+"""The CPU target: ``CPU``, the ``Target`` object, and ``supports``, which says for each op whether there is code for it.
+
+Comes in: a Graph, regions, plans, and an op with its values. Goes out: by the ``Target``, plans and calls; by ``supports``, None or
+the reason for the report. Invariant: ``lower`` has code for every op that ``supports`` passes.
+"""
 
 from __future__ import annotations
 

@@ -174,9 +174,9 @@ class PartLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallLayout:
-    """``buffers``: the C++ declaration of each pointer of the kernel; ``pointers``: what they point to. ``reads``: the call's
-    operand that each input of each part is. ``kept``: arrays between phases that are results of the custom call, because they are
-    filled before the kernel starts. ``stamped``: as of its parts."""
+    """``buffers``: the C++ declaration of each pointer of the kernel; ``pointers``: the array of each. ``reads``: of each part, the
+    number of the call's operand for each of its inputs. ``kept``: arrays between phases that are results of the custom call,
+    because they are filled before the kernel starts. ``stamped``: as of its parts."""
 
     name: str
     parts: tuple[PartLayout, ...]

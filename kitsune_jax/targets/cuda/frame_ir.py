@@ -1,6 +1,7 @@
 """The device IR around the tiles of a stage (setup, loop, finish, loader), and the layout of streamed arrays.
 
-Like ``ir.py``, it is data with the C++ that each node prints; ``layout.py`` makes it.
+Comes in: a tile program's arrays and places that ``layout.py`` chose. Goes out: nodes that print C++, like those of ``ir.py``, and
+the widths of accesses to arrays. Invariant: a node decides nothing when it is printed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class GradientStart(Node):
 
 
 class PanelSumStart(Node):
-    """The sum over the rows of a panel of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if ``slabs``."""
+    """Declare the sum over the rows of a ``panel`` of ``gradient``. ``columns``: of the panel's operand, or of a slab of it if
+    ``slabs``."""
 
     sums: Ref
     panel: Panel
@@ -729,7 +731,7 @@ def access_bytes(array: ArrayType) -> int:
 
 
 def contiguous_access(columns: int, dtype: str, *pitches: int) -> int:
-    """The same for contiguous rows of ``columns``; ``pitches``: bytes between rows."""
+    """``access_bytes`` of contiguous rows of ``columns`` elements of ``dtype``; ``pitches``: bytes between rows."""
     size = pointwise.ITEM_SIZE[dtype]
     return math.gcd(16, tiles.owned(tiles.padded(columns)) * size, columns * size, *pitches)
 

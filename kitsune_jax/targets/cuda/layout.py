@@ -179,7 +179,7 @@ class Layout:
         return custom_call(self.pointers, [part], geometry, self.workspace.zero_bytes)
 
     def stationary(self, reads: Sequence[int]) -> Stationary:
-        """What is packed; ``reads``: the call's operands that the inputs are."""
+        """The weights and vectors to pack; ``reads``: for each input of the program, the number of the call's operand."""
         weights = tuple(map(tuple, self.operands.weights.values()))
         return Stationary(self.program, weights, self.operands.vectors, tuple(reads))
 

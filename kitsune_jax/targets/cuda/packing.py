@@ -199,7 +199,7 @@ class StridedView:
         return StridedView(self.first, tuple(shape), tuple(strides))
 
     def reshaped(self, shape: Sequence[int]) -> StridedView | None:
-        """None where strides cannot say it."""
+        """The view with another shape of the same elements; None where no strides give it."""
         if 0 in shape:
             return StridedView(self.first, tuple(shape), (0,) * len(shape))
         runs = list[tuple[int, int]]()  # (elements, stride of the last) of dimensions that lie together
@@ -220,7 +220,7 @@ class StridedView:
         return StridedView(self.first, tuple(shape), tuple(reversed(strides)))
 
     def offsets(self, dims: Sequence[int] | None = None) -> np.ndarray:
-        """Behind ``first``, of the elements along ``dims`` (all of them if None) as one dimension."""
+        """The distances from ``first`` of the elements along ``dims`` (all dimensions if None), as one dimension."""
         found = np.zeros(1, np.int64)
         for d in range(len(self.shape)) if dims is None else dims:
             found = np.add.outer(found, np.arange(self.shape[d], dtype=np.int64) * self.strides[d]).reshape(-1)

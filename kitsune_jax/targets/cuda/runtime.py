@@ -149,7 +149,7 @@ def clock_ns() -> int:
 
 
 def stop_timeline() -> Any:
-    """What has been recorded, as ``Recording`` in ``cuda/src/timeline.h``."""
+    """Stop recording; returns the records, as ``Recording`` in ``cuda/src/timeline.h``."""
     return _load()[0].stop_timeline()
 
 

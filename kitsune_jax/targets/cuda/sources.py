@@ -1,7 +1,8 @@
-"""The C++ sources that generated kernels include: their folder, a fingerprint of them for cache keys, and ``CompileError``.
+"""The C++ sources that generated kernels include.
 
-Invariant: the fingerprint changes with every byte that a compiler can read below that folder, and with nothing else (neither the
-folder's place nor a file's date).
+Comes in: the package's folder. Goes out: the folder of the sources and the folders to search, a fingerprint for cache keys, and
+``CompileError`` with an ``excerpt`` of the compiler's log. Invariant: the fingerprint changes with every byte that a compiler can
+read below that folder, and with nothing else (neither the folder's place nor a file's date).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The statements of a stage: rows, queues, products, loops, sums by indices; and the homes of the values that they compute.
 
-Like ``ir.py``, which has expressions and the loops over blocks, this is data with the C++ that each node prints: calls of the
-functions in ``cuda/include/kitsune/stage``.
+Comes in: decisions of ``stage/builder.py`` and the passes beside it. Goes out: nodes that print C++, calls of the functions in
+``cuda/include/kitsune/stage``; expressions and the loops over blocks are in ``ir.py``. Invariant: a node decides nothing when it is
+printed.
 """
 
 from __future__ import annotations
@@ -388,7 +389,7 @@ class FindTops(Node):
 
 
 class BeginSegments(Node):
-    """Before the blocks of a tile: start a sum whose ``runs`` are known."""
+    """Start a fold by sorted indices, before the blocks of a tile; ``runs``: of equal indices in the tile."""
 
     ref: Ref
     runs: Ref
@@ -705,8 +706,8 @@ class SeenBlocks(Node):
 
 class CountedLoop(Node):
     """``count`` iterations of ``body``, numbered by ``number``, from the last one down if ``reverse``. With ``seen``, only
-    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all". If there is a ``first``, it is the
-    first iteration in the place of ``body``, and ``last`` follows the last one, unless there is none."""
+    ``which`` of its blocks: "whole" (all rows see them), "edges" (only some rows do), or "all". If ``first`` has nodes, they are
+    the first iteration, ``body`` the others, and ``last`` follows the last one, if any runs."""
 
     number: Ref
     count: int

@@ -1,7 +1,8 @@
 """The CUDA target and the emulator of its kernels as ``Target`` objects, and the ops that they have code for.
 
-``supports`` takes an op of the Graph with its values, before a region is formed, and returns None or the reason for the report. It
-judges by the op alone; the code generator checks every plan (``lower.check``).
+Comes in: an op of the Graph with its values, before a region is formed. Goes out: from ``supports``, None or the reason for the
+report; by the ``Target`` objects, plans and calls. Invariant: ``supports`` judges by the op alone; the code generator checks every
+plan (``lower.check``).
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class CpuCost(RegionCost):
         return sum(count * self.seconds(work, rows) for work, count in self.kinds((i,)).items())
 
     def kinds(self, ops: Iterable[int]) -> dict[CpuWork, int]:
-        """How often each work occurs among ``ops``, counting every step of a loop."""
+        """The number of times that each work occurs among ``ops``, counting every step of a loop."""
         found: collections.Counter[CpuWork] = collections.Counter()
         for i in ops:
             op = self.graph.ops[i]

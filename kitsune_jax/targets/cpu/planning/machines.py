@@ -1,7 +1,7 @@
 """Machine models of CPUs (``CpuMachine``), and the times that planning interpolates between a profile's numbers (``CpuTimes``).
 
-Comes in: the name of a device, or a profile. Equal names and equal profiles give equal models and times, so a plan is a pure
-function of the graph and the profile.
+Comes in: the name of a device, or a profile. Goes out: a ``CpuMachine``, a program's context, and seconds of kernels for any shape.
+Invariant: equal names and equal profiles give equal models and times, so a plan is a pure function of the graph and the profile.
 """
 
 from __future__ import annotations
@@ -236,14 +236,14 @@ class CpuTimes:
         return self[f"vector/to_{dtype}"] if dtype in NARROW else 0.0
 
     def product_per_row(self, dtype: str, m: int, k: int, n: int) -> float:
-        """A product of (m, k) with (k, n) of which both operands belong to one row."""
+        """Seconds of a product of (m, k) with (k, n) of which both operands belong to one row."""
         sides = [_mean(a, c) for a, _, c in SMALL_PRODUCTS]
         rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in SMALL_PRODUCTS]
         start = _OWN_MATRIX if k > 1 and min(m, n) == 1 < max(m, n) else 0.0
         return start + math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
 
     def access(self, access: Access) -> float:
-        """The reads or folds by index of an op, for a row of the stream."""
+        """Seconds of an op's reads or folds by index, for one row of the stream."""
         if access.folds and access.near:
             return access.count * self._row("runs", access.row_bytes)
         inner, outer = (self._row(f"take/{level}", access.row_bytes) for level in ("l2", "l3"))
@@ -299,8 +299,8 @@ class CpuTimes:
     # -- XLA's kernels, on the whole machine
 
     def xla_dot(self, dtype: str, rows: int, k: int, n: int, form: str = "dot", batch: float = 1) -> float:
-        """``batch`` products of rows x k and k x n, in one call of the library. ``form``: dot, dot_t (the weight transposed) or
-        outer (k rows contracted, rows x n results)."""
+        """Seconds of ``batch`` products of rows x k and k x n, in one call of the library. ``form``: dot, dot_t (the weight
+        transposed) or outer (k rows contracted, rows x n results)."""
         each, start = self._dot(dtype, rows, k, n, form)
         return batch * each + min(start, 4 * batch * each)  # a tiny product runs on the calling thread
 
@@ -400,11 +400,12 @@ class CpuTimes:
         return self["copy/dram"] / 2 / self.profile.workers
 
     def xla_batched(self, dtype: str) -> float:
-        """A multiplication and addition of many small products."""
+        """Seconds of one multiplication and addition in many small products."""
         return self._or_float32("xla/batched", dtype)
 
     def xla_rows(self, what: str, rows: float, width: float, table_bytes: float) -> float:
-        """``rows`` rows of ``width`` elements taken from a table ("gather") or folded into one ("scatter")."""
+        """Seconds in which XLA takes ``rows`` rows of ``width`` elements from a table ("gather"), or folds them into one
+        ("scatter")."""
         few, many = self[f"xla/{what}/1"], self[f"xla/{what}/64"]
         far = self["xla/gather/far"] * min(1.0, width / 64) if table_bytes > 2 * self.profile.l2 else 0.0
         between = ((width - 1) / 63) ** (_NARROW_FOLDS if what == "scatter" and width < 64 else 1.0)
@@ -418,7 +419,7 @@ class CpuTimes:
         return _BESIDE * self.profile.workers * max(0.0, beyond[0] - beyond[1]) / ARITHMETIC
 
     def xla_reduce(self, dtype: str, dimensions: str) -> float:
-        """An element of a sum over ``dimensions`` ("row", "column", "middle" or "all")."""
+        """Seconds of an element of a sum over ``dimensions`` ("row", "column", "middle" or "all")."""
         return self._or_float32(f"xla/reduce/{dimensions}", dtype)
 
     def _or_float32(self, what: str, dtype: str) -> float:

@@ -85,7 +85,8 @@ _SECONDS, _MOST_SECONDS, _GROUP_SECONDS = 3.0, 15.0, 0.1
 
 
 class Disturbed(RuntimeError):
-    """The machine could not be measured well. The message says why, as a clause. ``profile``: what was found, if anything was."""
+    """The machine could not be measured well. The message is the reason, as a clause. ``profile``: the numbers that were measured,
+    if any."""
 
     def __init__(self, why: str, profile: MachineProfile | None = None):
         super().__init__(why)

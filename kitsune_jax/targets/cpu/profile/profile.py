@@ -1,9 +1,10 @@
 """``MachineProfile``: measured times of the smallest pieces of work that CPU plans consist of; the profiles that come with the
 package; and the operating system's facts about the CPU.
 
-Profiles are plain data, written as JSON and read back without loss, and equal profiles give equal plans. Only ``kernels`` and
-``xla`` make numbers from a clock. All numbers are seconds: of our own kernels, of **one worker while all workers are busy**; under
-``xla/``, of XLA with the whole machine.
+Comes in: numbers by name (below), or a name such as "zen5-2". Goes out: a ``MachineProfile``. Invariants: profiles are plain data,
+written as JSON and read back without loss, and equal profiles give equal plans; only ``kernels`` and ``xla`` make numbers from a
+clock. All numbers are seconds: of our own kernels, of **one worker while all workers are busy**; under ``xla/``, of XLA with the
+whole machine.
 
 =====================================  ============================================================================================
 ``gemm/<dtype>/<product>/<K>x<N>``     a tile of 96 rows times K x N, packed; product: widened, dots, tiles

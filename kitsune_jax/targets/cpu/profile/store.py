@@ -1,9 +1,10 @@
 """The profile of this process: the one that ``KITSUNE_PROFILE`` names, or that of the machine, kept on disk.
 
-``at_hand`` returns it. Where the disk has no number that a plan asks for, its group is measured then (``measure``), once for each
-version of JAX and of this package, by one thread of one process while the others wait. A process has one profile for its whole life
-(also after a fork), and all processes of a distributed program have the same. Failures of a clock or a disk never fail a user's
-program: ``notes`` then says why other numbers are used.
+Comes in: the environment, the disk, and the numbers that a plan asks for. Goes out: ``at_hand``, a profile. Where the disk has no
+number that a plan asks for, its group is measured then (``measure``), once for each version of JAX and of this package, by one
+thread of one process while the others wait. Invariants: a process has one profile for its whole life (also after a fork), and all
+processes of a distributed program have the same; failures of a clock or a disk never fail a user's program: ``notes`` then says why
+other numbers are used.
 """
 
 from __future__ import annotations

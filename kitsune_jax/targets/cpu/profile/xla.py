@@ -1,8 +1,8 @@
 """XLA's side of a machine profile: how long its kernels take here, and where it rounds 16-bit results.
 
-Comes in: JAX with a CPU backend. Goes out: ``Piece``s to be timed, and the numbers made of their times, as listed in ``profile``;
-and ``rounding_at_hand``. Pieces are compiled ahead and run on arrays of the CPU, so no setting of the user's program (x64, matmul
-precision, a mesh, another default device, ``disable_jit``) changes a measurement.
+Comes in: JAX with a CPU backend. Goes out: ``Piece``s to be timed, and profile numbers from those timings, as ``profile`` lists
+them; and ``rounding_at_hand``. Pieces are compiled ahead and run on arrays of the CPU, so no setting of the user's program (x64,
+matmul precision, a mesh, another default device, ``disable_jit``) changes a measurement.
 """
 
 from __future__ import annotations
@@ -329,8 +329,8 @@ _FORMAT = "1"  # of the program below, and of its stored answer
 
 @functools.cache
 def rounding_at_hand() -> Rounding:
-    """Where ``jit`` rounds on this CPU, as a small program shows; ``KNOWN_ROUNDING`` without a CPU backend. The answer depends on
-    the versions and flags of XLA and the CPU, and is kept on disk beside the machine's profile."""
+    """The ``Rounding`` of ``jit`` on this CPU, found with a small program; ``KNOWN_ROUNDING`` without a CPU backend. The answer
+    depends on the versions and flags of XLA and the CPU, and is kept on disk beside the machine's profile."""
     if not _compat.has_cpu_backend():
         return KNOWN_ROUNDING
     folder = config.cache_dir()

@@ -129,14 +129,14 @@ class GpuRegion:
         )
 
     def pack_seconds(self) -> float:
-        """Seconds of the kernel in front of the other, which reads the weights and writes them packed."""
+        """Seconds of the kernel that packs the weights, in front of the call's own."""
         transfers, packed = self.machine.transfers, self.packed_bytes
         seconds = 2 * packed / min(transfers.pack_bandwidth, self.machine.dram_bandwidth)
         return self.machine.kernel_seconds + transfers.pack_seconds + seconds if packed else 0.0
 
     @property
     def packed_bytes(self) -> int:
-        """Of all weights, those of every batch included."""
+        """Bytes of all packed weights, those of every batch included."""
         return packed_bytes(self.cost, self.cost.region.ops, batches=True)
 
     def _fold_seconds(self, lanes: int) -> float:

@@ -538,7 +538,7 @@ class _StageStep:
     done: float | None = None
 
     def registers(self, live: _Placed, born: _Placed, after: _Placed) -> float:
-        """The most registers in use at once, with the values ``live`` before the step, and those that it makes and leaves."""
+        """The most registers in use at once. Values: ``live`` before the step, ``born`` in it, still live ``after`` it."""
         held, made, left = (sum(k.registers for k, image in values if not image) for values in (live, born, after))
         if self.done is None:
             return max(held, left) + self.working
@@ -824,7 +824,7 @@ class TileWork:
         return max(own, self.shared) + (self.alone + wait) / together
 
     def plus(self, times: float, step: TileWork) -> TileWork:
-        """This work and ``times`` times ``step``."""
+        """The sum of this work and ``times`` times the work ``step``."""
         tensor, issue = self.tensor + times * step.tensor, self.issue + times * step.issue
         alone, between = self.alone + times * step.alone, self.between + times * step.between
         return TileWork(tensor, issue, self.shared + times * step.shared, alone, between, self.beside + times * step.beside)

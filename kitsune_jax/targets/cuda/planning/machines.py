@@ -18,9 +18,9 @@ from kitsune_jax.planning.plan import KIB, MIB, Machine, Place, Rates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """What a lane waits for: ``hop_seconds`` to meet a stage at one end of a ring, by the ring's place; ``load_seconds`` until the
-    first bytes of a load from memory are there; the rest follow with ``lane_bandwidth``. ``piece_bandwidth``: of rows that are
-    read and written in pieces of 64 bytes. ``pack_bandwidth``: of the kernel that packs weights, reads and writes together;
+    """Waits of a lane. ``hop_seconds``: to meet a stage at one end of a ring, by the ring's place. ``load_seconds``: until the
+    first bytes of a load from memory arrive; the rest follow with ``lane_bandwidth``. ``piece_bandwidth``: of rows that are read
+    and written in pieces of 64 bytes. ``pack_bandwidth``: of the kernel that packs weights, reads and writes together;
     ``pack_seconds``: that it takes for few. 0 and infinity: not measured, no wait."""
 
     hop_seconds: Rates

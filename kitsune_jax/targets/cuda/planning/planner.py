@@ -254,8 +254,8 @@ def without_clusters(plan: GpuPlan, machine: GpuMachine) -> GpuPlan:
 
 
 def with_lanes(plans: Sequence[GpuPlan], lanes: int, separate: float, machine: GpuMachine) -> tuple[GpuPlan, ...] | str:
-    """``plans``, phases of one call, with ``lanes`` lanes each, or why this should not be, if it takes longer than ``separate``
-    seconds. A plan that loses lanes, and does not wait for memory, takes longer by as much.
+    """``plans``, phases of one call, with ``lanes`` lanes each; a reason in words if they then take longer than ``separate``
+    seconds. A plan with fewer lanes than before takes longer in proportion, unless it waits for memory.
 
     Results of one phase that fit the L2 stay there: a plan already assumes that what the kernel before wrote is in the L2.
     """
@@ -418,9 +418,12 @@ def _check_ops(cost: GpuCost) -> None:
     touched = {v for i in cost.region.ops for v in (*cost.graph.ops[i].inputs, *cost.graph.ops[i].outputs)}
     for _, body in loops_of(cost, cost.region.ops):
         _check_ops(body)
-    widest = max((cost.row_size(v) for v in touched if cost.streamed(v) and v not in cost.sliced()), default=0)
-    if widest > tiles.MOST_COLUMNS:
-        raise Infeasible(f"a row has {widest} columns; the CUDA target has code for {tiles.MOST_COLUMNS} at most")
+    sizes = {v: cost.row_size(v) for v in touched if cost.streamed(v) and v not in cost.sliced()}
+    widest = max(sizes, key=lambda v: (sizes[v], v), default=None)
+    if widest is not None and sizes[widest] > tiles.MOST_COLUMNS:
+        *_, last = cost.labels[widest]
+        over = "streamed over the last dimension of an array, " if last else ""
+        raise Infeasible(f"{over}a row has {sizes[widest]} columns; the limit of the CUDA target is {tiles.MOST_COLUMNS}")
     for i in cost.region.ops:
         dot, op, access = cost.work(i).dot, cost.graph.ops[i], cost.access(i)
         if op.kind in ONLINE and (access is None or not access.near):

@@ -1,4 +1,8 @@
-"""Model of XLA:GPU, the bulk-synchronous baseline: modelled seconds and off-chip bytes of the ops of a ``GpuCost``."""
+"""Model of XLA:GPU, the bulk-synchronous baseline: modelled seconds and off-chip bytes.
+
+Comes in: a ``GpuCost``, or ops of a Graph and a machine. Goes out: XLA's kernels (``kernels_of``), their seconds, and the bytes
+that they move (``baseline``). Invariant: they run one after the other on the whole machine.
+"""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ class StageCodeBuilder:
         return Ref("c", abs(self.root(v)), f"_{self.counter}")  # values without a name have negative numbers
 
     def most_columns(self, pieces: Sequence[int]) -> int:
-        """The most columns of a chunk of a product of ``pieces``."""
+        """The most columns that a chunk may have, of a product whose first operand is ``pieces`` side by side."""
         operands = [self.value(p) for p in pieces if self.root(p) in self.values]  # a loop makes those of later layers itself
         fetched = any(isinstance(x.home, st.InArray) and tiles.blocks(x.width) > _NARROW for x in operands)
         fetched &= self.facts.kept_rows.isdisjoint(map(self.root, pieces))

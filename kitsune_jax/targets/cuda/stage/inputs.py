@@ -22,8 +22,8 @@ from kitsune_jax.targets.cuda.stage.fitting import Liveness
 
 
 def ring_arrays(program: TileProgram, a: Arrangement) -> tuple[int, ...]:
-    """The inputs that a ring may bring. A stage of a spatial pipeline has queues instead; a loop takes so long for a tile that the
-    tile need not be there before; other rows than these lie side by side in the accesses of a warp, or are staged."""
+    """The inputs that a ring may bring. A stage of a spatial pipeline has queues instead. Loops need no ring: a tile's
+    computation hides its load. Other rows than these lie side by side in the accesses of a warp, or are staged."""
     body = program.stages[0].body
     if a.spatial or a.sm < 900 or any(i.block is not None for i in body):
         return ()

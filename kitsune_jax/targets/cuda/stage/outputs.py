@@ -144,7 +144,7 @@ def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:
 
 
 def online_scaling(at: StageCodeBuilder, instr: Instr) -> tuple[frame.Tops, ir.Ref]:
-    """(the scaling of the rows of a sink by the largest scores, their runs)."""
+    """(how the rows of a sink are scaled by their run's largest score, the runs of equal indices)."""
     v, _, scores = instr.inputs
     if at.root(scores) not in at.tops:
         raise CannotLower("a sum that is scaled by other numbers than the largest scores of its runs has no code on the GPU")

@@ -1,4 +1,8 @@
-"""Passes over a tile program before a GPU stage is lowered: joined products, values of loops as tiles, and rounded values."""
+"""Passes over a tile program before a GPU stage is lowered: joined products, values of loops as tiles, and rounded values.
+
+Comes in: a ``TileProgram``. Goes out: one that computes the same, in a form that a stage has code for; and the 16-bit results that
+must be rounded (``rounded_results``).
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ColumnSplit:
 
     @staticmethod
     def of(instrs: Sequence[Instr], program: TileProgram, ctas: int, lanes: int, joined: Joined) -> ColumnSplit:
-        """How ``ctas`` CTAs share the columns of a stage. Raises ``CannotLower`` where they cannot."""
+        """The split of a stage's columns among ``ctas`` CTAs. Raises ``CannotLower`` where there is none."""
         slabs = _slabs_of_stage(instrs, program, ctas, lanes, joined)
         return ColumnSplit(ctas, slabs, _partial_products(instrs, program, slabs, joined), joined)
 
@@ -80,7 +80,7 @@ class ColumnSplit:
 
 
 def slab_by_slab(x: Any, groups: int, ctas: int) -> Any:
-    """The columns of ``x``, its last dimension, with the slabs of every CTA side by side: a slab of each of ``groups``."""
+    """``x`` with its columns (the last dimension) in another order: by CTA, and for each CTA its slab of each group of columns."""
     if groups == 1:
         return x
     return x.reshape(*x.shape[:-1], groups, ctas, -1).swapaxes(-3, -2).reshape(x.shape)
@@ -279,7 +279,7 @@ class ExchangeWaits:
         self.awaited: set[Ref] = set()  # the rings that have been waited for
 
     def see(self, node: ir.Node, loop: int) -> None:
-        """Take note of a node in loop ``loop``."""
+        """Note the exchanges that a node in loop ``loop`` declares or waits for."""
         if isinstance(node, st.Entry) and node.queue.kind == "exchange":
             self.loops[node.queue] = loop
         if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
