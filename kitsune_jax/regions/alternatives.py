@@ -55,36 +55,46 @@ def best_cut(
 
 def possible_cuts(graph: Graph, region: Region, plans: tuple[Plan | str, Plan | str], widest: bool) -> list[tuple[Pass, ...]]:
     """Every way to cut ``region``. ``plans``: of all of it, and of the best rest of it without ops that others compute. Without a
-    plan of all of it there is no cut at its loss; where that of the rest is vertical, only one behind the widest operand of a
+    plan of all of it there is no cut at its loss; where that of the rest is vertical, only those behind the widest operand of a
     product, if ``widest``."""
     whole, rest = plans
     spatial = isinstance(rest, str) or rest.arrangement == "spatial"
     at_loss = [split_at_loss(graph, region)] if spatial and not isinstance(whole, str) else []
     products = _around_products(graph, region) if spatial else []
-    behind = [_behind_widest(graph, region)] if widest else []
+    behind = _behind_widest(graph, region) if widest else []
     return [cut for cut in (*at_loss, *products, *behind) if cut is not None]
 
 
 _WIDE = 640  # columns: beside two tiles of them in shared memory there is little room for weights
 
 
-def _behind_widest(graph: Graph, region: Region) -> tuple[Pass, ...] | None:
-    """(all that makes the widest operand of a product; the rest), or None where no operand is wide: the hidden layer of a
-    feed-forward block. A tile of all its columns leaves no room for others; without the product behind it they are stored as they
-    are made."""
+def _behind_widest(graph: Graph, region: Region) -> list[tuple[Pass, ...] | None]:
+    """(All that makes the widest operand of a product; the rest), and the same with all in front of the products that make it as
+    another part. Empty where no operand is wide: that of a feed-forward block is its hidden layer.
+
+    A tile of all its columns leaves no room for others; without the product behind it they are stored as they are made. A
+    normalisation in front takes registers of its own, and XLA may run it at the speed of memory.
+    """
     if region.sinks or any(graph.ops[i].body is not None for i in region.ops):
-        return None
+        return []
     labels, producers = region.label_of(), graph.producers()
     products = [graph.ops[i] for i in region.ops if graph.ops[i].kind == "dot_general"]
     made = [v for op in products for v in op.inputs if producers.get(v) in region.ops]
     size, v = max(((math.prod(row_shape(graph.values[v].shape, labels[v])), v) for v in made if v in labels), default=(0, -1))
     if size < _WIDE:
-        return None
-    before = _needed_by(graph, region, [producers[v]])
-    operands = [graph.ops[i].inputs[0] for i in before if graph.ops[i].kind == "dot_general"]
+        return []
+    inside, before = set(region.ops), _needed_by(graph, region, [producers[v]])
+
+    def behind_products(i: int) -> set[int]:
+        makers = () if graph.ops[i].kind == "dot_general" else (producers.get(x, -1) for x in graph.ops[i].inputs)
+        return inside.intersection(makers)
+
+    operands = [graph.ops[i].inputs[0] for i in reached({producers[v]}, behind_products) if graph.ops[i].kind == "dot_general"]
     if len(operands) < 2 or len(set(operands)) > 1:  # not a gate
-        return None
-    return _parts(graph, region, [before, set(region.ops) - before])
+        return []
+    first, rest = _needed_by(graph, region, [producers.get(operands[0], -1)]), inside - before
+    in_front = [_parts(graph, region, [first, before - first, rest])] if first else []
+    return [_parts(graph, region, [before, rest]), *in_front]
 
 
 def _around_products(graph: Graph, region: Region) -> list[tuple[Pass, ...] | None]:

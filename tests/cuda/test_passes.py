@@ -15,8 +15,8 @@ import pytest
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, layout
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.arrangement import arrangement_of
+from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.stage import fitting
 from kitsune_jax.targets.cuda.stage.builder import Shape
 from kitsune_jax.targets.cuda.stage.facts import Facts
