@@ -74,12 +74,12 @@ def seconds() -> float:
 
 
 @contextlib.contextmanager
-def told(kind: str, line: str) -> Iterator[None]:
+def announced(kind: str, line: str) -> Iterator[None]:
     """Tell ``line`` once the ``with`` block has run for a second, together with the blocks of this ``kind`` just before it.
 
     ``line``: a clause that says what is done, how long it takes, and what avoids it. Example::
 
-        with told("profile", "measuring this machine, for up to 15 s"):
+        with announced("profile", "measuring this machine, for up to 15 s"):
             measure()
     """
     began = time.monotonic()

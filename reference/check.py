@@ -14,7 +14,7 @@ from kitsune_jax.ops.graph import Op, Value
 from kitsune_jax.ops.spec import DTYPES, resolve_rows
 from kitsune_jax.ops.table import OPS, verify_op
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import FOLDED, SINKS, WITHIN, ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType, walk
+from kitsune_jax.program.ir import FOLDED, SINKS, WITHIN, ArrayType, Instr, LoopBody, Program, SinkType, TileProgram, TileType, walk
 from reference.instruction_types import RULES, Wrong, describe_types, need
 from reference.operators import FOLDS
 
@@ -283,7 +283,7 @@ class _Bodies:
 
     def _loop(self, instr: Instr, visible: set[int], loops: Mapping[int, int], here: str) -> None:
         block, count = instr.block, instr["count"]
-        need(isinstance(block, Block), "it has no block")
+        need(isinstance(block, LoopBody), "it has no block")
         assert block is not None
         need(isinstance(count, int) and count >= 0, f"it runs {count} times")
         if (within := instr.get("within")) is not None:

@@ -22,7 +22,7 @@ from kitsune_jax.ops.graph import Scalar
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, Block, Instr, Program, SinkType, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Instr, LoopBody, Program, SinkType, TileProgram, TileType
 from kitsune_jax.program.loop_bounds import tile_iterations
 from reference.check import Schedule
 from reference.operators import FOLDS, MEANINGS
@@ -202,7 +202,7 @@ def _put(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> Array:
 
 def _loop(state: State, instr: Instr, tile: Tile, inputs: list[Array]) -> tuple[Array, ...]:
     block, carries = instr.block, tuple(inputs)
-    assert isinstance(block, Block)
+    assert isinstance(block, LoopBody)
     numbers = tile_iterations(state.program, instr, tile.rows, lambda k: int(state.inputs[k].item()))
     for i in reversed(numbers) if instr.get("reverse") else numbers:
         tile.env |= {block.index: np.asarray(i, np.int32), **dict(zip(block.carries, carries, strict=True))}

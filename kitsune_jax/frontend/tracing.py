@@ -26,7 +26,7 @@ from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options
 from kitsune_jax.errors import MutatedArgument, ResidualsWarning
 from kitsune_jax.frontend import lowering
-from kitsune_jax.gradient import handover
+from kitsune_jax.gradient import residual_cleanup
 from kitsune_jax.sharding.calls import register as register_partitioner
 
 # --- arguments: which leaves are arrays, which are static -------------------------------------------------------------------------
@@ -435,9 +435,9 @@ expected_platform = jax.make_user_context(None)
 
 
 def _choose_residuals(*parts: Any) -> Any:
-    """``handover.shrink_residuals``. If it fails, the gradient keeps JAX's own residuals, which costs bytes, not the gradient."""
+    """``residual_cleanup.shrink_residuals``. If it fails, the gradient is right and keeps JAX's own residuals, which cost bytes."""
     try:
-        return handover.shrink_residuals(*parts)
+        return residual_cleanup.shrink_residuals(*parts)
     except Exception as error:
         if config.strict():
             raise

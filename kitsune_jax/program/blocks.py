@@ -17,7 +17,7 @@ from kitsune_jax.ops.graph import Op, Param, make_params
 from kitsune_jax.ops.reduce import identity
 from kitsune_jax.ops.spec import is_float, is_narrow, resolve_rows
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.program.ir import FOLDED, ArrayType, Block, Instr, Place, TileProgram, TileType, Writer
+from kitsune_jax.program.ir import FOLDED, ArrayType, Instr, LoopBody, Place, TileProgram, TileType, Writer
 from kitsune_jax.program.loop_bounds import Range, Visible
 
 # --- The dimension in every value (rows-first: 0 is the rows of a tile) -----------------------------------------------------------
@@ -652,7 +652,7 @@ class _Blocked:
                 params["within"] = seen.axis, self.block, seen.low, seen.high, which
             if seen is not None and seen.by is not None:
                 params["shifted"] = *seen.by, seen.guard, self.size
-            block = Block(number, tuple(inside), tuple(body), tuple(results))
+            block = LoopBody(number, tuple(inside), tuple(body), tuple(results))
             w.body.append(Instr("loop", tuple(carries), tuple(after), make_params(**params), block=block))
             carries = after
         if rest:

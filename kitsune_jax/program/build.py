@@ -24,8 +24,8 @@ from kitsune_jax.program.ir import (
     SINKS,
     Array,
     ArrayType,
-    Block,
     Instr,
+    LoopBody,
     Part,
     Program,
     QueueType,
@@ -452,7 +452,7 @@ class _TileProgramBuilder:
             inner.about = k
             local, inputs = self._operands(inner, step, self.graph.values[step.outputs[0]])
             self._sink(inner, inputs, local, self.graph.ops[k].inputs[0], step.outputs[0])
-        block = Block(number, tuple(carried), tuple(inner.body), tuple(results))
+        block = LoopBody(number, tuple(carried), tuple(inner.body), tuple(results))
         outs = [stage.new(self.values[v]) for v in carried]
         stage.ids.update(zip(final, outs, strict=True))
         params = make_params(count=op["length"], reverse=op["reverse"])

@@ -97,7 +97,7 @@ class TileType:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
+class LoopBody:
     """The body of a loop. It may read values of the code around it; nothing outside can read values that it defines.
 
     ``index``: the iteration's number, a stationary int32 of rank 0; ``carries``: the carries before an iteration; ``results``:
@@ -117,7 +117,7 @@ class Instr:
     outputs: tuple[int, ...]
     params: tuple[tuple[str, Param], ...] = ()
     op: int = -1  # index of the graph op it came from, for messages
-    block: Block | None = None
+    block: LoopBody | None = None
 
     def __getitem__(self, name: str) -> Param:
         for key, value in self.params:

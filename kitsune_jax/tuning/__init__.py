@@ -27,7 +27,7 @@ import jaxlib
 import numpy as np
 
 from kitsune_jax import _compat, cache, config
-from kitsune_jax.progress import in_own_thread, told
+from kitsune_jax.progress import announced, in_own_thread
 from kitsune_jax.targets.cpu.profile.profile import busy_seconds, ran_and_waited
 from kitsune_jax.tuning.inputs import all_equations, random_arguments, why_not_timed
 
@@ -257,7 +257,7 @@ class _Measurement:
         left = self.until - time.monotonic()
         limit = "without a limit of time" if left == float("inf") else f"for at most {max(left, 0.0):.0f} s"
         line = f"timing plans of {_compat.function_name(self.program)} beside jax.jit, once, {limit}; KITSUNE_TUNE=off avoids it"
-        with told("tuning", line):
+        with announced("tuning", line):
             error = in_own_thread(self._run, "kitsune_jax tuning", self.stop.set)
         if error is not None:
             raise _NotMeasured(f"timing it failed ({type(error).__name__}: {error})") from error

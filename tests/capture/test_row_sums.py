@@ -98,7 +98,7 @@ def test_the_numbers_stay(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits_are_as_near_as_where_jax_linearizes(dtype: Any) -> None:
-    """``kj.pipeline(grad(f))`` beside ``grad(kj.pipeline(f))``, whose sums ``gradient/row_terms.py`` makes of results."""
+    """``kj.pipeline(grad(f))`` beside ``grad(kj.pipeline(f))``, whose sums ``gradient/softmax_terms.py`` makes of results."""
     of_all, args = gradients("heads last", jax.nn.softmax, dtype)
     of_network, _ = gradients("heads last", jax.nn.softmax, dtype, kj.pipeline)
     want = in_float64(of_all, *args)

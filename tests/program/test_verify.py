@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kitsune_jax.ops.graph import make_params
-from kitsune_jax.program.ir import SINKS, Array, Block, Instr, Program, TileProgram, TileType, walk
+from kitsune_jax.program.ir import SINKS, Array, Instr, LoopBody, Program, TileProgram, TileType, walk
 from reference.check import verify
 from tests.program.test_interpreter import chain
 from tests.support.batch_sums import BATCH_SUMS, batch_sums
@@ -104,7 +104,7 @@ def one_iteration_more(data: st.DataObject, p: TileProgram) -> TileProgram:
 def a_carry_of_another_type(data: st.DataObject, p: TileProgram) -> TileProgram:
     loop = pick(data, p, "loop")
     assume(loop.block.carries)
-    block: Block = dataclasses.replace(loop.block, results=(loop.block.index, *loop.block.results[1:]))
+    block: LoopBody = dataclasses.replace(loop.block, results=(loop.block.index, *loop.block.results[1:]))
     return instead(p, loop, dataclasses.replace(loop, block=block))
 
 
@@ -130,7 +130,7 @@ def an_array_that_there_is_not(data: st.DataObject, p: TileProgram) -> TileProgr
 def a_queue_in_a_loop(data: st.DataObject, p: TileProgram) -> TileProgram:
     sink = pick(data, p, "sink_at", "push", "pop")
     assume(sink.get("sorted", True))
-    new, inner = len(p.values), Block(len(p.values), (), (sink,), ())
+    new, inner = len(p.values), LoopBody(len(p.values), (), (sink,), ())
     p = dataclasses.replace(p, values=(*p.values, TileType(False, (), "int32")))
     assert new == inner.index
     return instead(p, sink, Instr("loop", (), (), make_params(count=2), block=inner))

@@ -10,7 +10,7 @@ from typing import Any
 
 from kitsune_jax.ops.graph import Param, Scalar, make_params
 from kitsune_jax.ops.spec import ROWS
-from kitsune_jax.program.ir import ArrayType, Block, Instr, QueueType, SinkType, StageProgram, TileProgram, TileType
+from kitsune_jax.program.ir import ArrayType, Instr, LoopBody, QueueType, SinkType, StageProgram, TileProgram, TileType
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ class Tiles:
         made = Loop(self._new(False, (), "int32"), tuple(self._new(t.tile, t.shape, t.dtype) for t in types))
         around, self.body = self.body, []
         yield made
-        block, self.body = Block(made.index, made.carries, tuple(self.body), made.after), around
+        block, self.body = LoopBody(made.index, made.carries, tuple(self.body), made.after), around
         made.results = tuple(self._new(t.tile, t.shape, t.dtype) for t in types)
         self.body.append(Instr("loop", initial, made.results, make_params(count=count, reverse=reverse), block=block))
 

@@ -37,7 +37,7 @@ def ctrl_c() -> Iterator[None]:
 
 def work(*seconds: float, kind: str = "test") -> None:
     for s in seconds:
-        with progress.told(kind, "stirring the soup, for about an hour"):
+        with progress.announced(kind, "stirring the soup, for about an hour"):
             time.sleep(s)
 
 
@@ -59,7 +59,7 @@ def test_short_pieces_of_one_kind_are_long_together(capsys: pytest.CaptureFixtur
 
 def test_seconds_of_all_work_are_counted_once() -> None:
     before, began = progress.seconds(), time.monotonic()
-    with progress.told("outer", "stirring"):
+    with progress.announced("outer", "stirring"):
         work(0.1)
     work(0.1)
     assert 0.2 <= progress.seconds() - before <= time.monotonic() - began

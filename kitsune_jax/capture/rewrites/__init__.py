@@ -13,7 +13,7 @@ from typing import Any
 
 from kitsune_jax.capture.edit import Captured, merged, pruned
 from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_scores, repeat_scores, sum_results
-from kitsune_jax.capture.rewrites.few_rows import elements_as_rows, split_reductions
+from kitsune_jax.capture.rewrites.few_rows import reductions_as_folds, split_reductions
 from kitsune_jax.capture.rewrites.loops import move_constants, move_products, move_sums, recompute_cheap_slices
 from kitsune_jax.capture.rewrites.products import (
     allow_any_order,
@@ -116,7 +116,7 @@ REWRITES: Sequence[Rewrite] = (
 )
 # For a function with long reductions of few rows: its plans are compared with the plans of the result, and the faster ones win.
 FEW_ROWS: Sequence[Rewrite] = (
-    Rewrite("making the elements of long reductions rows", elements_as_rows, lambda c: c.capabilities.streams_elements),
+    Rewrite("making the elements of long reductions rows", reductions_as_folds, lambda c: c.capabilities.streams_elements),
     Rewrite(
         "cutting long reductions of few rows into parts",
         split_reductions,

@@ -145,7 +145,7 @@ def sum_results(captured: Captured) -> Captured:
     A softmax's backward pass needs ``sum_k w_k dw_k`` of each row. With ``dw_k = sum_d g_d v_kd`` it is ``sum_d o_d g_d``, where
     ``o_d = sum_k w_k v_kd`` is the result of the forward pass: the first gradient of a row need not wait for all keys of the row,
     so a backward pass by blocks of keys goes over them once instead of twice (FlashAttention-2, arXiv:2307.08691, section 2.3.2).
-    Factors that are the same in a row, such as a softmax's sum, are taken out of both. ``gradient/row_terms.py`` does it for
+    Factors that are the same in a row, such as a softmax's sum, are taken out of both. ``gradient/softmax_terms.py`` does it for
     functions that JAX linearizes.
 
     Invariant: the same numbers, but for the order of a sum and, in 16 bits, the rounding of the result.

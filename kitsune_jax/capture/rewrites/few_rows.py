@@ -2,8 +2,8 @@
 
 Comes in: a ``Captured``. Goes out: the same program with softmax-like reductions of few rows (a maximum of scores, then sums over
 them) split along their long dimension; or the argument itself, where there are none. The dimension is cut into parts whose results
-are merged (``split_reductions``), or each of its elements becomes a row (``elements_as_rows``). Invariants: no op is recognised as
-attention; every other value keeps its shape and meaning, up to the order in which numbers are added up.
+are merged (``split_reductions``), or each of its elements becomes a row (``reductions_as_folds``). Invariants: no op is recognised
+as attention; every other value keeps its shape and meaning, up to the order in which numbers are added up.
 """
 
 from __future__ import annotations
@@ -464,7 +464,7 @@ _HALVES = ("bfloat16", "float16")
 _CONTRACTED = ("lhs_contract", "rhs_contract")
 
 
-def elements_as_rows(captured: Captured) -> Captured:
+def reductions_as_folds(captured: Captured) -> Captured:
     """Make the elements of long reductions of few rows rows that are folded by an index.
 
     One token against a cache of keys has a row for each head, and each head has thousands of keys. Here the keys are the rows: the

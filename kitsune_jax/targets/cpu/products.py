@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.program.ir import WITHIN, Block, Instr, TileProgram, walk
+from kitsune_jax.program.ir import WITHIN, Instr, LoopBody, TileProgram, walk
 from kitsune_jax.program.passes import VIEWS
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
@@ -290,7 +290,7 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
     return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which)
 
 
-def _written_at_once(stage: StageLowering, block: Block) -> list[int]:
+def _written_at_once(stage: StageLowering, block: LoopBody) -> list[int]:
     """The carries whose old value is no longer read when the next one is written to their place."""
     items = pointwise.schedule(stage)
     where = {i: k for k, item in enumerate(items) for i in item.ops}
@@ -313,7 +313,7 @@ def _written_at_once(stage: StageLowering, block: Block) -> list[int]:
     return [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
 
 
-def _store_carries(stage: StageLowering, block: Block, places: Sequence[View]) -> None:
+def _store_carries(stage: StageLowering, block: LoopBody, places: Sequence[View]) -> None:
     """Copy each result to its carry's place unless it is there. A result in another carry's place is copied out of it first."""
     homes = {place.ref.index for place in places}
     moves = []

@@ -19,7 +19,7 @@ from kitsune_jax.ops.spec import Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import Block, Instr, TileProgram, TileType
+from kitsune_jax.program.ir import Instr, LoopBody, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
@@ -56,7 +56,7 @@ class StageLowering:
         products: bc.Products,
         rounding: Rounding,
         around: StageLowering | None = None,
-        block: Block | None = None,
+        block: LoopBody | None = None,
     ):
         self.program, self.body, self.preps, self.products, self.around = program, body, preps, products, around
         self.rounding = rounding

@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 
 from kitsune_jax import cache, config
-from kitsune_jax.progress import told
+from kitsune_jax.progress import announced
 from kitsune_jax.targets.cuda import hostcc, nvrtc, sources
 from kitsune_jax.targets.cuda.nvrtc import Compiled
 
@@ -43,7 +43,7 @@ def emulator_library() -> Path:
     key = _key("emulator", "", "emulator", hostcc.find().version, hostcc.EMULATOR_OPTIONS)
 
     def build() -> bytes:
-        with told("emulator", "compiling the emulator of CUDA kernels, once: 15 s or more"):
+        with announced("emulator", "compiling the emulator of CUDA kernels, once: 15 s or more"):
             return hostcc.build_emulator()
 
     return cache.default().get_file(key, ".so", build)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kitsune_jax import config
-from kitsune_jax.progress import in_own_thread, told
+from kitsune_jax.progress import announced, in_own_thread
 from kitsune_jax.targets.cuda import sources
 from kitsune_jax.targets.cuda.sources import KERNEL, CompileError
 
@@ -107,7 +107,7 @@ def compile(source: str, arch: str, options: Sequence[str] = (), folder: Path | 
     search = ["--no-source-include", *(f"--include-path={folder}" for folder in sources.include_dirs("include"))]
     arguments = [option.encode() for option in (*options_for(arch), *search, *options)]
     stop = threading.Event()
-    with told("nvrtc", "compiling CUDA kernels with NVRTC, each once: 0.2 to 6 s for one"):
+    with announced("nvrtc", "compiling CUDA kernels with NVRTC, each once: 0.2 to 6 s for one"):
         # This thread could not see a Ctrl-C while it is in the compiler.
         made = in_own_thread(lambda: _compile(library, source, arch, arguments, stop), "kitsune_jax nvrtc", stop.set)
     if isinstance(made, BaseException):

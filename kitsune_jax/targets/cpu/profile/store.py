@@ -24,7 +24,7 @@ import jaxlib
 from kitsune_jax import _compat, config
 from kitsune_jax.cache import Cache
 from kitsune_jax.cache import key as cache_key
-from kitsune_jax.progress import told
+from kitsune_jax.progress import announced
 from kitsune_jax.targets.cpu import bytecode, call
 from kitsune_jax.targets.cpu.profile import profile as profiles
 from kitsune_jax.targets.cpu.profile.measure import Disturbed, empty, group_of, groups_before, keys, measure
@@ -106,7 +106,7 @@ class _OnDemand(Mapping[str, float]):
         if group in set(map(group_of, dict(kept.numbers))):
             self._add(group, kept)
             return None
-        with told("profile", _LINE):
+        with announced("profile", _LINE):
             found = measure(self._profile.workers, group, self._profile)
         self._add(group, found)
         return _joined(kept, found).to_json().encode()
@@ -244,7 +244,7 @@ def stored(workers: int, again: bool = False) -> MachineProfile:
     ``Disturbed`` if all were measured badly, and then keeps nothing."""
     if not again:
         return _on_demand(workers).complete()
-    with told("profile", "measuring all of this machine, once: about 15 s, and up to two minutes beside other programs"):
+    with announced("profile", "measuring all of this machine, once: about 15 s, and up to two minutes beside other programs"):
         profile = measure(workers)
     _cache().put(identity(workers), _SUFFIX, profile.to_json().encode())
     return profile

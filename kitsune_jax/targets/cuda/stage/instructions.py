@@ -21,7 +21,7 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import columns, outputs
+from kitsune_jax.targets.cuda.stage import column_moves, outputs
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
 
 # --- Gathers ----------------------------------------------------------------------------------------------------------------------
@@ -53,13 +53,13 @@ def lower_table(at: StageCodeBuilder, instr: Instr) -> None:
     for ref, source, row in zip(found, sources, _indices(at, index), strict=True):
         _table_rows(at, instr, source, ref, row)
     which = np.arange(count * each)
-    columns.place(at, instr, np.stack([which // each, which % each], axis=1), sources)
+    column_moves.place(at, instr, np.stack([which // each, which % each], axis=1), sources)
 
 
 def _indices(at: StageCodeBuilder, index: int) -> list[Expr]:
     """Each index of a row, in all threads that share the row."""
     value = at.value(index)
-    columns.to_scratch(at, [at.root(index)])
+    column_moves.to_scratch(at, [at.root(index)])
     found: list[Expr] = []
     for column in range(value.n):
         at.counter += 1
@@ -180,7 +180,7 @@ def lower_row_product(at: StageCodeBuilder, instr: Instr) -> None:
     if taken is not None:
         at.done.add(taken)
         value = at.new(taken)
-        list_, fill = columns.take_columns(at, taken, 0), columns.fill_value(taken, value.dtype)
+        list_, fill = column_moves.take_columns(at, taken, 0), column_moves.fill_value(taken, value.dtype)
     (v,) = (taken or instr).outputs
     image, rows, store = Ref("image", v), None, at.facts.only_store(v)
     if store is not None and not at.rows("out", store["array"]).strides:
@@ -234,7 +234,7 @@ def _copied(
     for p in dict.fromkeys(at.root(p) for of in pieces.values() for p in of):
         if not _is_in_rows(at, p, dtype):
             computed[p] = None
-    starts = dict(zip(computed, columns.to_scratch(at, list(computed)) if computed else [], strict=True))
+    starts = dict(zip(computed, column_moves.to_scratch(at, list(computed)) if computed else [], strict=True))
     found = {}
     for v, (free, across) in operands:
         run, first, parts = free if across else k, 0, list[st.Copied]()
@@ -375,8 +375,8 @@ def lower_instruction(at: StageCodeBuilder, instr: Instr) -> None:
     been lowered with an earlier one."""
     if instr in at.done or (instr.outputs and (instr.outputs[0] in at.names or not at.program.values[instr.outputs[0]].tile)):
         return
-    if instr.kind in columns.REARRANGING:
-        columns.rearrange(at, instr)
+    if instr.kind in column_moves.REARRANGING:
+        column_moves.rearrange(at, instr)
     else:
         _HANDLERS.get(instr.kind, _pointwise)(at, instr)
 
@@ -467,7 +467,7 @@ def _added_to(at: StageCodeBuilder, instr: Instr) -> st.Multiply | None:
         if isinstance(start.home, st.InVector) and not start.row and pointwise.COMPUTE[start.dtype] == "float":
             return dataclasses.replace(product, product=instr.outputs[0], bias=(start.home.address, start.width))
         wide = start.dtype == at.value(x).dtype == "float32" and not start.row
-        pending = not isinstance(start.home, (st.Expression, st.InRegisters)) or columns.waits_for_product(at, other)
+        pending = not isinstance(start.home, (st.Expression, st.InRegisters)) or column_moves.waits_for_product(at, other)
         if at.repeated and product.start is None and wide and not pending:
             return dataclasses.replace(product, product=instr.outputs[0], start=at.root(other))
     return None
@@ -494,7 +494,7 @@ def _reduce(at: StageCodeBuilder, instr: Instr) -> None:
         at.alias(instr, x)
         return
     if math.prod(at.program.values[v].shape) > 1:
-        columns.fold_part(at, instr, REDUCTIONS[instr.kind])
+        column_moves.fold_part(at, instr, REDUCTIONS[instr.kind])
         return
     how, dtype = REDUCTIONS[instr.kind], at.new(instr).dtype
     if how == "Max" and (scaled := _scaled(at, at.root(x))) and isinstance(at.value(scaled[0]).home, st.Multiply):
@@ -582,8 +582,8 @@ _HANDLERS: dict[str, Callable[[StageCodeBuilder, Instr], None]] = {
     "row_index": _row_index,
     "gather": lower_table,
     "run_max": outputs.lower_run_max,
-    "take": columns.lower_take,
-    "put": columns.lower_put,
+    "take": column_moves.lower_take,
+    "put": column_moves.lower_put,
     "dot": lower_row_product,
     "matmul": _matmul,
     "matmul_sink": outputs.lower_gradient,

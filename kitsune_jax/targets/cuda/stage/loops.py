@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kitsune_jax.errors import CannotLower
-from kitsune_jax.program.ir import Block, Instr, TileProgram, walk
+from kitsune_jax.program.ir import Instr, LoopBody, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
-from kitsune_jax.targets.cuda.stage import columns, instructions
+from kitsune_jax.targets.cuda.stage import column_moves, instructions
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder, read_by
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
@@ -95,7 +95,7 @@ def _shift(at: StageCodeBuilder, instr: Instr) -> tuple[Address, int, str, int] 
     raise CannotLower("the bounds of a loop are shifted by a number that the stage does not load")
 
 
-def _outer_values(block: Block) -> list[int]:
+def _outer_values(block: LoopBody) -> list[int]:
     """Values that the body reads but does not make."""
     made, read = {block.index, *block.carries}, list[int]()
     for i in walk(block.body):
@@ -107,7 +107,7 @@ def _outer_values(block: Block) -> list[int]:
     return [v for v in dict.fromkeys((*read, *block.results)) if v not in made]
 
 
-def _operands(at: StageCodeBuilder, block: Block) -> list[int]:
+def _operands(at: StageCodeBuilder, block: LoopBody) -> list[int]:
     """Values from outside that products of the body contract. They may have a home, as rotated keys of two halves, and still none
     that a product reads: the first product would keep them inside of the loop, where nothing behind the loop sees them."""
     contracted = {at.root(p) for i in walk(block.body) if i.kind == "matmul" for p in at.split.pieces(i.inputs[0])}
@@ -546,8 +546,8 @@ def lower_layers(at: StageCodeBuilder, run: Run) -> None:
 
 def _vectors(at: StageCodeBuilder, run: Run) -> None:
     """Add the vectors of all layers, one after the other; those of layer 0 get addresses with the distance to the next layer's."""
-    broadcasts = [k for k, i in enumerate(run.segments[0]) if i.kind == "broadcast_in_dim" and columns.is_vector(at, i)]
-    recipes = [[columns.broadcast_recipe(at, segment[k]) for k in broadcasts] for segment in run.segments]
+    broadcasts = [k for k, i in enumerate(run.segments[0]) if i.kind == "broadcast_in_dim" and column_moves.is_vector(at, i)]
+    recipes = [[column_moves.broadcast_recipe(at, segment[k]) for k in broadcasts] for segment in run.segments]
     if not broadcasts:
         return
     at.vectors.append(tuple(r for layer in recipes for r in layer))

@@ -14,7 +14,7 @@ from kitsune_jax.program.ir import Instr
 from kitsune_jax.targets.cuda import frame_ir as frame
 from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
-from kitsune_jax.targets.cuda.stage import columns, facts
+from kitsune_jax.targets.cuda.stage import column_moves, facts
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
 
 # --- Weight gradients -------------------------------------------------------------------------------------------------------------
@@ -125,13 +125,13 @@ def lower_run_max(at: StageCodeBuilder, instr: Instr) -> None:
     at.split.refuse_stage("a sum that is scaled by the largest scores of segments")
     value, source = at.new(instr), at.root(x)
     runs, tops = _runs(at, index, instr["n"]), ir.Ref("tops", v)
-    columns.to_scratch(at, [source])
+    column_moves.to_scratch(at, [source])
     start = frame.TopsStart(tops, value.n, at.segment_bytes)
     at.segment_bytes += start.bytes
     at.setup.append(start)
     at.tops[v] = tops, runs
     at.add(st.FindTops(tops, runs))
-    columns.from_scratch(at, v, range(value.n))
+    column_moves.from_scratch(at, v, range(value.n))
 
 
 def _runs(at: StageCodeBuilder, index: int, rows: int) -> ir.Ref:

@@ -18,7 +18,7 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend import explain
 from kitsune_jax.frontend.route import RouteOptions, route
-from kitsune_jax.gradient import handover
+from kitsune_jax.gradient import residual_cleanup
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from reference.standalone import run
 from tests.support.checks import arrays, close, in_float64
@@ -294,7 +294,7 @@ def test_a_defect_of_the_choice_costs_bytes_and_not_the_gradient(monkeypatch: py
 
     x, w = jnp.ones((5, 3)), jnp.ones((6, 4)) / 7
     want = jax.grad(loss, (0, 1))(x, w)
-    monkeypatch.setattr(handover, "shrink_residuals", broken)
+    monkeypatch.setattr(residual_cleanup, "shrink_residuals", broken)
     with pytest.warns(RuntimeWarning, match="kitsune_jax could not choose the residuals of a gradient.*on purpose"):
         got = jax.grad(kj.pipeline(loss), (0, 1))(x, w)
     for g, t in zip(got, want, strict=True):
@@ -309,7 +309,7 @@ def test_a_residual_may_be_a_number_that_stands_in_the_program() -> None:
     primal = jax.make_jaxpr(lambda x: (x.sum(), jnp.concatenate([x, x], -1), 0.0))(x)
     assert _compat.is_literal(_compat.open_parts(primal)[0].outvars[2])
     tangent = jax.make_jaxpr(lambda joined, zero, t: joined.sum() + zero + t)(jnp.ones((5, 6)), 0.0, 1.0)
-    found = handover.shrink_residuals(primal, tangent, (None, None), 1, 0)
+    found = residual_cleanup.shrink_residuals(primal, tangent, (None, None), 1, 0)
     assert found is not None
     _, again, forwarded = found
     assert set(forwarded) == {None, 0}  # the number, and x

@@ -60,7 +60,7 @@ def log_sum(q: Array, k: Array, v: Array, seen: Array) -> Array:
 def made(f: Callable[..., Any], args: tuple[Array, ...]) -> tuple[Captured, Captured | None]:
     """As it was captured, and with elements as rows, if it can be."""
     captured = capture(jax.make_jaxpr(f)(*args))
-    found = apply_rewrites(captured, (Rewrite("rows", module.elements_as_rows),))
+    found = apply_rewrites(captured, (Rewrite("rows", module.reductions_as_folds),))
     assert not found.failures, found.failures[0].traceback
     if found is captured:
         return captured, None
@@ -88,7 +88,7 @@ def both(f: Callable[..., Array], args: tuple[Array, ...]) -> tuple[Array, Array
     st.integers(0, 2),
     st.integers(0, 2**31),
 )
-def test_elements_as_rows_give_the_same(f: Callable[..., Array], rows: int, keys: int, heads: int, hidden: int, seed: int) -> None:
+def test_folds_give_the_same(f: Callable[..., Array], rows: int, keys: int, heads: int, hidden: int, seed: int) -> None:
     heads = 1 if f in (plain, pooled) else heads
     q, k, v, seen = arguments(seed, rows, keys, heads, 5)
     rng = np.random.default_rng(seed)

@@ -15,7 +15,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from kitsune_jax import _compat
-from kitsune_jax.gradient.row_terms import Flat, Forwarded, JaxprStep, is_value, rename_all, renamed, split_off_row_terms
+from kitsune_jax.gradient.softmax_terms import (
+    Flat,
+    Forwarded,
+    JaxprStep,
+    is_value,
+    rename_all,
+    renamed,
+    split_off_row_terms,
+)
 from kitsune_jax.ops.spec import COMPARISONS
 from kitsune_jax.ops.table import OPS
 
@@ -262,7 +270,7 @@ def shrink_residuals(
     tangents to tangents. ``forwarded``: for each residual, in the order of the arguments of ``tangent``, the number of the
     function's argument that it is (counting ``consts`` constants before the first), or None for the next one that ``primal`` makes.
     ``large``: recompute values that are much larger than their sources as well (``recompute_large``), and read sums that the
-    forward pass has made (``row_terms``).
+    forward pass has made (``softmax_terms``).
     """
     found = None
     for division in (split_off_row_terms, recompute_large) if large else ():
