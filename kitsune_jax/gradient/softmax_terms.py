@@ -89,8 +89,8 @@ class Flat:
         return [v if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def residuals(self, forwarded: Forwarded, results: int, consts: int) -> list[Any]:
-        """The values that are residuals of a linearized function (see ``residual_cleanup.shrink_residuals``); None for constants before
-        the arguments."""
+        """The values that are residuals of a linearized function (``residual_cleanup.shrink_residuals``); None for constants in front
+        of the arguments."""
         computed = iter(self.results[results:])
         return [next(computed) if f is None else self.arguments[f - consts] if f >= consts else None for f in forwarded]
 
@@ -210,8 +210,8 @@ class _ProductOfFactors:
 
 
 def split_off_row_terms(primal: Any, tangent: Any, forwarded: Forwarded, results: int, consts: int) -> Any:
-    """Another division of a linearized function (see ``residual_cleanup.shrink_residuals``), or None where no sum has a term that is
-    the same in a row.
+    """Another division of a linearized function (see ``residual_cleanup.shrink_residuals``), or None where no sum has a term that
+    is the same in a row.
 
     A product ``sum_j (u a_j + b_j) v_j`` of the tangents ``u`` and ``b`` becomes ``u o + sum_j b_j v_j``, with a value
     ``o = sum_j a_j v_j`` of the forward pass; the values that are stored in addition are small beside ``a``.
