@@ -89,8 +89,8 @@ class Flat:
         return [v if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def residuals(self, forwarded: Forwarded, results: int, consts: int) -> list[Any]:
-        """The values that are residuals of a linearized function (``residual_cleanup.shrink_residuals``); None for constants in front
-        of the arguments."""
+        """The values that are residuals of a linearized function (``residual_cleanup.shrink_residuals``); None for constants in
+        front of the arguments."""
         computed = iter(self.results[results:])
         return [next(computed) if f is None else self.arguments[f - consts] if f >= consts else None for f in forwarded]
 
