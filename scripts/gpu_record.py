@@ -3,11 +3,11 @@
     python -m scripts.gpu_record benchmarks/results/h200/record-2026-11-28    # writes benchmarks/results/h200/2026-11-28.json
     python -m scripts.gpu_record benchmarks/results/h200/record-2026-11-28 --changed    # which kernels changed since; two minutes
 
-In: a folder ``record-<date>`` with the ``measured.json`` of ``scripts/gpu_check.sh``. Out: ``<date>.json`` beside it: cases as
-``benchmarks.measure`` makes them, with seconds where the run wrote milliseconds and microseconds, the plans that were measured, and
-for each kernel family and dtype how many programs were right. With ``--changed``, ``changed.json`` in the folder: the kernels whose
-source or headers are others today than in its ``sources.json``, which ``scripts.code_hashes write --headers`` wrote at the record's
-commit. Invariant: every number is the run's. What it did not measure has no entry, and no cell in a table.
+Comes in: a folder ``record-<date>`` with the ``measured.json`` of ``scripts/gpu_check.sh``. Goes out: ``<date>.json`` beside it:
+cases as ``benchmarks.measure`` makes them, with seconds where the run wrote milliseconds and microseconds, the plans that were
+measured, and for each kernel family and dtype how many programs were right. With ``--changed``, ``changed.json`` in the folder: the
+kernels whose source or headers are others today than in its ``sources.json``, which ``scripts.code_hashes write --headers`` wrote
+at the record's commit. Invariant: every number is the run's. What it did not measure has no entry, and no cell in a table.
 """
 
 from __future__ import annotations

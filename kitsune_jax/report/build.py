@@ -1,8 +1,8 @@
 """From planned regions to a ``Report``.
 
-In: a Graph, planned regions, and the rejected ops with their reasons. Out: a ``Report``. Invariants: every op of a region or of
-``rejected`` is counted exactly once, and byte counts come from the plans. An op left to XLA adds its distinct operands and its
-results to both traffic sums, so the difference of the sums is what the regions save.
+Comes in: a Graph, planned regions, and the rejected ops with their reasons. Goes out: a ``Report``. Invariants: every op of a
+region or of ``rejected`` is counted exactly once, and byte counts come from the plans. An op left to XLA adds its distinct operands
+and its results to both traffic sums, so the difference of the sums is what the regions save.
 """
 
 from __future__ import annotations

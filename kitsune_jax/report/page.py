@@ -1,7 +1,7 @@
 """A report as HTML.
 
-In: a ``ReportData``. Out: a piece of HTML for a notebook, or a page, both self-contained, without scripts and every string escaped.
-They show the verdict, the picture of each region, and everything that the text shows.
+Comes in: a ``ReportData``. Goes out: a piece of HTML for a notebook, or a page, both self-contained, without scripts and every
+string escaped. They show the verdict, the picture of each region, and everything that the text shows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The picture of a region's plan, as SVG.
 
-In: a ``RegionReport``, and the machine's memory bandwidth. Out: one ``<svg>`` element without scripts and outside references. It
-shows the stages with their operators and source lines, the queues between them, the phases behind them, the bytes that cross the
-chip's edge before and after, and the region in the machine's roofline. Text takes the colour of the page around it and fills are
-translucent, so it can be read on white, on black and in print; no fact is told by colour alone. ``<title>`` and ``<desc>`` say the
-same to a screen reader.
+Comes in: a ``RegionReport``, and the machine's memory bandwidth. Goes out: one ``<svg>`` element without scripts and outside
+references. It shows the stages with their operators and source lines, the queues between them, the phases behind them, the bytes
+that cross the chip's edge before and after, and the region in the machine's roofline. Text takes the colour of the page around it
+and fills are translucent, so it can be read on white, on black and in print; no fact is told by colour alone. ``<title>`` and
+``<desc>`` say the same to a screen reader.
 """
 
 from __future__ import annotations

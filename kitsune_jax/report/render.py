@@ -1,6 +1,6 @@
 """``Report``, which prints itself; several reports as one.
 
-In: the fields of ``ReportData``. Out: text, HTML, a picture, a dictionary, a file. Nothing here decides anything.
+Comes in: the fields of ``ReportData``. Goes out: text, HTML, a picture, a dictionary, a file. Nothing here decides anything.
 """
 
 from __future__ import annotations

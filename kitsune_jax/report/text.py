@@ -1,8 +1,8 @@
 """A report as text of at most ``WIDTH`` columns.
 
-In: a ``ReportData``. Out: a string without a trailing newline. It begins with the verdict. By default it shows the regions that
-take most of the time and, of the operators left to XLA, the reasons that cost most; ``verbose`` shows everything. A reason is
-wrapped, never cut: users read the report to learn why an operator was left out.
+Comes in: a ``ReportData``. Goes out: a string without a trailing newline. It begins with the verdict. By default it shows the
+regions that take most of the time and, of the operators left to XLA, the reasons that cost most; ``verbose`` shows everything. A
+reason is wrapped, never cut: users read the report to learn why an operator was left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The timed cases: applications, training steps, attention beside cuDNN, tokens of a language model, and the planner's candidates.
 
-In: a name. Out: ``Built``: functions that compute the same (columns), and arguments that take turns. Names:
+Comes in: a name. Goes out: ``Built``: functions that compute the same (columns), and arguments that take turns. Names:
 
     nerf bf16 262144                      an application of the benchmarks: dtype and rows
     train nerf bf16 262144                a training step of it, Adam included

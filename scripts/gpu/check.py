@@ -1,9 +1,10 @@
 """The driver of ``scripts/gpu_check.sh``: is every kernel right, how fast are the applications, what did the model say, where does
 time go; in one call of some minutes on a borrowed machine.
 
-In: the folder that ``--prepare`` made, options. Out: a folder with a JSON file a process, ``measured.json`` of all of them and
-``summary.txt``, both renewed as it goes. Invariants: every case has a process of its own, which ends with its limit or with this
-one; what prepares runs side by side, what is timed runs alone; the worst process costs its own case. Standard library only.
+Comes in: the folder that ``--prepare`` made, options. Goes out: a folder with a JSON file a process, ``measured.json`` of all of
+them and ``summary.txt``, both renewed as it goes. Invariants: every case has a process of its own, which ends with its limit or
+with this one; what prepares runs side by side, what is timed runs alone; the worst process costs its own case. Standard library
+only.
 
 Stages, in their order: ``correct`` (the planned programs of all families), ``speed`` (applications, attention, candidates; prepared
 while ``correct`` runs), ``torch``, ``stalls`` (ncu), ``queues``, ``soak``, ``sanitizer``, ``portable`` (kernels for devices from

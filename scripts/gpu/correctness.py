@@ -1,8 +1,8 @@
 """The programs of a family, each once on fresh data, against float64 on the host.
 
-In: a family, planned or under forced arrangements. Out: errors, whether a second run gave equal bits, and the kernels by their
-entries in the cache. The pipeline runs before ``jax.jit`` and each program on data of its own, so that no freed buffer can hold the
-answer already.
+Comes in: a family, planned or under forced arrangements. Goes out: errors, whether a second run gave equal bits, and the kernels by
+their entries in the cache. The pipeline runs before ``jax.jit`` and each program on data of its own, so that no freed buffer can
+hold the answer already.
 """
 
 from __future__ import annotations

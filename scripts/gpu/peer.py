@@ -1,6 +1,7 @@
 """The row-wise applications in PyTorch, eager and compiled, at the sizes that are timed; and the device's own ceilings.
 
-In: nothing. Out: milliseconds by case; a matrix product of 8192^3 in bfloat16 and a copy, which bound what the card gives.
+Comes in: nothing. Goes out: milliseconds by case; a matrix product of 8192^3 in bfloat16 and a copy, which bound what the card
+gives.
 """
 
 from __future__ import annotations

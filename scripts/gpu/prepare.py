@@ -1,6 +1,6 @@
 """``scripts/gpu_check.sh --prepare``: what a bare GPU machine would have to compile, made on a machine without a GPU.
 
-In: a Python and the versions of JAX and NVRTC that the device's machine has; what the drivers say of the devices. Out:
+Comes in: a Python and the versions of JAX and NVRTC that the device's machine has; what the drivers say of the devices. Goes out:
 ``.gpu-check``, a folder that git ignores and that travels with the tree: the extension, every kernel that the check asks for, and
 what both were made for. All of it is built in a copy of the sources and an environment of its own (``.venv-gpu-check``, which stays
 here). Standard library only.

@@ -1,8 +1,8 @@
 """What ``scripts/gpu_check.sh --prepare`` made on another machine: the extension and the compiled kernels, in ``.gpu-check``.
 
-In: that folder, the versions here. Out: the extension where Python looks for it, the kernels in a cache; and in words whatever is
-not as it was prepared for. ``python -m scripts.gpu.prepared`` tells as JSON what this machine has. Standard library only, but for
-that.
+Comes in: that folder, the versions here. Goes out: the extension where Python looks for it, the kernels in a cache; and in words
+whatever is not as it was prepared for. ``python -m scripts.gpu.prepared`` tells as JSON what this machine has. Standard library
+only, but for that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernel families of the tests, planned and under forced arrangements, as jitted functions.
 
-In: a family, and whether a device or the emulator runs it. Out: ``Program``: its name, its function, its arguments by seed.
-Invariant: the same list in every process, so that the kernels that were prepared are those that the others find in the cache.
+Comes in: a family, and whether a device or the emulator runs it. Goes out: ``Program``: its name, its function, its arguments by
+seed. Invariant: the same list in every process, so that the kernels that were prepared are those that the others find in the cache.
 """
 
 from __future__ import annotations

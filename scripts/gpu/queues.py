@@ -1,7 +1,8 @@
 """Queues between CTAs: microbenchmarks of each, and many launches from several threads on streams of their own.
 
-In: a device, or the emulator. Out: the records of ``benchmarks.micro``; of the soak how many results differed. Kernels that wait
-for each other must not hang when another kernel that needs the whole device meets them there, and give the same bits every time.
+Comes in: a device, or the emulator. Goes out: the records of ``benchmarks.micro``; of the soak how many results differed. Kernels
+that wait for each other must not hang when another kernel that needs the whole device meets them there, and give the same bits
+every time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the time of a kernel goes, by Nsight Compute: throughputs, stall reasons, and the instructions at which warps wait.
 
-In: ncu's pages "details" and "source" as CSV. Out: Markdown, a section for each kernel. Standard library only.
+Comes in: ncu's pages "details" and "source" as CSV. Goes out: Markdown, a section for each kernel. Standard library only.
 """
 
 from __future__ import annotations

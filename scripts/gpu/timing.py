@@ -1,8 +1,8 @@
 """A case in a process of its own: columns lowered and compiled beside other processes, then timed alone on the device.
 
-In: the name of a case. Out: milliseconds of each column (median of rounds of queued calls, all columns in turn), the plan as the
-report tells it, the device's kernels by name for each column, and how far the columns are from ``jax.jit``'s result. The column
-"tuned" is what a user gets: plans are timed when it is lowered.
+Comes in: the name of a case. Goes out: milliseconds of each column (median of rounds of queued calls, all columns in turn), the
+plan as the report tells it, the device's kernels by name for each column, and how far the columns are from ``jax.jit``'s result.
+The column "tuned" is what a user gets: plans are timed when it is lowered.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python -m scripts.gpu.worker case "nerf bf16 262144" --output F.json       # an application, timed
     python -m scripts.gpu.worker {torch,soak,queues,once} ...
 
-In: a kind of work and its name. Out: a JSON file that is whole at any time, with the name of what runs now. Invariants: nothing
-outlives its limit, and an exception is a finding. ``--without-device`` puts the kernels into the cache on disk, and runs nothing.
+Comes in: a kind of work and its name. Goes out: a JSON file that is whole at any time, with the name of what runs now. Invariants:
+nothing outlives its limit, and an exception is a finding. ``--without-device`` puts the kernels into the cache on disk, and runs
+nothing.
 """
 
 from __future__ import annotations

@@ -728,11 +728,15 @@ class CountedLoop(Node):
         head = [f"const i32 {n} = {of};", f"(void){n};"] if of else []
         loop = f"for (i32 {index} = {int(bool(self.first))}; {index} < {count}; ++{index}) {{"
         found = ["KITSUNE_NO_UNROLL", loop, *indented((*head, *at.lines(self.body))), "}"]
+        which = {"whole": ["// blocks that all rows see"], "edges": ["// blocks that some rows do not see whole"]}
+        said = which.get(self.which, []) if self.seen is not None else []
         if not self.first:
-            return found
+            return [*said, *found]
         start = f"const i32 {n} = {of.replace(index, '0') or 0};"
-        first = ["{", *indented((start, f"(void){n};", *at.lines(self.first))), "}"]
-        return [f"if ({count} > 0) {{", *indented((*first, *found, *at.lines(self.last))), "}"]
+        first = ["{  // the first iteration", *indented((start, f"(void){n};", *at.lines(self.first))), "}"]
+        others = ("// the others, each with the late product of the one before", *found)
+        last = ("// the late product of the last one", *at.lines(self.last))
+        return [*said, f"if ({count} > 0) {{", *indented((*first, *others, *last)), "}"]
 
     def events(self) -> ir.Events:
         inside = [event for node in self.body for event in node.events()]
