@@ -12,6 +12,7 @@ replaced by the identity of a fold before it is contracted.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -30,7 +31,8 @@ Axes: TypeAlias = tuple[str, ...]  # the mesh axes that divide one dimension, ma
 Spec: TypeAlias = tuple[Axes, ...]  # those of each dimension of a value
 Mesh: TypeAlias = Mapping[str, int]  # axis -> number of devices along it
 
-_FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+# Of bools "and" is the minimum; integers have no collective for their bits.
+_FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "and": lax.pmin, "or": lax.pmax}
 # A row that a table lacks here is 0 in a sum over devices: reading a sharded table costs the rows that are read, not the table.
 _READ_BY_PARTS = 2.0
 
@@ -110,23 +112,28 @@ def _forward(
     specs: list[Spec | None] = [None] * len(graph.values)
     for v, spec in zip(graph.inputs, inputs, strict=True):
         specs[v] = spec
+    # And those of values that are evaluated where they are read: as what they are made of. A product that reads nothing but such
+    # values, as of ``one_hot(ids)``, is divided as the ids are.
+    offered = list(specs)
     plans = list[OpPlan | None]()
     for op in graph.ops:
         if _is_free(op, graph, specs):
             plans.append(None)
+            if op.inputs:
+                offered[op.outputs[0]] = _plan_op(op, graph, offered, mesh).makes[0]
             continue
         if op.body is not None:
             plan = _plan_loop(op, graph, specs, mesh, parts_wanted)
         else:
-            plan = _plan_op(op, graph, specs, mesh)
+            plan = _plan_op(op, graph, offered, mesh)
             (v,) = op.outputs
-            if v in parts_wanted and _scatters(op, graph.values[v], plan, parts_wanted[v], mesh):
-                plan = _in_parts(op, plan, parts_wanted[v])
+            if v in parts_wanted and _scatters(op, graph, plan, parts_wanted[v], mesh):
+                plan = _in_parts(op, graph, plan, parts_wanted[v])
         plans.append(plan)
         for v, spec in zip(op.outputs, plan.makes, strict=True):
-            specs[v] = spec
+            specs[v] = offered[v] = spec
     asked = wanted or [None] * len(graph.outputs)
-    outputs = [_result_spec(graph.values[v], specs[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
+    outputs = [_result_spec(graph.values[v], offered[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
     return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
 
 
@@ -145,7 +152,7 @@ def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh) -> dict[int, Spec]:
         for v, want, have in zip(op.outputs, wants, made.makes, strict=True):
             if want is None or want == have:
                 continue
-            if op.body is not None or _scatters(op, graph.values[v], made, want, mesh):
+            if op.body is not None or _scatters(op, graph, made, want, mesh):
                 found[v] = want
         for k, v in enumerate(op.inputs):
             reads: Spec | None = made.reads[k]
@@ -155,8 +162,9 @@ def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh) -> dict[int, Spec]:
     return found
 
 
-def _scatters(op: Op, value: Value, made: OpPlan, want: Spec, mesh: Mesh) -> bool:
+def _scatters(op: Op, graph: Graph, made: OpPlan, want: Spec, mesh: Mesh) -> bool:
     """Can each device make its part of the sharding ``want``: of a sum over devices, or of the rows of a sum by index?"""
+    value = graph.values[op.outputs[0]]
     fits = all(w[: len(h)] == h for h, w in zip(made.makes[0], want, strict=True))
     even = not any(n % shards(axes, mesh) for n, axes in zip(value.shape, want, strict=True))
     if not (fits and even and OPS[op.kind].fold == "sum" and OPS[op.kind].sink):
@@ -164,21 +172,34 @@ def _scatters(op: Op, value: Value, made: OpPlan, want: Spec, mesh: Mesh) -> boo
     known = {axis for spec in (*made.reads, *made.makes) for axes in spec for axis in axes}
     for d, (have, wanted) in enumerate(zip(made.makes[0], want, strict=True)):
         more = set(wanted[len(have) :])
-        by_index = OPS[op.kind].family == "scatter" and d == op["axis"] and more.isdisjoint({*known, *made.folded})
+        by_index = OPS[op.kind].family == "scatter" and d == op["axis"]
+        folded = set(made.folded)
+        by_index = by_index and more.isdisjoint(known - folded) and (more.isdisjoint(folded) or _adds_less_than_a_table(op, graph))
         if not (more <= set(made.folded) or by_index):
             return False
     return True
 
 
-def _in_parts(op: Op, plan: OpPlan, want: Spec) -> OpPlan:
-    """``plan`` with a result in the parts ``want``."""
+def _in_parts(op: Op, graph: Graph, plan: OpPlan, want: Spec) -> OpPlan:
+    """``plan`` with a result in the parts ``want``. A sum by index into a table that is larger than all that is added gathers the
+    numbers and their indices, and each device adds those of its rows: no device has the whole table."""
     if OPS[op.kind].family != "scatter":
         return dataclasses.replace(plan, makes=(want,))
     d = op["axis"]
     more = want[d][len(plan.before[d]) :]
-    if set(more) <= set(plan.folded):
-        return dataclasses.replace(plan, makes=(want,))
+    if set(more) & set(plan.folded):
+        if not _adds_less_than_a_table(op, graph):
+            return dataclasses.replace(plan, makes=(want,))
+        reads = tuple(tuple(_prefix(axes, set(more)) for axes in spec) for spec in plan.reads)
+        divided = {axis for spec in reads for axes in spec for axis in axes}
+        plan = dataclasses.replace(plan, reads=reads, folded=tuple(a for a in plan.folded if a in divided))
     return dataclasses.replace(plan, makes=(want,), before=(*plan.before[:d], want[d], *plan.before[d + 1 :]), rows=more)
+
+
+def _adds_less_than_a_table(op: Op, graph: Graph) -> bool:
+    """Does a gather of all that a sum by index adds move less than its table?"""
+    added, index, table = (graph.values[v].size for v in (op.inputs[0], op.inputs[1], op.outputs[0]))
+    return added * _READ_BY_PARTS + index <= table
 
 
 def _handed_back(op: Op, read: Value, made: Value, want: Spec) -> Spec | None:
@@ -241,16 +262,19 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
             axes = _dividing(axes, [shapes[k][d] for k, d in firsts], mesh) if _leads(relation, specs, operands) else ()
             members = firsts
         if relation.role == "contracted":
-            if OPS[op.kind].fold not in _FOLDED or op.kind == "scatter_exp_sum":
+            if not _has_collective(op, graph.values[op.outputs[0]]):
                 axes = ()
             folded += axes
         used.update(axes)
         chosen |= dict.fromkeys(members, axes)
-    rows = _rows_of_table(op, graph, specs, mesh, used) if op.kind == "take" else ()
-    if rows:
-        chosen[0, op["axis"]] = rows
     spec_of = [tuple(chosen.get((k, d), ()) for d in range(len(shape))) for k, shape in enumerate(shapes)]
-    return OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, spec_of[n_in], rows)
+    plan = OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, spec_of[n_in])
+    return _from_parts(op, graph, specs, mesh, plan) if op.kind == "take" else plan
+
+
+def _has_collective(op: Op, made: Value) -> bool:
+    fold = OPS[op.kind].fold
+    return fold in _FOLDED and op.kind != "scatter_exp_sum" and (fold not in ("and", "or") or made.dtype == "bool")
 
 
 def _leads(relation: DimRelation, specs: Sequence[Spec | None], operands: Sequence[int]) -> bool:
@@ -277,13 +301,28 @@ def _dividing(axes: Axes, sizes: Sequence[int], mesh: Mesh) -> Axes:
     return axes
 
 
-def _rows_of_table(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, used: set[str]) -> Axes:
-    """The axes that divide the rows of the table, if a sum over them of the rows that each device has moves less than a gather."""
-    table, spec = graph.values[op.inputs[0]], specs[op.inputs[0]]
-    axes = spec[op["axis"]] if spec is not None else ()
-    if not axes or not used.isdisjoint(axes) or table.dtype == "bool" or table.shape[op["axis"]] % shards(axes, mesh):
-        return ()
-    return axes if graph.values[op.outputs[0]].size * _READ_BY_PARTS <= table.size else ()
+def _from_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, plan: OpPlan) -> OpPlan:
+    """``plan`` of a ``take`` from a table whose rows are divided: each device reads the rows that it has, and they are summed over
+    the devices, where that moves less than a gather of the table.
+
+    Indices that are divided along the same axes are gathered, and the sum is scattered to the devices that had them.
+    """
+    table, spec, axis = graph.values[op.inputs[0]], specs[op.inputs[0]], op["axis"]
+    rows = spec[axis] if spec is not None else ()
+    index, made = graph.values[op.inputs[1]], graph.values[op.outputs[0]]
+    moved = made.size * _READ_BY_PARTS + index.size
+    if not rows or table.dtype == "bool" or table.shape[axis] % shards(rows, mesh) or moved > table.size:
+        return plan
+    before, after = list[Axes](), list[Axes]()
+    for d, axes in enumerate(plan.makes[0]):
+        kept = _prefix(axes, set(rows))
+        back = tuple(itertools.takewhile(lambda a: a in rows, axes[len(kept) :]))
+        if len(kept + back) < len(axes) or back and (d - axis not in range(len(index.shape)) or made.shape[d] % shards(axes, mesh)):
+            return plan
+        before.append(kept)
+        after.append(kept + back)
+    reads = (*plan.reads[0][:axis], rows, *plan.reads[0][axis + 1 :]), tuple(before[axis : axis + len(index.shape)])
+    return dataclasses.replace(plan, reads=reads, makes=(tuple(after),), before=tuple(before), rows=rows)
 
 
 def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, parts_wanted: Mapping[int, Spec]) -> OpPlan:
@@ -460,7 +499,6 @@ class _Evaluation:
         table, index = arrays
         n, mine = self.graph.values[op.inputs[0]].shape[op["axis"]], table.shape[op["axis"]]
         index = _wide(index)
-        known = (index >= 0) & (index < n)
         here = self._from_here(index if op["mode"] == "fill" else jnp.clip(index, 0, n - 1), mine, n, plan.rows)
         has = (here >= 0) & (here < mine)
         found = OPS["take"].evaluate({**params, "mode": "clip"}, table, jnp.clip(here, 0, mine - 1), out=local)
@@ -469,10 +507,13 @@ class _Evaluation:
         def along(mask: Any) -> Any:
             return lax.broadcast_in_dim(mask, local.shape, dims)
 
-        summed = lax.psum(jnp.where(along(has), found, jnp.zeros((), found.dtype)), plan.rows)
+        fold = _Collective("sum", plan.rows, plan.before, plan.makes[0])
+        summed = _folded(jnp.where(along(has), found, jnp.zeros((), found.dtype)), fold)
         if op["mode"] != "fill":
             return summed
-        return jnp.where(along(known), summed, np.asarray(filling(op["fill"], local.dtype), np_dtype(local.dtype)))
+        index = _wide(self.read(op.inputs[1], tuple(plan.makes[0][d] for d in dims)))  # of the rows that stay here
+        known = lax.broadcast_in_dim((index >= 0) & (index < n), summed.shape, dims)
+        return jnp.where(known, summed, np.asarray(filling(op["fill"], local.dtype), np_dtype(local.dtype)))
 
     def _from_here(self, index: Any, mine: int, n: int, axes: Axes) -> Any:
         """``index`` of a row of a table of ``n`` rows, counted from the first of this device's ``mine`` rows; negative for a row in

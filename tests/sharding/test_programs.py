@@ -60,7 +60,7 @@ def test_a_sharded_program(name: str) -> None:
         ours_from, usual_from = (sum(n[other] for other in order[k:]) for n in (found, usual))
         assert ours_from <= usual_from, f"{kind}: {found}, and with jax.jit {usual}"
     tol = 2e-2 if args[0].dtype == jnp.bfloat16 else 2e-4
-    by_xla = name in ("tables by row", "gradient of tables by row") or "sharded as the parameters" in name or "loop" in name
+    by_xla = "tables" in name or "sharded as the parameters" in name or "loop" in name
     close(ours(*args), in_float64(program.function, *program.args, by_xla=by_xla), tol)
 
 
@@ -230,6 +230,20 @@ def test_a_device_needs_no_more_memory_than_with_jit(name: str) -> None:
     large = dataclasses.replace(program, args=args)
     ours, plain = (compiled(large, f)[0].memory_analysis().temp_size_in_bytes for f in (pipelined(large), large.function))
     assert ours <= 1.01 * plain
+
+
+DIVIDED_TABLES = [
+    n for n in PROGRAMS if "tables" in n and ("as the batch" in n or "both" in n) and (n[0] != "g" or "sharded as" in n)
+]
+
+
+@pytest.mark.parametrize("name", DIVIDED_TABLES)
+def test_no_device_has_a_whole_table(name: str) -> None:
+    """Nor does one have the gradient of a whole table, where the user wants it divided."""
+    program = PROGRAMS[name]
+    table = np.tile(program.args[0], (16, 1))
+    ours, _ = compiled(dataclasses.replace(program, args=(table, *program.args[1:])), pipelined(program))
+    assert ours.memory_analysis().temp_size_in_bytes < table.nbytes / 2
 
 
 def test_vmap_over_a_mesh_axis() -> None:

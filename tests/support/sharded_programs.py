@@ -86,6 +86,24 @@ def embedded(table: Any, index: Any, w: Any) -> Any:
     return jax.nn.relu(table[index].reshape(index.shape[0], -1) @ w)
 
 
+def radial(x: Any, centres: Any, w: Any) -> Any:
+    return jnp.exp(-jnp.sum((x[:, None] - centres[None]) ** 2, -1)) @ w
+
+
+def looked_up(ids: Any, table: Any) -> Any:
+    return jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype) @ table
+
+
+def encoded(x: Any, w: Any) -> Any:
+    """The first layer of a NeRF, behind its encoding of positions."""
+    return jax.nn.relu(jnp.sin((x[..., None] * 2.0 ** np.arange(6, dtype=np.float32)).reshape(len(x), -1)) @ w)
+
+
+def checks(x: Any, w: Any) -> tuple[Any, Any]:
+    y = jnp.tanh(x @ w)
+    return jnp.any(y > 0.5), jnp.all(jnp.isfinite(y), 1)
+
+
 def recurrent(xs: Any, wx: Any, wh: Any) -> Any:
     def step(h: Any, x: Any) -> Any:
         h = jnp.tanh(x @ wx + h @ wh)
@@ -106,6 +124,7 @@ _LAYER = (_normal(8, 16, 32), *(_normal(32, 32) for _ in range(4)), _normal(32, 
 _LAYERS = (_LAYER[0], *(np.stack([w, -w, w / 2]) for w in _LAYER[1:]))
 _EDGES = tuple(_rng.integers(0, 64, 512).astype(np.int32) for _ in range(2))
 _NODES = _normal(64, 32)
+_TABLE = (_normal(4096, 16), _rng.integers(-5, 4100, (64, 4)).astype(np.int32), _normal(64, 8))
 _TENSOR_MLP = (P("data"), P(None, "model"), P("model"), P("model"))
 _TENSOR_LAYER = (P("data"), *(P(None, "model") for _ in range(3)), P("model"), P(None, "model"), P("model"))
 _ALL = (1, 2, 3, 4, 5, 6)
@@ -147,6 +166,13 @@ PROGRAMS: dict[str, Sharded] = {
         (P("model"), P("data"), P()),
         wrt=(0, 2),
     ),
+    "tables by row, as the batch": Sharded(embedded, _TABLE, (P("data"), P("data"), P()), wrt=(0, 2)),
+    "tables by row over both axes": Sharded(embedded, _TABLE, (P(("data", "model")), P("data"), P()), wrt=(0, 2)),
+    # Products and sums that read nothing but broadcasts of sharded arrays.
+    "radial basis": Sharded(radial, (_MLP[0], _normal(64, 32), _normal(64, 16)), (P("data"), P(), P()), wrt=(0, 1, 2)),
+    "one-hot rows": Sharded(looked_up, (np.arange(64, dtype=np.int32) % 32, _normal(32, 24)), (P("data"), P()), wrt=(1,)),
+    "encoded positions": Sharded(encoded, (_normal(64, 3), _normal(18, 32)), (P("data"), P()), wrt=(0, 1)),
+    "any and all": Sharded(checks, (_MLP[0], _MLP[1]), (P("data"), P(None, "model"))),
     "recurrent": Sharded(
         recurrent, (_normal(10, 64, 16), _normal(16, 32), _normal(32, 32)), (P(None, "data"), P(), P()), wrt=(0, 1, 2)
     ),
@@ -170,6 +196,6 @@ PROGRAMS: dict[str, Sharded] = {
     ),
 }
 PROGRAMS |= {f"gradient of {name}": _grad(program) for name, program in PROGRAMS.items() if program.wrt}
-for _name in ("fully sharded", "layer, fully sharded", "layers, fully sharded", "tables by row"):
+for _name in ("fully sharded", "layer, fully sharded", "layers, fully sharded", *(n for n in PROGRAMS if n.startswith("tables"))):
     _program = PROGRAMS[_name]
     PROGRAMS[f"gradient of {_name}, sharded as the parameters"] = _grad(_program, tuple(_program.specs[k] for k in _program.wrt))
