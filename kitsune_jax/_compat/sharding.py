@@ -203,15 +203,20 @@ def common_mesh(
 ) -> tuple[dict[str, int], list[tuple[tuple[str, ...], ...] | None]]:
     """(axes with their sizes, for each sharding the axes of each dimension) of a mesh that has a place for all these shardings.
 
-    None in the place of a replicated one. ``axes``: of the only mesh that may be; without it the axes have names of their own.
-    Raises ``NotImplementedError`` where there is no such mesh.
+    None in the place of one that divides no dimension: a replicated one, or that of an array on one device, which XLA copies to all
+    (it runs callbacks on one). ``axes``: of the only mesh that may be; without it the axes have names of their own. Raises
+    ``NotImplementedError`` where there is no such mesh.
     """
-    tiled = [s for s in shardings if not s.is_replicated()]
+    whole = [s.is_replicated() or s.is_maximal() for s in shardings]
+    tiled = [s for s, undivided in zip(shardings, whole, strict=True) if not undivided]
     if not tiled:
         return axes or {"a0": 1}, [None] * len(shardings)
     for mesh in [_abstract(axes)] if axes else _meshes(tiled[0].num_devices()):
         with contextlib.suppress(Exception):
-            specs = [None if s.is_replicated() else sharding_impls.parse_flatten_op_sharding(s, mesh)[0] for s in shardings]
+            specs = [
+                None if undivided else sharding_impls.parse_flatten_op_sharding(s, mesh)[0]
+                for s, undivided in zip(shardings, whole, strict=True)
+            ]
             found = [None if spec is None else tuple(map(_axes, spec)) for spec in specs]
             return dict(mesh.shape), found
     raise NotImplementedError("its shardings have no mesh in common")

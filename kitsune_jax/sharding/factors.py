@@ -34,14 +34,16 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     two dimensions (a matrix of scores between the rows of one array) is two factors.
 
     Rows keep the shards that they have: parameters that are stored in parts (fully sharded data parallelism) divide no array of
-    rows, though their dimensions meet. So a factor of operands with rows is another one in arrays without rows. A factor that of
-    the operands only parameters have (a hidden layer's, in tensor parallelism) also divides results with rows.
+    rows, though their dimensions meet. So a factor of operands with rows is another one in parameters, and in results without rows
+    that have it of parameters. A factor that of the operands only parameters have (a hidden layer's, in tensor parallelism) also
+    divides results with rows.
     """
     found = _DimensionSets(graph)
     rows = found.rows()
     leaves = {v: [found.leaves(v, d) for d in range(len(graph.values[v].shape))] for v in (*graph.inputs, *graph.outputs)}
     has_rows = {v: any(rows in dim for dim in dims) for v, dims in leaves.items()}
     of_rows = {leaf for v in graph.inputs if has_rows[v] for dim in leaves[v] for leaf in dim}
+    of_parameters = {leaf for v in graph.inputs if not has_rows[v] for dim in leaves[v] for leaf in dim}
     number: dict[tuple[int, bool], int] = {}
     sizes: list[int] = []
 
@@ -51,7 +53,7 @@ def sharding_rule(graph: Graph) -> ShardingRule:
         for dim in leaves[v]:
             here = []
             for leaf in dim:
-                key = leaf, has_rows[v] and leaf in of_rows
+                key = leaf, leaf in of_rows and (has_rows[v] or leaf not in of_parameters)
                 k = number.get(key)
                 if k is None or k in taken:
                     k = len(sizes)

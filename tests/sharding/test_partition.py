@@ -107,6 +107,20 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cumulative": (lambda x: jnp.cumsum(x, 0) @ x.T, (_normal(6, 7),)),
     "extremes": (lambda x: (jnp.max(x, 0), jnp.min(x), jnp.argmax(x, 1), jnp.mean(x, 1)), (_normal(7, 6),)),
     "positions": (lambda x: jnp.where(jnp.arange(7)[:, None] >= jnp.arange(6), x, 0.0) @ x.T, (_normal(7, 6),)),
+    "a large table": (lambda t, i: jnp.tanh(t[i]), (_normal(120, 4), _indices(6, 120))),
+    "a large table, filled": (
+        lambda t, i: jnp.take(t, i, axis=1, mode="fill", fill_value=-2.0),
+        (_normal(4, 180), _indices(18, 180).reshape(6, 3)),
+    ),
+    "sums into a large table": (lambda x, i: jnp.tanh(jax.ops.segment_sum(x, i, 120)), (_normal(11, 4), _indices(11, 120))),
+    "broadcasts alone": (
+        lambda x, y: jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)) @ jnp.ones((6, 2)) + jnp.sum(x),
+        (_normal(7, 3), _normal(6, 3)),
+    ),
+    "any and all": (
+        lambda x: (jnp.any(x > 0.5, 0), jnp.all(x < 0.5), jnp.bitwise_or.reduce(jnp.int32(9 * x), 0)),
+        (_normal(7, 6),),
+    ),
     "a mask that no operand enters": (lambda x: jnp.sum(x) + jnp.tril(jnp.ones((6, 7))), (_normal(6, 7),)),
 }
 
@@ -239,6 +253,13 @@ def test_parameters_that_are_stored_in_parts_divide_no_rows() -> None:
     weights = {f for value in rule.inputs[1:] for dim in value for f in dim}
     assert rule.inputs[0] == rule.outputs[0]
     assert of_rows.isdisjoint(weights)
+
+
+def test_results_share_the_factors_of_operands_whose_features_are_many() -> None:
+    """The features, over which most elements are computed, are no rows of a result: a linear attention."""
+    elu = lambda x: jax.nn.elu(x) + 1  # noqa: E731
+    rule = sharding_rule(graph_of(lambda q, k, v: elu(q) @ (elu(k).T @ v), _normal(8, 32), _normal(8, 32), _normal(8, 4)))
+    assert rule.outputs[0][0] == rule.inputs[0][0]
 
 
 def test_a_merged_dimension_has_the_factors_of_its_parts() -> None:

@@ -246,6 +246,21 @@ def test_no_device_has_a_whole_table(name: str) -> None:
     assert ours.memory_analysis().temp_size_in_bytes < table.nbytes / 2
 
 
+def test_an_array_of_one_device_is_copied_to_all() -> None:
+    """XLA runs a callback on one device, and its result is there."""
+
+    def f(x: Any, w1: Any, w2: Any) -> Any:
+        h = jnp.tanh(x @ w1)
+        doubled = jax.pure_callback(lambda a: np.asarray(a) * 2, jax.ShapeDtypeStruct(h.shape, h.dtype), h)
+        return jnp.tanh(doubled @ w2)
+
+    x, w1, _, w2 = PROGRAMS["data parallel"].args
+    program = Sharded(f, (x, w1, w2), (P("data"), P(), P()))
+    ours, args = compiled(program, pipelined(program))
+    assert count(ours.as_text()) == 2
+    close(ours(*args), in_float64(lambda x, w1, w2: jnp.tanh(2 * jnp.tanh(x @ w1) @ w2), x, w1, w2))
+
+
 def test_vmap_over_a_mesh_axis() -> None:
     on = mesh()
     x, *w = PROGRAMS["data parallel"].args
