@@ -40,8 +40,8 @@ _READ_BY_PARTS = 2.0
 @dataclasses.dataclass(frozen=True)
 class OpPlan:
     """``reads``, ``makes``: the shardings of operands and results. ``folded``: the axes over which the result is folded, in the
-    sharding ``before`` it is. ``rows``: the axes that divide the rows of the table that a ``take`` reads or a sum by index
-    makes, each device those that it has. ``body``: of a loop."""
+    sharding ``before`` it is. ``rows``: the axes that divide the rows of the table that a ``take`` reads, a sum by index makes or
+    an update writes to, each device those that it has. ``body``: of a loop."""
 
     reads: tuple[Spec, ...]
     makes: tuple[Spec, ...]
@@ -269,6 +269,8 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
         chosen |= dict.fromkeys(members, axes)
     spec_of = [tuple(chosen.get((k, d), ()) for d in range(len(shape))) for k, shape in enumerate(shapes)]
     plan = OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, spec_of[n_in])
+    if op.kind == "dynamic_update_slice":
+        return _updated_in_parts(op, graph, specs, mesh, plan)
     return _from_parts(op, graph, specs, mesh, plan) if op.kind == "take" else plan
 
 
@@ -323,6 +325,18 @@ def _from_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, 
         after.append(kept + back)
     reads = (*plan.reads[0][:axis], rows, *plan.reads[0][axis + 1 :]), tuple(before[axis : axis + len(index.shape)])
     return dataclasses.replace(plan, reads=reads, makes=(tuple(after),), before=tuple(before), rows=rows)
+
+
+def _updated_in_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, plan: OpPlan) -> OpPlan:
+    """``plan`` of an update of one row, such as the key of a token in a cache: the device that has the row writes it."""
+    x, update = (graph.values[v].shape for v in op.inputs[:2])
+    spec, used = specs[op.inputs[0]], {axis for axes in plan.reads[0] for axis in axes}
+    for d in op["dims"]:
+        axes = spec[d] if spec is not None else ()
+        if axes and update[d] == 1 and used.isdisjoint(axes) and x[d] % shards(axes, mesh) == 0:
+            cache = (*plan.reads[0][:d], axes, *plan.reads[0][d + 1 :])
+            return dataclasses.replace(plan, reads=(cache, *plan.reads[1:]), makes=(cache,), before=cache, rows=axes)
+    return plan
 
 
 def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, parts_wanted: Mapping[int, Spec]) -> OpPlan:
@@ -468,6 +482,8 @@ class _Evaluation:
             params["limit"] = tuple(mine[d] if axes else params["limit"][d] for d, axes in enumerate(reads))
         if plan.rows and op.kind == "take":
             return self._take_parts(op, plan, arrays, params, local)
+        if plan.rows and op.kind == "dynamic_update_slice":
+            return self._update_part(op, plan, arrays, params, local)
         if plan.folded:
             arrays = self._without_padding(op, plan, arrays)
         if plan.rows:  # an index of a row that another device has is out of range
@@ -514,6 +530,17 @@ class _Evaluation:
         index = _wide(self.read(op.inputs[1], tuple(plan.makes[0][d] for d in dims)))  # of the rows that stay here
         known = lax.broadcast_in_dim((index >= 0) & (index < n), summed.shape, dims)
         return jnp.where(known, summed, np.asarray(filling(op["fill"], local.dtype), np_dtype(local.dtype)))
+
+    def _update_part(self, op: Op, plan: OpPlan, arrays: list[Any], params: dict[str, Any], local: Value) -> Any:
+        """The rows of this device, with the update if it is in one of them."""
+        x, update, *starts = arrays
+        k, d = next((k, d) for k, d in enumerate(op["dims"]) if plan.reads[0][d] == plan.rows)
+        n, mine = self.graph.values[op.inputs[0]].shape[d], local.shape[d]
+        here = self._from_here(jnp.clip(_wide(starts[k]), 0, n - 1), mine, n, plan.rows)
+        starts[k] = jnp.clip(here, 0, mine - 1).astype(starts[k].dtype)
+        value = self.graph.values[op.inputs[1]]
+        as_it_is = OPS["dynamic_slice"].evaluate(params, x, *starts, out=Value(np.shape(update), value.dtype))
+        return OPS[op.kind].evaluate(params, x, jnp.where((here >= 0) & (here < mine), update, as_it_is), *starts, out=local)
 
     def _from_here(self, index: Any, mine: int, n: int, axes: Axes) -> Any:
         """``index`` of a row of a table of ``n`` rows, counted from the first of this device's ``mine`` rows; negative for a row in

@@ -113,6 +113,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_normal(4, 180), _indices(18, 180).reshape(6, 3)),
     ),
     "sums into a large table": (lambda x, i: jnp.tanh(jax.ops.segment_sum(x, i, 120)), (_normal(11, 4), _indices(11, 120))),
+    **{
+        f"a cache, row {at}": (
+            lambda cache, row, i: jnp.sum(jax.lax.dynamic_update_slice_in_dim(cache, row, i[0], 1) ** 2, 2),
+            (_normal(2, 12, 4), _normal(2, 1, 4), np.array([at], np.int32)),
+        )
+        for at in (0, 7, 40)
+    },
     "broadcasts alone": (
         lambda x, y: jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)) @ jnp.ones((6, 2)) + jnp.sum(x),
         (_normal(7, 3), _normal(6, 3)),

@@ -86,6 +86,13 @@ def embedded(table: Any, index: Any, w: Any) -> Any:
     return jax.nn.relu(table[index].reshape(index.shape[0], -1) @ w)
 
 
+def decoded(q: Any, keys: Any, values: Any, key: Any, value: Any, at: Any) -> tuple[Any, Any, Any]:
+    """A token's attention, and the caches with its key and value."""
+    keys, values = (jax.lax.dynamic_update_slice_in_dim(c, new, at, 2) for c, new in ((keys, key), (values, value)))
+    scores = jnp.where(jnp.arange(keys.shape[2]) <= at, jnp.einsum("bhqd,bhkd->bhqk", q, keys), -1e30)
+    return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, -1), values), keys, values
+
+
 def radial(x: Any, centres: Any, w: Any) -> Any:
     return jnp.exp(-jnp.sum((x[:, None] - centres[None]) ** 2, -1)) @ w
 
@@ -168,6 +175,12 @@ PROGRAMS: dict[str, Sharded] = {
     ),
     "tables by row, as the batch": Sharded(embedded, _TABLE, (P("data"), P("data"), P()), wrt=(0, 2)),
     "tables by row over both axes": Sharded(embedded, _TABLE, (P(("data", "model")), P("data"), P()), wrt=(0, 2)),
+    "a token decoded": Sharded(
+        decoded,
+        (*(_normal(2, 4, n, 16) for n in (1, 512, 512, 1, 1)), np.int32(37)),
+        (P(), P(None, None, "data"), P(None, None, "data"), P(), P(), P()),
+        (P(), P(None, None, "data"), P(None, None, "data")),
+    ),
     # Products and sums that read nothing but broadcasts of sharded arrays.
     "radial basis": Sharded(radial, (_MLP[0], _normal(64, 32), _normal(64, 16)), (P("data"), P(), P()), wrt=(0, 1, 2)),
     "one-hot rows": Sharded(looked_up, (np.arange(64, dtype=np.int32) % 32, _normal(32, 24)), (P("data"), P()), wrt=(1,)),
