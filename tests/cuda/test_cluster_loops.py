@@ -206,7 +206,10 @@ def test_the_gradient_of_a_network_around_it() -> None:
         jnp.asarray(0.1 * np.random.default_rng(0).standard_normal((128, 32)), "bfloat16"),
     )
     report = kj.explain(kj.pipeline(gradients, force=True), platform="cuda", device="h200")(*args)
-    assert [region.cluster for region in report.regions if any("scan" in s.name for s in region.stages)] == [4, 4]
+    assert ["clusters of 4" in region.traits for region in report.regions if any("scan" in s.name for s in region.stages)] == [
+        True,
+        True,
+    ]
     found = jax.tree.leaves(jax.jit(kj.pipeline(gradients, target="emulator", force=True))(*args))
     want = jax.tree.leaves(in_float64(gradients, *args))
     for g, w in zip(found, want, strict=True):
@@ -258,7 +261,7 @@ def test_what_a_step_may_do(loop: Callable[..., Any], dtype: str) -> None:
     args = [jnp.asarray(k * rng.standard_normal(s), dtype) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
     args.append(jnp.asarray(rng.random((steps, rows)) < 0.7))
     report = kj.explain(kj.pipeline(loop, force=True), platform="cuda", device="h200")(*args)
-    assert [region.cluster > 1 for region in report.regions] == [True]
+    assert ["clusters of" in str(region.traits) for region in report.regions] == [True]
     pipelined = jax.jit(kj.pipeline(loop, target="emulator", force=True))
     found = []
     for seed in (1, 2):

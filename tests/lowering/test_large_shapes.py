@@ -108,7 +108,7 @@ def test_generated_cuda_computes_rows_in_64_bits(name):
     ) == len(re.findall(r"first_row = ", source))
     rows = re.findall(r"\b(\w+) (?:first_row|next_row|axis\d|row)(?:\[2\])? = ", source)
     assert rows and set(rows) == {"i64"}
-    products = re.findall(r"axis\d\[h\] \* (\w+)", source)
+    products = re.findall(r"axis\d\[\d\] \* (\w+)", source)
     assert products and all(p.endswith("ll") for p in products)
 
 
