@@ -270,7 +270,7 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
     spec_of = [tuple(chosen.get((k, d), ()) for d in range(len(shape))) for k, shape in enumerate(shapes)]
     plan = OpPlan(tuple(spec_of[:n_in]), tuple(spec_of[n_in:]), folded, spec_of[n_in])
     if op.kind == "dynamic_update_slice":
-        return _updated_in_parts(op, graph, specs, mesh, plan)
+        return _updated_in_parts(op, graph, specs, plan)
     return _from_parts(op, graph, specs, mesh, plan) if op.kind == "take" else plan
 
 
@@ -327,13 +327,13 @@ def _from_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, 
     return dataclasses.replace(plan, reads=reads, makes=(tuple(after),), before=tuple(before), rows=rows)
 
 
-def _updated_in_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, plan: OpPlan) -> OpPlan:
+def _updated_in_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], plan: OpPlan) -> OpPlan:
     """``plan`` of an update of one row, such as the key of a token in a cache: the device that has the row writes it."""
-    x, update = (graph.values[v].shape for v in op.inputs[:2])
+    update = graph.values[op.inputs[1]].shape
     spec, used = specs[op.inputs[0]], {axis for axes in plan.reads[0] for axis in axes}
     for d in op["dims"]:
         axes = spec[d] if spec is not None else ()
-        if axes and update[d] == 1 and used.isdisjoint(axes) and x[d] % shards(axes, mesh) == 0:
+        if axes and update[d] == 1 and used.isdisjoint(axes):
             cache = (*plan.reads[0][:d], axes, *plan.reads[0][d + 1 :])
             return dataclasses.replace(plan, reads=(cache, *plan.reads[1:]), makes=(cache,), before=cache, rows=axes)
     return plan

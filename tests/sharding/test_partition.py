@@ -108,17 +108,18 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "extremes": (lambda x: (jnp.max(x, 0), jnp.min(x), jnp.argmax(x, 1), jnp.mean(x, 1)), (_normal(7, 6),)),
     "positions": (lambda x: jnp.where(jnp.arange(7)[:, None] >= jnp.arange(6), x, 0.0) @ x.T, (_normal(7, 6),)),
     "a large table": (lambda t, i: jnp.tanh(t[i]), (_normal(120, 4), _indices(6, 120))),
+    "a large table, uneven": (lambda t, i: jnp.tanh(t[i]), (_normal(120, 4), _indices(5, 120))),
     "a large table, filled": (
         lambda t, i: jnp.take(t, i, axis=1, mode="fill", fill_value=-2.0),
         (_normal(4, 180), _indices(18, 180).reshape(6, 3)),
     ),
     "sums into a large table": (lambda x, i: jnp.tanh(jax.ops.segment_sum(x, i, 120)), (_normal(11, 4), _indices(11, 120))),
     **{
-        f"a cache, row {at}": (
+        f"a cache of {n}, row {at}": (
             lambda cache, row, i: jnp.sum(jax.lax.dynamic_update_slice_in_dim(cache, row, i[0], 1) ** 2, 2),
-            (_normal(2, 12, 4), _normal(2, 1, 4), np.array([at], np.int32)),
+            (_normal(2, n, 4), _normal(2, 1, 4), np.array([at], np.int32)),
         )
-        for at in (0, 7, 40)
+        for n, at in ((12, 0), (12, 7), (12, 40), (11, 10))
     },
     "broadcasts alone": (
         lambda x, y: jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)) @ jnp.ones((6, 2)) + jnp.sum(x),
