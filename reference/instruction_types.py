@@ -22,6 +22,7 @@ ACTIVATIONS = {  # activation of a product -> how many parameters it has; x is t
     "silu": 1,  # x logistic(a x)
     "gelu_tanh": 2,  # x logistic(a x + b x**3)
     "gelu_erf": 1,  # x (1 + erf(a x)) / 2
+    "scale": 1,  # a x
 }
 
 

@@ -382,6 +382,7 @@ _ACTIVATIONS: dict[str, Callable[..., Array]] = {
     "silu": lambda x, a: x * _logistic(a * x),
     "gelu_tanh": lambda x, a, b: x * _logistic(a * x + b * x**3),
     "gelu_erf": lambda x, a: 0.5 * x * (1 + MEANINGS["erf"].numpy({}, a * x, out_dtype=x.dtype.name)),
+    "scale": lambda x, a: a * x,
 }
 
 

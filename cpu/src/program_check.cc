@@ -496,8 +496,7 @@ void Checker::check(const Matmul& x) {
   auto with = [](Operand o) { return o.strides.push_back(1), o; };
   operand("x", with(x.x), {x.batch, k}, false, x.row_multiple);
   operand("out", with(x.out), {x.batch, n}, true, x.row_multiple);
-  if (x.adds && (w.dtype != DType::kF32 || x.out.ref.dtype != DType::kF32))
-    reject(where, "only a product of float32 adds to what is in out");
+  if (x.adds && x.out.ref.dtype != DType::kF32) reject(where, "only a product whose result is float32 adds to what is in out");
   if (x.rounds != DType::kF32 && (wide || x.adds || (x.rounds != DType::kF16 && x.rounds != DType::kBF16)))
     reject(where, std::string("sums of ") + dtype_name(w.dtype) + " that are rounded to " + dtype_name(x.rounds));
   activation(x, wide);
@@ -513,8 +512,10 @@ void Checker::activation(const Matmul& x, bool wide) const {
   const size_t want = kActivationParameters[static_cast<int>(x.activation)];
   if (x.parameters.size() != want)
     reject(where, "its activation takes " + str(want) + " parameters, not " + str(x.parameters.size()));
-  for (double v : x.parameters)
-    if (!(v >= 0x1p-100 && v <= 0x1p100)) reject(where, "a parameter of its activation is not in 2**-100..2**100");
+  for (double v : x.parameters) {
+    const double size = x.activation == Activation::kScale ? std::abs(v) : v;
+    if (!(size >= 0x1p-100 && size <= 0x1p100)) reject(where, "a parameter of its activation is not in 2**-100..2**100");
+  }
   if (wide && x.activation > Activation::kRelu) reject(where, "float64 sums have no such activation");
 }
 

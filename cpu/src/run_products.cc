@@ -2,6 +2,7 @@
 // which pack others while a tile is at work.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -233,6 +234,11 @@ class MatmulStep final : public Step {
     args_.ldc = m.out.row_stride;
     args_.adds = m.adds;
     args_.rounds = m.rounds;
+    // A power of two changes no bit of a bfloat16 number but its exponent: storing rounds the product as it would have rounded the
+    // sum.
+    int exponent = 0;
+    const bool exact = m.activation == Activation::kScale && std::frexp(std::abs(m.parameters[0]), &exponent) == 0.5;
+    if (exact && m.bias < 0 && m.rounds == DType::kBF16 && m.out.ref.dtype == DType::kBF16) args_.rounds = DType::kF32;
     // The last tile is shorter; ask for both, and say where a bias would be so that its space is counted.
     const Program& p = c.program;
     args_.bias = bias_ ? static_cast<const void*>(&args_) : nullptr;

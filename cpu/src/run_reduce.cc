@@ -331,14 +331,15 @@ class ExpRowsStep final : public Step {
         factor_(static_cast<float>(e.factor)),
         summed_(!e.sums.empty()),
         item_{static_cast<int64_t>(item_size(e.x.ref.dtype)), static_cast<int64_t>(item_size(e.out.ref.dtype))},
-        straight_{e.x.ref.dtype == DType::kF32, e.out.ref.dtype == DType::kF32},
+        row_(c.table.exp_row(e.x.ref.dtype, e.out.ref.dtype)),
+        straight_{row_ != nullptr || e.x.ref.dtype == DType::kF32, row_ != nullptr || e.out.ref.dtype == DType::kF32},
         x_(e.x.ref, e.x.row_stride),
         shift_(e.shift.ref, e.shift.row_stride),
         out_(e.out.ref, e.out.row_stride),
         sums_(summed_ ? Address(e.sums[0].ref, e.sums[0].row_stride) : shift_),
         load_(c.table, DType::kF32, e.x.ref.dtype, c.where),
-        store_(c.table, e.out.ref.dtype, DType::kF32, c.where),
-        row_(c.table.exp_row) {
+        store_(c.table, e.out.ref.dtype, DType::kF32, c.where) {
+    if (row_ == nullptr) row_ = c.table.exp_row(DType::kF32, DType::kF32);
     std::vector<int64_t> xs = byte_strides(e.x), os = byte_strides(e.out);
     xs.pop_back(), os.pop_back();
     const Operand& sums = summed_ ? e.sums[0] : e.shift;
@@ -358,9 +359,9 @@ class ExpRowsStep final : public Step {
       for (int64_t i = 0; i < n_; i += step) {
         const int64_t m = std::min(step, n_ - i);
         char *const from = at[0] + i * item_[0], *const to = at[2] + i * item_[1];
-        const float* x = reinterpret_cast<const float*>(from);
-        if (!straight_[0]) load_(m, values, from, 1, c.temp + kChunk * 8), x = values;
-        sum += row_(m, x, factor_, shift, straight_[1] ? reinterpret_cast<float*>(to) : values);
+        if (!straight_[0]) load_(m, values, from, 1, c.temp + kChunk * 8);
+        sum += row_(m, straight_[0] ? from : static_cast<void*>(values), factor_, shift,
+                    straight_[1] ? to : static_cast<void*>(values));
         if (!straight_[1]) store_(m, to, 1, values, c.temp + kChunk * 8);
       }
       if (summed_) *reinterpret_cast<float*>(at[3]) = sum;
@@ -372,11 +373,11 @@ class ExpRowsStep final : public Step {
   float factor_;
   bool summed_;
   int64_t item_[2];
-  bool straight_[2];
+  ExpRowFn row_;
+  bool straight_[2];  // x and out are read and written by row_, not through a chunk of float32
   Address x_, shift_, out_, sums_;
   Loader load_;
   Storer store_;
-  ExpRowFn row_;
   Nest nest_;  // (rows, *kept), operands x, shift, out and sums
 };
 

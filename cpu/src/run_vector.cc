@@ -52,8 +52,11 @@ void count_up(T* out, int64_t n, int64_t position, int64_t divisor, int64_t modu
 template <class T>
 void index_rows(char* to, int64_t m, int64_t n, int64_t position, int64_t row_step, bool along, int64_t divisor, int64_t modulus) {
   T* out = reinterpret_cast<T*>(to);
-  if (along) {  // the same in every row
-    count_up(out, n, position, divisor, modulus);
+  if (along) {                                    // the same in every row
+    if (divisor == 1 && position + n <= modulus)  // without the divisions of count_up
+      ascend(out, n, position);
+    else
+      count_up(out, n, position, divisor, modulus);
     return repeat(out, n, m * n);
   }
   for (int64_t r = 0; r < m; ++r, out += n, position += row_step) std::fill_n(out, n, static_cast<T>(position / divisor % modulus));

@@ -7,10 +7,10 @@
 
 namespace kitsune::cpu::test {
 
-// Parameters as networks have them: of leaky relu, elu, silu, both forms of gelu.
+// Parameters as networks have them: of leaky relu, elu, silu, both forms of gelu; a scale.
 inline const float* usual_parameters(Activation kind) {
   static const float kUsual[kNumActivations][2] = {
-      {}, {}, {0.01f}, {1.3f}, {}, {}, {1.0f}, {1.5957691669464111f, 0.07135481271f}, {0.7071067690849304f}};
+      {}, {}, {0.01f}, {1.3f}, {}, {}, {1.0f}, {1.5957691669464111f, 0.07135481271f}, {0.7071067690849304f}, {-0.3f}};
   return kUsual[static_cast<int>(kind)];
 }
 
@@ -25,6 +25,7 @@ double activated(Activation kind, const T* p, double x) {
     case Activation::kTanh: return std::tanh(x);
     case Activation::kSilu: return x / (1 + std::exp(-p[0] * x));
     case Activation::kGeluTanh: return x / (1 + std::exp(-x * (p[0] + p[1] * x * x)));
+    case Activation::kScale: return p[0] * x;
     case Activation::kGeluErf: return x * std::erfc(-p[0] * x) / 2;
   }
   return x;

@@ -400,6 +400,18 @@ inline void test_gemm() {
     test_gemm_case({300, 40, 1409, DType::kBF16, DType::kBF16, DType::kBF16, true, Activation::kRelu, true, false, product},
                    random);
   }
+  for (int64_t M : {1, 15, 16, 17, 31, 32, 33, 48, 50, 97}) {  // whole tiles and parts of them, added to what is there
+    for (int64_t N : {1, 16, 33, 64}) {
+      for (int i = 0; i < kNumProducts; ++i) {
+        const bool bias = (M + N + i) % 2 == 0;
+        const Activation act = (M + i) % 3 == 0 ? Activation::kRelu : (M + i) % 3 == 1 ? Activation::kScale : Activation::kNone;
+        test_gemm_case({M, N, N + 31, DType::kBF16, DType::kBF16, DType::kF32, bias, act, false, i % 2 == 0, Product(i), true},
+                       random);
+      }
+      test_gemm_case(
+          {M, N, 40, DType::kF16, DType::kF16, DType::kF32, N == 33, Activation::kNone, true, true, Product::kBest, true}, random);
+    }
+  }
   test_gemm_nan();
   test_gemm_rounds();
   test_rounded_activations();

@@ -386,6 +386,31 @@ inline void test_strides() {
   }
 }
 
+// Of bfloat16 numbers, which kernels may compare as integers: of all kinds, at every length about that of vectors.
+inline void test_extrema_of_bfloat16() {
+  Random random;
+  const uint16_t odd[] = {0x0000, 0x8000, 0x7f80, 0xff80, 0x7fc0, 0xffc0, 0x0001, 0x8001, 0x7f81, 0xffff};
+  for (int64_t n : {1, 2, 15, 31, 32, 33, 63, 64, 65, 96, 127, 200, 517}) {
+    for (int trial = 0; trial < 40; ++trial) {
+      std::vector<uint16_t> row(static_cast<size_t>(n));
+      for (uint16_t& v : row) v = reference_bfloat16(trial % 2 ? random.symmetric() : -std::fabs(random.symmetric()));
+      if (trial >= 20) row[size_t(random.below(n))] = odd[random.below(int64_t(sizeof odd / sizeof odd[0]))];
+      float high = -INFINITY, low = INFINITY, most = -INFINITY, least = INFINITY;
+      bool nan = false;
+      for (uint16_t bits : row) {  // std::max keeps the first operand beside a NaN
+        const float v = bfloat16_value(bits);
+        nan |= std::isnan(v);
+        most = std::max(most, v), least = std::min(least, v);
+      }
+      kernels().fold(1, DType::kBF16, false)(n, row.data(), 1, &high);
+      kernels().fold(2, DType::kBF16, false)(n, row.data(), 1, &low);
+      check(nan ? std::isnan(high) && std::isnan(low) : high == most && low == least,
+            "extrema of %ld bfloat16 [%s]: %g %g, not %g %g", long(n), kernels().isa, double(high), double(low), double(most),
+            double(least));
+    }
+  }
+}
+
 inline void test_folds() {
   enum { kSum, kMax, kMin, kProd, kAnd, kOr, kXor };
   Random random;
@@ -437,6 +462,7 @@ inline void test_folds() {
         check(right, "fold max/min of %g among %g at %zu [%s]: %g %g", double(odd), double(rest), at, kernels().isa, double(high),
               double(low));
       }
+  test_extrema_of_bfloat16();
   std::vector<int8_t> bytes(1000, int8_t(3));
   int8_t sum = 1, all = -1, parity = 0;
   kernels().fold(kSum, DType::kI8, false)(1000, bytes.data(), 1, &sum);

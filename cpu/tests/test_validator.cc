@@ -236,7 +236,9 @@ void test_activations() {
     const std::string count = std::to_string(kActivationParameters[kind]);
     expect(p, ("its activation takes " + count + " parameters, not " + std::to_string(kActivationParameters[kind] + 1)).c_str());
     if (kActivationParameters[kind] > 0) {
-      for (double bad : {0.0, -1.0, 1e-40, 1e40, static_cast<double>(INFINITY), static_cast<double>(NAN)}) {
+      std::vector<double> wrong{0.0, 1e-40, 1e40, -1e40, static_cast<double>(INFINITY), static_cast<double>(NAN)};
+      if (act != Activation::kScale) wrong.push_back(-1.0);
+      for (double bad : wrong) {
         p = good;
         parameters(p).back() = bad;
         expect(p, "a parameter of its activation is not in 2**-100..2**100");
@@ -255,11 +257,11 @@ void test_activations() {
   for (DType t : {BF16, F64}) {
     p = matmul(t, 7, 1);
     std::get<Matmul>(p.stages[0].body[0]).adds = true;
-    expect(p, "only a product of float32 adds to what is in out");
+    expect(p, "only a product whose result is float32 adds to what is in out");
   }
   p = matmul(F32, 7, 1);
   std::get<Matmul>(p.stages[0].body[0]).activation = Activation(kNumActivations);
-  expect(p, "(Matmul.activation): 9 is not in 0..8");
+  expect(p, "(Matmul.activation): 10 is not in 0..9");
 }
 
 void test_products() {

@@ -149,11 +149,13 @@ def walk(body: Sequence[Instr]) -> Iterator[Instr]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayType:
-    """An array at the border of the program: dense, row-major.
+    """An array at the border of the program: dense, row-major unless ``strides`` says otherwise.
 
     ``row_strides``: element stride of each stream axis, 0 for an axis it does not depend on; ``dims``: the array's dimensions, in
     order, that are *not* streamed (the tile's row shape). Both are empty for an array that depends on no stream axis. An array that
     depends on batch axes only is not ``streamed``: it has row strides, and its part for a tile is a stationary value.
+    ``strides``: of an array that lives during a call only, the element stride of each dimension, where a target has chosen another
+    order; else ().
     """
 
     shape: tuple[int, ...]
@@ -161,6 +163,7 @@ class ArrayType:
     streamed: bool
     row_strides: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -296,9 +296,22 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
         queue = sorted({*queue, *flow.readers(out)})
         match = _name(value) if isinstance(value, dict) else None
         cone = _inner_cone(flow, root, out, makers) if match is not None else None
-        if match is not None and cone is not None and _rounds_as(flow, cone, match[0], rounding):
+        fits = match is not None and (match[0] != "scale" or _is_stored(flow, out))
+        if match is not None and fits and cone is not None and _rounds_as(flow, cone, match[0], rounding):
             found = Recognised(*match, out, cone)
     return found
+
+
+def _is_stored(flow: Flow, v: int) -> bool:
+    """Whether ``v`` lies in memory in any case: not only elementwise instructions read it, which may take it from a register."""
+    for i in flow.readers(flow.root(v)):
+        instr = flow.instruction(i)
+        if instr.kind in VIEWS or instr.kind == "convert_element_type":
+            if _is_stored(flow, instr.outputs[0]):
+                return True
+        elif instr.kind not in OPS or OPS[instr.kind].family != "pointwise":
+            return True
+    return False
 
 
 def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
@@ -322,7 +335,17 @@ def _rounds_as(flow: Flow, cone: tuple[int, ...], name: str, rounding: Rounding)
         "gelu_tanh": any(_is_chain(flow, instrs, (*cube, *_GELU)) for cube in (("integer_pow",), ("square", "mul"))),
         "gelu_erf": digits and kinds in (["erfc", "mul", "mul", "mul"], ["erfc", "mul", "mul", "mul", "neg"]),
     }
+    if name == "scale":
+        return len(instrs) == 1 and _multiplies(flow, instrs[0])
     return rounded <= 1 or alike.get(name, False)
+
+
+def _multiplies(flow: Flow, instr: Instr) -> bool:
+    """Whether ``instr`` is a product with a constant, or a quotient that has the same bits as one."""
+    if instr.kind != "div":
+        return instr.kind in ("mul", "neg")
+    by = flow.literal(instr.inputs[1])
+    return by is not None and abs(math.frexp(by)[0]) == 0.5 and 2.0**-100 <= abs(by) <= 2.0**100
 
 
 # jax.nn.gelu behind x**3: by a constant, + x, by a constant, tanh, + 1, by a half, by x. Other orders round other values.
@@ -463,6 +486,8 @@ def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
         return None
     terms = dict(value)
     plain = {p: terms.pop((p, ())) for p in (0, 1) if (p, ()) in terms}
+    if not terms and set(plain) == {1}:
+        return "scale", (plain[1],)
     if len(terms) != 1:
         return None
     (((power, atoms), scale),) = terms.items()

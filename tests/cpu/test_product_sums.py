@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu import bytecode as bc
+from kitsune_jax.targets.cpu.bytecode import encode
 from kitsune_jax.targets.cpu.lower import lower_program
 from tests.support.lowered import BF16, ROW, array, close, kinds, run
 from tests.support.tiles import Tiles
@@ -119,3 +121,66 @@ def test_gradient_of_an_lstm() -> None:
     np.testing.assert_allclose(value, want, rtol=1e-5)
     for got, w in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(got, w, rtol=2e-4, atol=2e-6 * float(np.abs(w).max() / 1e-2))
+
+
+def weighted(rows: int, k: int, n: int, dtype: str = "float32", then: str = "") -> Tiles:
+    """acc * factor + x @ w in float32, a step of attention by blocks of keys."""
+    t = Tiles((rows,), 40)
+    x, w = t.load((rows, k), dtype, ROW), t.load((k, n), dtype)
+    acc, factor = t.load((rows, n), "float32", ROW), t.load((rows,), "float32", ROW[:1])
+    y = t.op("add", t.op("mul", acc, t.broadcast(factor, (n,), (0,))), t.matmul(x, w, None, "float32"))
+    t.store(t.op(then, y) if then else y, (rows, n), ROW)
+    return t
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows,k,n", [(1, 3, 5), (37, 40, 16), (50, 64, 64), (97, 33, 70)])
+def test_a_product_adds_to_what_an_elementwise_instruction_has_stored(rows: int, k: int, n: int, dtype: str) -> None:
+    t = weighted(rows, k, n, dtype)
+    own = {"float32": np.float32, "bfloat16": BF16, "float16": np.float16}[dtype]
+    x, w, acc, factor = array(rows, k, dtype=own), array(k, n, dtype=own), array(rows, n), array(rows)
+    wanted = acc * factor[:, None] + expected(x, x[:, :0], w, w[:0])
+    close(run(t.program(), x, w, acc, factor)[0], wanted.astype(np.float32), 1e-4)
+    assert kinds(t.program()) == ["Vector", "Matmul"]
+    assert [i.adds for i in lower_program(t.program(), "test").stages[0].body if isinstance(i, bc.Matmul)] == [True]
+
+
+def test_a_sum_that_elementwise_instructions_read_is_added_in_their_registers() -> None:
+    t = weighted(21, 5, 9, then="tanh")
+    x, w, acc, factor = array(21, 5), array(5, 9), array(21, 9), array(21)
+    close(run(t.program(), x, w, acc, factor)[0], np.tanh(acc * factor[:, None] + x @ w), 1e-5)
+    assert kinds(t.program()) == ["Matmul", "Vector"]
+
+
+def accumulated(rows: int, n: int, blocks: int, read_twice: bool) -> Tiles:
+    """The sum over blocks of 4 of x[:, block] @ w[block]; ``read_twice``: and of what has been added so far, stored by blocks."""
+    t = Tiles((rows,), 24)
+    x, w = t.input((rows, 4 * blocks), "float32", ROW), t.input((4 * blocks, n))
+    out = t.output((rows, blocks * n), "float32", ROW) if read_twice else -1
+    with t.loop(blocks, t.broadcast(t.literal(0.0), (n,), ())) as loop:
+        part = t.op("exp", t.load_slice(x, (loop.index, 1, 4, 4)))
+        total = t.op("add", loop.carries[0], t.matmul(part, t.load_slice(w, (loop.index, 0, 4, 4)), None, "float32"))
+        if read_twice:
+            t.store_slice(total, out, (loop.index, 1, n, n))
+        loop.next(total)
+    t.store(loop.results[0], (rows, n), ROW)
+    return t
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+@pytest.mark.parametrize("rows,n,blocks", [(1, 2, 3), (37, 16, 1), (50, 40, 3)])
+def test_a_product_adds_to_the_carry_of_its_loop(rows: int, n: int, blocks: int, read_twice: bool) -> None:
+    t = accumulated(rows, n, blocks, read_twice)
+    x, w = array(rows, 4 * blocks), array(4 * blocks, n)
+    parts = np.exp(x.astype(np.float64)).reshape(rows, blocks, 4), w.astype(np.float64).reshape(blocks, 4, n)
+    sums = np.cumsum(np.einsum("rbk,bkn->rbn", *parts), 1)
+    words = encode(lower_program(t.program(), "test"))
+    results = [np.empty(a.shape, np.float32) for a in t.program().outputs]
+    for threads in (1, 2):
+        _cpu.run(words, [x, w], results, threads)
+    *by_block, got = results
+    close(got, sums[:, -1].astype(np.float32), 1e-4)
+    for each in by_block:
+        close(each, sums.reshape(rows, blocks * n).astype(np.float32), 1e-4)
+    (loop,) = (i for i in lower_program(t.program(), "test").stages[0].body if isinstance(i, bc.CpuLoop))
+    assert [i.adds for i in loop.body if isinstance(i, bc.Matmul)] == [not read_twice]

@@ -408,6 +408,8 @@ def activated(name: str, parameters: tuple[float, ...], y: np.ndarray, rounds: o
             out = np.maximum(x, 0)
         elif name == "leaky_relu":
             out = np.where(x >= 0, x, a * x)
+        elif name == "scale":
+            out = a * x
         elif name == "elu":
             out = np.where(x > 0, x, a * np.expm1(np.where(x > 0, 0, x)))
         elif name == "tanh":

@@ -42,9 +42,9 @@ struct PackSource {  // element (k, n) is src[k_offset[k] + n_offset[n]]
 };
 
 // What a matmul makes of its sums; bytecode.py says what each one computes. float64 sums take kNone and kRelu only.
-enum class Activation : int8_t { kNone, kRelu, kLeakyRelu, kElu, kLogistic, kTanh, kSilu, kGeluTanh, kGeluErf };
-constexpr int kNumActivations = 9;
-constexpr size_t kActivationParameters[kNumActivations] = {0, 0, 1, 1, 0, 0, 1, 2, 1};
+enum class Activation : int8_t { kNone, kRelu, kLeakyRelu, kElu, kLogistic, kTanh, kSilu, kGeluTanh, kGeluErf, kScale };
+constexpr int kNumActivations = 10;
+constexpr size_t kActivationParameters[kNumActivations] = {0, 0, 1, 1, 0, 0, 1, 2, 1, 1};
 
 // C[m][n] = act(sum_k X[m][k] * W[k][n] + bias[n]), accumulated in f32 (f64 for kF64 panels), for any M >= 1, N >= 1, K >= 1.
 // X and C rows have no alignment requirement; nothing outside C[0..M)[0..N) is written and nothing outside X[0..M)[0..K) is read.
@@ -62,7 +62,7 @@ struct GemmArgs {
   int64_t ldc;
   void* scratch;               // 64-byte aligned, gemm_scratch_bytes(args) bytes
   float act_a = 0, act_b = 0;  // parameters of `act`
-  bool adds = false;           // C is part of the sums; of kF32 panels and a C of float32 only
+  bool adds = false;           // C, which is float32, is part of the sums; not of kF64 panels
   // kF16 or kBF16: sums are rounded to it before the bias is added, and again before `act`; kF32: they are not. Not of kF64 panels.
   DType rounds = DType::kF32;
 };
@@ -158,8 +158,8 @@ struct DotArgs {
 };
 using DotFn = void (*)(const DotArgs&);
 
-// out[j] <- e^(x[j] factor - shift) for j < n, and their sum. `out` may be `x`.
-using ExpRowFn = float (*)(int64_t n, const float* x, float factor, float shift, float* out);
+// out[j] <- e^(x[j] factor - shift) for j < n, and their sum in float32, before they are rounded. `out` may be `x`.
+using ExpRowFn = float (*)(int64_t n, const void* x, float factor, float shift, void* out);
 
 struct KernelTable {
   const char* isa;  // "amx", "avx512bf16", "avx512", "avx2", "generic"
@@ -193,7 +193,7 @@ struct KernelTable {
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);
   DotFn (*dot)(DType);  // of x and y; nullptr: there is none, and y is packed
-  ExpRowFn exp_row;
+  ExpRowFn (*exp_row)(DType x, DType out);  // nullptr: there is none for these; there is one for float32
   const StripKernels* strips;
   // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
   // is nothing to do.

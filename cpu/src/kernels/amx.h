@@ -15,25 +15,24 @@ const KernelTable& table();
 
 namespace KITSUNE_ISA {
 
-constexpr int64_t kTileRows = 16;               // of every tile; also the columns of a tile of C
-constexpr int64_t kTileDepth = 32;              // bfloat16 numbers in a row of a tile of X: k runs over them
-constexpr int64_t kTileBytes = 1024;            // 16 rows of 64 bytes
-constexpr int64_t kTileWords = kTileBytes / 4;  // floats, or pairs of bfloat16
-constexpr int64_t kTilePanel = 2 * kTileRows;   // columns of a panel: two tiles
+constexpr int64_t kTileRows = 16;                 // of every tile; also the columns of a tile of C
+constexpr int64_t kTileDepth = 32;                // bfloat16 numbers in a row of a tile of X: k runs over them
+constexpr int64_t kTileBytes = 1024;              // 16 rows of 64 bytes
+constexpr int64_t kTileWords = kTileBytes / 4;    // floats, or pairs of bfloat16
+constexpr int64_t kTilePanel = 2 * kTileRows;     // columns of a panel: two tiles
+constexpr int64_t kBlockOfTiles = 2 * kTileRows;  // rows that are multiplied at once, where there are as many
 
 inline const KernelTable& base() { return KITSUNE_TILE_BASE::table(); }
 
 inline int64_t tile_steps(int64_t K) { return (K + kTileDepth - 1) / kTileDepth; }
 
-// ---- The tiles of this thread: two of C, one of X, one of W. As few as that, because the processor renames tiles, and while the
-// core's other hyperthread is busy eight live ones run at half the speed of four (measured on Emerald Rapids). All tiles are whole:
-// what is shorter is padded, so one configuration serves a whole call.
+// ---- The tiles of this thread. All are whole: what is shorter is padded, so one configuration serves a whole call.
 
 static thread_local bool tiles_configured = false;
 
 KITSUNE_INLINE void need_tiles() {
   if (tiles_configured) return;
-  static constexpr TileConfig kConfig{1, 0, {}, {64, 64, 64, 64}, {16, 16, 16, 16}};
+  static constexpr TileConfig kConfig{1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
   tile_configure(kConfig);
   tiles_configured = true;
 }
@@ -91,6 +90,7 @@ inline void pack_scattered(const PackSource& s, int64_t k0, int64_t n0, uint32_t
   for (int64_t k = 1; k < depth; ++k) dense &= k_offset[k] == k_offset[0] + k;
   for (int64_t j = 0; j < columns; ++j) {
     const BFloat16* column = src + s.n_offset[n0 + j];
+    if (n0 + kTileRows + j < s.N) __builtin_prefetch(src + s.n_offset[n0 + kTileRows + j] + k_offset[0]);  // the next tile's
     char* to = reinterpret_cast<char*>(words + j * kTileRows);
     if (dense && depth == kTileDepth) {
       __builtin_memcpy(to, column + k_offset[0], kTileDepth * sizeof(BFloat16));
@@ -112,6 +112,7 @@ inline void pack_tile(const PackSource& s, int64_t k0, int64_t n0, uint32_t* til
     if (s.n_offset[n0 + j] != s.n_offset[n0] + j) return pack_scattered(s, k0, n0, tile);
   const BFloat16* src = static_cast<const BFloat16*>(s.src) + s.n_offset[n0];
   for (int64_t k = k0; k < k0 + kTileDepth; k += 2, tile += kTileRows) {
+    for (int64_t next = k + kTileDepth; next < min_of(k + kTileDepth + 2, s.K); ++next) __builtin_prefetch(src + s.k_offset[next]);
     const BFloat16* a = k < s.K ? src + s.k_offset[k] : kZeroRow;
     const BFloat16* b = k + 1 < s.K ? src + s.k_offset[k + 1] : kZeroRow;
     pair_rows(tile, a, b, columns);
@@ -167,14 +168,17 @@ struct TileSums {
   float* from = nullptr;  // rows of kTilePanel
   char* c = nullptr;
   int64_t columns = 0, rows = 0;
-  const float* late = nullptr;  // of rounded sums: kTilePanel numbers that are added behind the rounding
+  const float* late = nullptr;  // of rounded sums: kTilePanel numbers that are added behind the rounding; nullptr: none
 };
 
-// A vector of sums, with the bias that the tiles did not begin with because the sums are rounded before it is added.
+// A vector of sums, with the bias that the tiles did not begin with because the sums are rounded before it is added. Without one
+// the activation rounds them, or what they are stored as.
 template <class Round>
-KITSUNE_INLINE VF with_late_bias(const float* from, const float* late) {
-  VF v = load_vector<VF>(from);
-  if constexpr (kRounds<Round>) v = Round::apply(v) + load_vector<VF>(late);
+KITSUNE_INLINE VF with_late_bias(const float* from, const float* late, int64_t j) {
+  VF v = load_vector<VF>(from + j);
+  if constexpr (kRounds<Round>) {
+    if (late != nullptr) v = Round::apply(v) + load_vector<VF>(late + j);
+  }
   return v;
 }
 
@@ -182,11 +186,15 @@ template <class C, class Round, class F>
 KITSUNE_INLINE void store_sums_row(C* to, const float* from, const float* late, int64_t columns, const F& activation) {
 #if defined(__AVX512F__)
   if constexpr (!kSame<C, double>) {
-    VF low = activation(with_late_bias<Round>(from, late));
+    VF low = activation(with_late_bias<Round>(from, late, 0));
     if (columns <= kFloats) return store_lanes(to, low, columns);
-    VF high = activation(with_late_bias<Round>(from + kFloats, late + kFloats));
+    VF high = activation(with_late_bias<Round>(from, late, kFloats));
 #if defined(__AVX512BF16__)
     if constexpr (kSame<C, BFloat16>) {
+      if (columns == kTilePanel) {
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+        return;
+      }
       const __mmask32 mask = ~__mmask32{0} >> (kTilePanel - columns);
       _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
       return;
@@ -197,7 +205,7 @@ KITSUNE_INLINE void store_sums_row(C* to, const float* from, const float* late, 
   }
 #endif
   alignas(64) float row[kTilePanel];
-  for (int64_t j = 0; j < columns; j += kFloats) store_vector(row + j, activation(with_late_bias<Round>(from + j, late + j)));
+  for (int64_t j = 0; j < columns; j += kFloats) store_vector(row + j, activation(with_late_bias<Round>(from, late, j)));
   if constexpr (kSame<C, float>) {
     __builtin_memcpy(to, row, size_t(columns) * sizeof(float));
   } else {
@@ -233,39 +241,76 @@ inline StoreSums store_sums_as(DType c) {
 
 // ---- The product.
 
-// What a block of 16 rows multiplies by: one panel, and the share of the next one that it asks for meanwhile.
+// What a block multiplies by: one panel, and the share of the next one that it asks for meanwhile.
 struct TilePanel {
   const char* w;
-  const float* bias;  // kTilePanel floats
   const char* next;
   int64_t next_lines;  // for each step of k
 };
 
-// Rows [m, m + 16) of X times NT tiles of a panel into `sums`, while the epilogue of an earlier block runs between the steps: the
-// tile unit works beside the vector units. Two blocks earlier, because sums that were stored a moment ago are not in the cache yet.
-template <int NT>
-__attribute__((noinline)) void tile_block(const GemmArgs& g, const TileSource& x, int64_t m, TilePanel p, float* sums,
-                                          StoreSums store, TileSums& earlier) {
-  tile_load<0>(p.bias, 0);
-  if constexpr (NT > 1) tile_load<1>(p.bias + kTileRows, 0);
-  const int64_t all = x.steps + (x.tail != nullptr), share = (earlier.rows + all - 1) / all;
-  auto step = [&](const BFloat16* a, int64_t lda) {
-    tile_load<3>(p.w, 64);
-    tile_load<2>(a, lda * int64_t(sizeof(BFloat16)));
-    tile_multiply<0, 2, 3>();
-    if constexpr (NT > 1) {
-      tile_load<3>(p.w + kTileBytes, 64);
-      tile_multiply<1, 2, 3>();
+// What a block's sums begin with, and where they go: rows of kTilePanel floats, `stride` bytes apart; 0: one row for all. From
+// nullptr: with zeros.
+struct TileBlock {
+  const float* from;
+  int64_t from_stride;
+  float* to;
+  int64_t to_stride;
+};
+
+// Rows [m, m + 16 MT) of X times NT tiles of a panel, added to what is in `b.from`, into `b.to`, while the epilogue of an earlier
+// block runs between the steps: the tile unit works beside the vector units. Two blocks earlier, because sums that were stored a
+// moment ago are not in the cache yet. Two rows of tiles halve what is loaded for each product: where X and W come from the second
+// level of the cache, that takes longer than the product.
+template <int MT, int NT>
+__attribute__((noinline)) void tile_block(const GemmArgs& g, const TileSource& x, int64_t m, const TilePanel& panel,
+                                          const TileBlock& b, StoreSums store, TileSums& earlier) {
+  const char *w = panel.w, *next = panel.next;
+  auto lower = [](auto* first, int64_t stride) { return reinterpret_cast<decltype(first)>(uintptr_t(first) + kTileRows * stride); };
+  if (b.from == nullptr) {
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  } else {
+    tile_load<0>(b.from, b.from_stride);
+    if constexpr (NT > 1) tile_load<1>(b.from + kTileRows, b.from_stride);
+    if constexpr (MT > 1) {
+      tile_load<2>(lower(b.from, b.from_stride), b.from_stride);
+      if constexpr (NT > 1) tile_load<3>(lower(b.from, b.from_stride) + kTileRows, b.from_stride);
     }
-    p.w += 2 * kTileBytes;
-    for (int64_t i = 0; i < p.next_lines; ++i, p.next += 64) __builtin_prefetch(p.next, 0, 2);
+  }
+  const int64_t all = x.steps + (x.tail != nullptr), share = (earlier.rows + all - 1) / all;
+  auto step = [&](const BFloat16* a, int64_t stride) {
+    tile_load<4>(a, stride);
+    tile_load<6>(w, 64);
+    tile_multiply<0, 4, 6>();
+    if constexpr (NT > 1) {
+      tile_load<7>(w + kTileBytes, 64);
+      tile_multiply<1, 4, 7>();
+    }
+    if constexpr (MT > 1) {
+      tile_load<5>(lower(a, stride), stride);
+      tile_multiply<2, 5, 6>();
+      if constexpr (NT > 1) tile_multiply<3, 5, 7>();
+    }
+    w += 2 * kTileBytes;
+    for (int64_t i = 0; i < panel.next_lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
     if (earlier.rows > 0) store(g, earlier, min_of(share, earlier.rows));
   };
+  constexpr int64_t kItem = sizeof(BFloat16);
   const BFloat16* a = x.rows + m * x.lda;
-  for (int64_t s = 0; s < x.steps; ++s, a += kTileDepth) step(a, x.lda);
-  if (x.tail != nullptr) step(x.tail + m * kTileDepth, kTileDepth);
-  tile_store<0>(sums, kTilePanel * 4);
-  if constexpr (NT > 1) tile_store<1>(sums + kTileRows, kTilePanel * 4);
+  for (int64_t s = 0; s < x.steps; ++s, a += kTileDepth) step(a, x.lda * kItem);
+  if (x.tail != nullptr) step(x.tail + m * kTileDepth, kTileDepth * kItem);
+  tile_store<0>(b.to, b.to_stride);
+  if constexpr (NT > 1) tile_store<1>(b.to + kTileRows, b.to_stride);
+  if constexpr (MT > 1) {
+    tile_store<2>(lower(b.to, b.to_stride), b.to_stride);
+    if constexpr (NT > 1) tile_store<3>(lower(b.to, b.to_stride) + kTileRows, b.to_stride);
+  }
+}
+
+// The sums that are in `rows` x `columns` of C, plus the bias, as rows of kTilePanel.
+inline void load_sums(const float* c, int64_t ldc, int64_t rows, int64_t columns, const float* bias, float* sums) {
+  for (int64_t r = 0; r < kBlockOfTiles; ++r, sums += kTilePanel) {
+    for (int64_t j = 0; j < kTilePanel; ++j) sums[j] = bias[j] + (r < rows && j < columns ? c[r * ldc + j] : 0.0f);
+  }
 }
 
 __attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
@@ -273,36 +318,48 @@ __attribute__((noinline)) inline void gemm_on_tiles(const GemmArgs& g) {
   const TileSource x = tile_source(g);
   const StoreSums store = store_sums_as(g.c_dtype);
   const int64_t c_bytes = int64_t(kItemSize[int(g.c_dtype)]), panel_bytes = tile_panel_bytes(g.K);
-  const int64_t blocks = (g.M + kTileRows - 1) / kTileRows;
+  const int64_t blocks = (g.M + kBlockOfTiles - 1) / kBlockOfTiles;
   // Panels come from the last-level cache where the weights of all layers do not fit the second. Past the end of memory a prefetch
   // does nothing.
   const int64_t block_bytes = (panel_bytes + blocks - 1) / blocks, steps = tile_steps(g.K);
-  static const float kZeros[kTilePanel] = {};
   const bool rounds = g.rounds != DType::kF32;
-  alignas(64) float ring[3][kTileRows * kTilePanel], late[3][kTilePanel];
+  const bool in_c = g.adds && g.bias == nullptr && g.act == Activation::kNone;  // whole tiles of sums are loaded and stored in C
+  alignas(64) float ring[3][kBlockOfTiles * kTilePanel];
+  alignas(64) float biases[3][kTilePanel];  // of this panel and of the two before it, whose sums may still wait
   TileSums earlier, last;
   int turn = 0;
   for (int64_t n0 = 0; n0 < g.N; n0 += kTilePanel) {
     const int64_t columns = min_of(kTilePanel, g.N - n0);
-    alignas(64) float bias[kTilePanel] = {};
-    if (g.bias) __builtin_memcpy(bias, static_cast<const float*>(g.bias) + n0, size_t(columns) * sizeof(float));
-    const char* w = static_cast<const char*>(g.w) + n0 / kTilePanel * panel_bytes;
-    TilePanel p{w, rounds ? kZeros : bias, w + panel_bytes, (block_bytes / 64 + steps - 1) / steps};
-    for (int64_t m0 = 0; m0 < g.M; m0 += kTileRows, p.next += block_bytes) {
+    const int64_t panel = n0 / kTilePanel;
+    float* const bias = biases[panel % 3];
+    for (int64_t j = 0; j < kTilePanel; ++j) bias[j] = g.bias && j < columns ? static_cast<const float*>(g.bias)[n0 + j] : 0.0f;
+    const char* w = static_cast<const char*>(g.w) + panel * panel_bytes;
+    TilePanel p{w, w + panel_bytes, (block_bytes / 64 + steps - 1) / steps};
+    for (int64_t m0 = 0, rows; m0 < g.M; m0 += rows, p.next += block_bytes) {
+      rows = min_of(g.M - m0, g.M < kBlockOfTiles ? kTileRows : kBlockOfTiles);
       // The last rows that are not whole tiles are multiplied together with some before them, which are not stored again.
-      const int64_t m = max_of(min_of(m0, g.M - kTileRows), int64_t(0));
+      const int64_t high = rows > kTileRows ? kBlockOfTiles : kTileRows, m = max_of(min_of(m0, g.M - high), int64_t(0));
       float* sums = ring[turn];
-      if (columns > kTileRows)
-        tile_block<2>(g, x, m, p, sums, store, earlier);
-      else
-        tile_block<1>(g, x, m, p, sums, store, earlier);
-      earlier = last;
-      last = {sums + (m0 - m) * kTilePanel, static_cast<char*>(g.c) + (m0 * g.ldc + n0) * c_bytes, columns,
-              min_of(kTileRows, g.M - m0), nullptr};
-      if (rounds) {
-        for (int64_t j = 0; j < kTilePanel; ++j) late[turn][j] = g.bias ? bias[j] : -0.0f;  // which changes no sum
-        last.late = late[turn];
+      TileBlock b{rounds || g.bias == nullptr ? nullptr : bias, 0, sums, kTilePanel * 4};
+      float* const c = static_cast<float*>(g.c) + m * g.ldc + n0;  // of sums that are added to
+      const bool in_place = in_c && m == m0 && m + high <= g.M && columns % kTileRows == 0;
+      if (in_place) {
+        b = {c, g.ldc * 4, c, g.ldc * 4};
+      } else if (g.adds) {
+        load_sums(c, g.ldc, min_of(high, g.M - m), columns, bias, sums);
+        b.from = sums, b.from_stride = kTilePanel * 4;
       }
+      if (high > kTileRows)
+        columns > kTileRows ? tile_block<2, 2>(g, x, m, p, b, store, earlier) : tile_block<2, 1>(g, x, m, p, b, store, earlier);
+      else
+        columns > kTileRows ? tile_block<1, 2>(g, x, m, p, b, store, earlier) : tile_block<1, 1>(g, x, m, p, b, store, earlier);
+      earlier = last;
+      if (in_place) {
+        last = {};
+        continue;
+      }
+      last = {sums + (m0 - m) * kTilePanel, static_cast<char*>(g.c) + (m0 * g.ldc + n0) * c_bytes, columns, rows,
+              rounds && g.bias != nullptr ? bias : nullptr};
       turn = turn == 2 ? 0 : turn + 1;
     }
   }

@@ -40,6 +40,11 @@ struct LeakyRelu {
   KITSUNE_INLINE VF operator()(VF v) const { return choose(v < 0.0f, v * a, v); }
 };
 
+struct Scale {
+  float a;
+  KITSUNE_INLINE VF operator()(VF v) const { return v * a; }
+};
+
 // v where it is positive (or NaN), a (e^v - 1) elsewhere.
 template <bool kCoarse>
 struct Elu {
@@ -172,6 +177,7 @@ KITSUNE_INLINE void with_activation(Activation kind, float a, float b, F&& f) {
       case Activation::kNone: return f(NoActivation{});
       case Activation::kRelu: return f(Relu{});
       case Activation::kLeakyRelu: return f(LeakyRelu{a});
+      case Activation::kScale: return f(Scale{a});
       default: return with_function<kCoarse, Round>(kind, a, b, f);
     }
   } else {
@@ -184,6 +190,7 @@ KITSUNE_INLINE void with_activation(Activation kind, float a, float b, F&& f) {
         if constexpr (kStoreRounds) return f(Relu{});
         return f(OfRounded<Round, Relu>{});
       case Activation::kLeakyRelu: return f(OfRounded<Round, LeakyRelu>{{a}});
+      case Activation::kScale: return f(OfRounded<Round, Scale>{{a}});
       default: break;
     }
     const RoundedActivation of{kind, a, b, Round::kType, kCoarse};

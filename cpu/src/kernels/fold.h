@@ -106,6 +106,52 @@ KITSUNE_INLINE bool extremum_dense(int64_t n, const float* x, float* result) {
     *result = _mm512_reduce_min_ps(_mm512_min_ps(_mm512_min_ps(lanes[0], lanes[2]), _mm512_min_ps(lanes[1], lanes[3])));
   return (nan[0] | nan[1] | nan[2] | nan[3]) == 0 && *result != 0.0f;
 }
+
+// The same of bfloat16 numbers, as integers in their order: below zero the bits but the sign are turned. NaN lies beyond the
+// infinities on either side.
+template <bool Maximum>
+KITSUNE_INLINE bool extremum_of_bits(int64_t n, const BFloat16* x, float* result) {
+  constexpr int16_t kInfinity = 0x7f80, kMinusInfinity = -0x7f81;
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i most[2], least[2];
+  for (int v = 0; v < 2; ++v) most[v] = _mm512_set1_epi16(kMinusInfinity), least[v] = _mm512_set1_epi16(kInfinity);
+  auto ordered = [&](__m512i bits) {  // bits ^ (bits >> 15 & magnitude)
+    return _mm512_ternarylogic_epi32(bits, _mm512_srai_epi16(bits, 15), magnitude, 0x78);
+  };
+  for (; n >= 64; n -= 64, x += 64) {
+    KITSUNE_UNROLL
+    for (int v = 0; v < 2; ++v) {
+      _mm_prefetch(reinterpret_cast<const char*>(x + 32 * v) + kFoldAhead, _MM_HINT_T0);
+      const __m512i here = ordered(_mm512_loadu_si512(x + 32 * v));
+      most[v] = _mm512_max_epi16(most[v], here);
+      least[v] = _mm512_min_epi16(least[v], here);
+    }
+  }
+  KITSUNE_UNROLL
+  for (int v = 0; v < 2; ++v) {
+    const int64_t left = n - 32 * v;
+    if (left <= 0) break;
+    const __mmask32 mask = __mmask32(left >= 32 ? ~0u : (1u << left) - 1);
+    const __m512i here = ordered(_mm512_maskz_loadu_epi16(mask, x + 32 * v));
+    most[v] = _mm512_mask_max_epi16(most[v], mask, most[v], here);
+    least[v] = _mm512_mask_min_epi16(least[v], mask, least[v], here);
+  }
+  // VPHMINPOSUW finds the least of eight unsigned numbers.
+  auto smallest = [](__m512i lanes, int16_t flip, auto less) {
+    const __m256i half = less(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1));
+    const __m128i a = _mm256_castsi256_si128(half), b = _mm256_extracti128_si256(half, 1), turned = _mm_set1_epi16(flip);
+    const __m128i first = _mm_minpos_epu16(_mm_xor_si128(a, turned)), second = _mm_minpos_epu16(_mm_xor_si128(b, turned));
+    const int x = _mm_extract_epi16(first, 0), y = _mm_extract_epi16(second, 0);
+    return int16_t((x < y ? x : y) ^ flip);
+  };
+  const int16_t top =
+      smallest(_mm512_max_epi16(most[0], most[1]), 0x7fff, [](__m256i a, __m256i b) { return _mm256_max_epi16(a, b); });
+  const int16_t bottom =
+      smallest(_mm512_min_epi16(least[0], least[1]), INT16_MIN, [](__m256i a, __m256i b) { return _mm256_min_epi16(a, b); });
+  const int16_t found = Maximum ? top : bottom;
+  *result = to_float(BFloat16{uint16_t(found ^ (found >> 15 & 0x7fff))});
+  return top <= kInfinity && bottom >= kMinusInfinity && *result != 0.0f;
+}
 #endif
 
 // Folds n dense elements: 4 vectors' worth of lanes, then a tree over the lanes.
@@ -175,6 +221,16 @@ KITSUNE_ONCE void fold_row_chunks(int64_t n, const char* src, int64_t stride, Ac
 
 template <class Op, class Acc, class From>
 void fold_strided(int64_t n, const void* src, int64_t stride, void* acc) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if constexpr ((kSame<Op, Max> || kSame<Op, Min>) && kSame<From, BFloat16>) {
+    float found;
+    if (n > 0 && stride == 1 && extremum_of_bits<kSame<Op, Max>>(n, static_cast<const BFloat16*>(src), &found)) {
+      Acc* to = static_cast<Acc*>(acc);
+      *to = Op::apply(*to, Acc(found));
+      return;
+    }
+  }
+#endif
   LoadFn load = kSame<Acc, From> && stride == 1 ? nullptr : &load_strided<Acc, From>;
   fold_chunks<Op, Acc>(n, static_cast<const char*>(src), stride, static_cast<Acc*>(acc), load, sizeof(From));
 }

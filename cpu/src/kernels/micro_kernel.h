@@ -317,10 +317,8 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
     for (int i = 0; i < MR; ++i) acc[i][j] = bias;
   }
   accumulate<Step>(b, acc);
-  if constexpr (kSame<typename Step::X, float>) {
-    if (b.adds) add_stored(b, acc);
-  }
   if constexpr (kSame<V, VF>) {
+    if (b.adds) add_stored(b, acc);
     if (b.rounds != DType::kF32) round_block(b, acc);
   }
   // What the result is stored as rounds it again, unless that is wider.
@@ -332,7 +330,13 @@ __attribute__((noinline)) void multiply_block(const Block& b) {
       for (int j = 0; j < NV; ++j) acc[i][j] = Relu{}(acc[i][j]);
     }
   } else if constexpr (kSame<V, VF>) {
-    if (b.act != Activation::kNone || again) {
+    if (b.act == Activation::kScale && !again) {
+      KITSUNE_UNROLL
+      for (int i = 0; i < MR; ++i) {
+        KITSUNE_UNROLL
+        for (int j = 0; j < NV; ++j) acc[i][j] = Scale{b.act_a}(acc[i][j]);
+      }
+    } else if (b.act != Activation::kNone || again) {
       constexpr int64_t kWidth = NV * kLanes;
       alignas(64) float sums[MR * kWidth];
       __builtin_memcpy(sums, &acc[0][0], sizeof sums);

@@ -49,7 +49,7 @@ constexpr KernelTable kTable = {
     &fold_table_function,
     &take_function,
     &dot_function,
-    &exp_row,
+    &exp_row_function,
     &strip_kernels,
     nullptr,
 };

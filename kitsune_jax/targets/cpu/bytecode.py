@@ -214,13 +214,14 @@ IN, OUT, SCRATCH, QUEUE, PREP = range(5)
 
 REDUCTIONS = tuple(spec.fold for spec in OPS.values() if spec.family in ("reduce", "argreduce"))
 CUMULATIVE = tuple(spec.fold for spec in OPS.values() if spec.family == "cumulative")
-# Activations of a matrix product's sums, with their positive parameters a and b. Float64 sums have none and relu only.
+# Activations of a matrix product's sums, with their parameters a and b, positive but for that of scale. Float64 sums have none and
+# relu only.
 #   leaky_relu: x if x >= 0 else a x          elu: x if x > 0 else a (e^x - 1)       logistic: 1 / (1 + e^-x)
-#   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2
+#   silu: x logistic(a x)                     gelu_tanh: x logistic(a x + b x^3)     gelu_erf: x erfc(-a x) / 2     scale: a x
 # silu and gelu of minus infinity are NaN, as by definition. Where sums are rounded (``Matmul.rounds``), so are the logistic of silu
 # and each step of gelu as ``jax.nn.gelu`` computes it.
-ACTIVATIONS = ("none", "relu", "leaky_relu", "elu", "logistic", "tanh", "silu", "gelu_tanh", "gelu_erf")
-ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1)
+ACTIVATIONS = ("none", "relu", "leaky_relu", "elu", "logistic", "tanh", "silu", "gelu_tanh", "gelu_erf", "scale")
+ACTIVATION_PARAMETERS = (0, 0, 1, 1, 0, 0, 1, 2, 1, 1)
 # How bfloat16 operands are multiplied: the kernels' own choice; widened to float32 (FMA); by instructions that add pairs of
 # products to float32 (VDPBF16PS, BFDOT, BFMMLA); by AMX tiles. A CPU without one uses the one before it. Other dtypes use "best".
 PRODUCTS = ("best", "widened", "dots", "tiles")
@@ -271,7 +272,7 @@ class StridedStore(StridedLoad):
 @dataclasses.dataclass(frozen=True)
 class Matmul:
     """out[b, m, :] = act(x[b, m, :] @ W[b] + bias), m over rows * row_multiple, accumulated in f32 (f64 for f64). If ``adds``
-    (f32 only), the previous contents of ``out`` are added to the product.
+    (``out`` is f32), the previous contents of ``out`` are added to the product.
 
     ``rounds``: float16 or bfloat16, to which sums are rounded before the bias is added and before the activation; float32: nowhere.
 
@@ -289,7 +290,7 @@ class Matmul:
     activation: int  # index into ACTIVATIONS
     out: CpuOperand
     parameters: tuple[float, ...] = ()  # of the activation: ACTIVATION_PARAMETERS of them
-    adds: bool = False  # of float32 only
+    adds: bool = False  # to a result in float32 only
     rounds: int = DTYPE_CODE["float32"]
 
 

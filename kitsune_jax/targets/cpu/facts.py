@@ -7,11 +7,12 @@ Invariant: results name instructions by their position in the body, and values b
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from kitsune_jax.ops.spec import EVERYWHERE, Rounding
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr, TileProgram
-from kitsune_jax.program.passes import Flow, compared_values
+from kitsune_jax.program.passes import VIEWS, Flow, compared_values
 
 # --- Rows of a table that are read in place and never lie in a tile ---------------------------------------------------------------
 
@@ -204,6 +205,8 @@ def _exponential(flow: Flow, i: int, instr: Instr) -> RowExponential | None:
     if positions:
         x = flow.body[positions[0]].inputs[0]
         absorbed += positions
+    elif (product := _widened_product(flow, x)) is not None:
+        x = product  # the other readers of the widened numbers widen them as they read them
     if flow.type(x).shape != row.shape or not _lies_in_memory(flow, x):
         return None
     sums = [j for j in flow.readers(flow.root(e)) if _sums_rows(flow, j, e)]
@@ -222,6 +225,16 @@ def _exponential(flow: Flow, i: int, instr: Instr) -> RowExponential | None:
     if len(sums) > 1:
         return None
     return RowExponential(x, factor, shift, out, flow.body[sums[0]].outputs[0] if sums else None, (*absorbed, *sums))
+
+
+def _widened_product(flow: Flow, x: int) -> int | None:
+    """The 16-bit product that ``x`` is a widening conversion of."""
+    made = flow.places.get(flow.root(x))
+    if made is None or flow.body[made].kind != "convert_element_type" or flow.dtype(x) != "float32":
+        return None
+    source = flow.body[made].inputs[0]
+    maker = flow.makers.get(flow.root(source))
+    return source if maker is not None and maker.kind == "matmul" and flow.dtype(source) in NARROW else None
 
 
 def _repeated_along_rows(flow: Flow, v: int) -> int | None:
@@ -255,6 +268,65 @@ def _converts(flow: Flow, i: int, dtypes: tuple[str, ...]) -> bool:
 
 
 # --- Sums of two products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AddedProduct:
+    """``result`` = the float32 value that the pointwise instruction ``other`` makes + that of product ``product``, which is added
+    where ``other`` has stored its result. ``add``: the position of the addition.
+
+    ``carry``: the number of the loop's carry to whose place the product is added, as the sum is its next value; ``other`` is -1.
+    Where the readers of the sum are pointwise too, it is better off in their group."""
+
+    result: int
+    other: int
+    product: int
+    add: int
+    carry: int | None = None
+
+
+def added_products(flow: Flow, carries: Sequence[int] = ()) -> dict[int, AddedProduct]:
+    """The sums of a pointwise result and a product in ``flow``'s body, by the position of their addition. ``carries``: of the loop
+    whose body it is."""
+    found: dict[int, AddedProduct] = {}
+    for j, instr in enumerate(flow.body):
+        if instr.kind != "add" or any(flow.uses.get(v) != [(j, p)] for p, v in enumerate(instr.inputs)):
+            continue
+        (out,) = instr.outputs
+        if any(OPS[i.kind].family == "pointwise" for i in _readers(flow, out) if i.kind in OPS):
+            continue
+        for v, w in (instr.inputs, instr.inputs[::-1]):
+            product, other = flow.places.get(v, -1), flow.places.get(w, -1)
+            carry = next((p for p, c in enumerate(carries) if c == w and flow.uses.get(out) == [(len(flow.body), p)]), None)
+            kind = flow.body[other].kind if other >= 0 else ""
+            stored = carry is not None or kind in OPS and OPS[kind].family == "pointwise"
+            if product >= 0 and stored and flow.type(w) == flow.type(out) and _adds(flow, flow.body[product]):
+                found[j] = AddedProduct(out, other, product, j, carry)
+    return found
+
+
+def _readers(flow: Flow, v: int) -> Iterator[Instr]:
+    """The instructions that read ``v``, through views."""
+    for i in flow.readers(v):
+        instr = flow.instruction(i)
+        if instr.kind in VIEWS:
+            yield from _readers(flow, instr.outputs[0])
+        yield instr
+
+
+def _adds(flow: Flow, product: Instr) -> bool:
+    """Whether ``product`` is a matrix product that can add to what lies at the place of its result."""
+    if product.kind != "matmul":
+        return False
+    x, w = (flow.type(v) for v in product.inputs[:2])
+    plain = product.get("activation", "none") == "none" and product.get("rounds", "float32") == "float32"
+    whole = len(product["x_contract"]) + len(product["x_batch"]) == len(x.shape)
+    out = flow.type(product.outputs[0])
+    # The result's rows are its batch, then its columns.
+    order = [p for p, n in zip(product["out_perm"][1:], out.shape, strict=True) if n != 1]
+    float32 = out.dtype == "float32" and "float64" not in (x.dtype, w.dtype)
+    return x.tile and not w.tile and plain and whole and float32 and order == sorted(order)
+
 
 _SAME = ("x_contract", "w_contract", "x_batch", "w_batch", "out_perm")
 

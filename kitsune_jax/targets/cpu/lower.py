@@ -204,6 +204,7 @@ def generate(program: Program, name: str, products: Sequence[bc.Products] = (), 
     ``products``: for each part how bfloat16 operands are multiplied, by default as the CPU that runs the code chooses.
     ``rounding``: where 16-bit results are rounded.
     """
+    program = memory.with_layouts(program)
     ways = products or (_BEST,) * len(program.parts)
     several = len(program.parts) > 1
     lowered: dict[tuple[int, bc.Products], bc.CpuProgram] = {}

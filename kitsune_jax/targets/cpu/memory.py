@@ -18,7 +18,7 @@ import numpy as np
 
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
-from kitsune_jax.program.ir import ArrayType, TileProgram
+from kitsune_jax.program.ir import ArrayType, Part, Program, TileProgram, walk
 from kitsune_jax.program.passes import squeezed
 from kitsune_jax.targets.cpu import bytecode as bc
 
@@ -205,13 +205,90 @@ class BorderArray:
 
 def border(program: TileProgram, array: ArrayType, space: int, number: int) -> BorderArray:
     ref = bc.CpuRef(space, number, 0, bc.DTYPE_CODE[array.dtype])
-    dense, batch = dim_strides(array.shape), program.batch_axes
+    dense, batch = array.strides or dim_strides(array.shape), program.batch_axes
     if not array.row_strides:
         return BorderArray(ref, (), 0, 0, array.shape, dense)
     shape, strides = tuple(array.shape[d] for d in array.dims), tuple(dense[d] for d in array.dims)
     in_order = program.order is not None and any(array.row_strides)
     row = None if in_order else chain(program.axes[batch:], array.row_strides[batch:])
     return BorderArray(ref, array.row_strides, batch, row, shape, strides)
+
+
+# --- Layouts of arrays inside of a call -------------------------------------------------------------------------------------------
+
+# Reads of a table's rows by index, which want them dense.
+_BY_ROWS = frozenset({"gather", "scatter", "sink_at"})
+_LEAST_LAID_OUT = 1 << 12  # elements
+
+
+def with_layouts(program: Program) -> Program:
+    """``program`` with a stride for each dimension of those arrays between its phases that rows of a stream would touch one element
+    at a time: the dimensions that no phase streams over come last.
+
+    As an example, attention's result [heads, 64, tokens] is written and read by rows of tokens: as [tokens, heads, 64], in runs of
+    64 elements."""
+    parts = list(program.parts)
+    for number in range(program.operands + program.results, len(program.arrays)):
+        strides = _laid_out(parts, number)
+        if strides is not None:
+            parts = [_with_strides(part, number, strides) for part in parts]
+    return dataclasses.replace(program, parts=tuple(parts))
+
+
+def _accesses(parts: Sequence[Part], number: int) -> list[tuple[Part, ArrayType, bool, int]]:
+    """Each part that reads or writes array ``number`` of a call, with the array as the part has it, whether it reads, and its
+    number there."""
+    found = []
+    for part in parts:
+        for reads, own, arrays in ((True, part.reads, part.program.inputs), (False, part.writes, part.program.outputs)):
+            found += [(part, arrays[k], reads, k) for k, array in enumerate(own) if array == number]
+    return found
+
+
+def _laid_out(parts: Sequence[Part], number: int) -> tuple[int, ...] | None:
+    """The strides of array ``number`` of a call; None where it stays row-major."""
+    accesses = _accesses(parts, number)
+    if not accesses:
+        return None  # the executor refuses the call
+    shape = accesses[0][1].shape
+    if math.prod(shape) < _LEAST_LAID_OUT or not all(array.row_strides for _, array, _, _ in accesses):
+        return None
+    for part, _, reads, k in accesses:
+        of_sink = not reads and any(sink.array == k for sink in part.program.sinks)
+        if of_sink or part.program.order is not None or any(i.kind in _BY_ROWS for s in part.program.stages for i in walk(s.body)):
+            return None
+    real = [d for d, n in enumerate(shape) if n != 1]
+    streamed = [sum(d not in array.dims for _, array, _, _ in accesses) for d in range(len(shape))]
+    order = sorted(real, key=lambda d: (-streamed[d], 0 if streamed[d] else shape[d]))  # the longest last
+    if not real or not streamed[real[-1]] or streamed[order[-1]]:
+        return None
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
+
+
+def _with_strides(part: Part, number: int, strides: tuple[int, ...]) -> Part:
+    """``part`` with array ``number`` of its call in this layout."""
+
+    def laid_out(own: tuple[int, ...], arrays: tuple[ArrayType, ...]) -> tuple[ArrayType, ...]:
+        return tuple(_in_layout(a, strides) if k == number else a for k, a in zip(own, arrays, strict=True))
+
+    inputs, outputs = laid_out(part.reads, part.program.inputs), laid_out(part.writes, part.program.outputs)
+    if (inputs, outputs) == (part.program.inputs, part.program.outputs):
+        return part
+    return dataclasses.replace(part, program=dataclasses.replace(part.program, inputs=inputs, outputs=outputs))
+
+
+def _in_layout(array: ArrayType, strides: tuple[int, ...]) -> ArrayType:
+    dense = dim_strides(array.shape)
+
+    def moved_stride(step: int) -> int:
+        d = next((d for d, n in enumerate(array.shape) if n != 1 and dense[d] <= step < dense[d] * n), None)
+        return 0 if d is None else step // dense[d] * strides[d]  # None: 0, or an axis of one element
+
+    return dataclasses.replace(array, row_strides=tuple(map(moved_stride, array.row_strides)), strides=strides)
 
 
 # --- Scratch memory ---------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,13 @@ def schedule(stage: StageLowering) -> list[Item]:
             items.append(Item(None, [i]))
             at.update({stage.root(v): len(items) - 1 for v in (out, found.out, *(() if found.sums is None else (found.sums,)))})
             continue
+        if i in stage.late_products:
+            at[out] = ready  # its item comes where it is added
+            continue
+        if i in stage.late:
+            items.append(Item(None, [stage.late[i].product]))
+            at[out] = len(items) - 1
+            continue
         if i in stage.added:
             at[out] = ready  # the item of the later product
             continue

@@ -34,7 +34,7 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
     if stage.leaf(w) is not None:
         raise CannotLower("a matrix product with a constant")
     weight = stage.view(w)
-    lies = stage.view(x)
+    lies = stage.near(x)
     groups = [list(dims.free), list(dims.w_batch), list(dims.w_contract)]  # row dimensions of x
     in_memory = [sorted(group, key=lambda d: -lies.strides[d]) for group in groups]
     rows = _rows(lies, *in_memory)
@@ -43,8 +43,8 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
         rows = _copied_rows(stage, x, *groups)
     x_free, x_batch, x_contract = in_memory
     free, batch = [dims.out_of_x[d] for d in x_free], [dims.out_of_x[d] for d in x_batch]
-    total = stage.sums.get(i)
-    result = instr.outputs[0] if total is None else total.result
+    total, late = stage.sums.get(i), stage.late_products.get(i)
+    result = total.result if total is not None else late.result if late is not None else instr.outputs[0]
     shape = stage.type(result).shape
 
     def panel(view: View) -> tuple[list[int], bc.CpuOperand | None]:
@@ -52,7 +52,7 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
         return columns, _rows(view, free, batch, columns)
 
     def layout() -> View:
-        sequence = [*free, *batch, *dims.out_of_w.values()]
+        sequence = [*free, *batch, *sorted(dims.out_of_w.values(), key=_order_of_readers(stage, result))]
         return _scratch(stage, shape, stage.type(result).dtype, sequence, len(free))
 
     out = stage.place(result, lambda v: panel(v)[1] is not None, layout)
@@ -73,9 +73,18 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
             parameters=instr.get("parameters", ()),
             rounds=bc.DTYPE_CODE[instr.get("rounds", "float32")],
             out=lines,
-            adds=total is not None and total.second == i,
+            adds=late is not None or total is not None and total.second == i,
         )
     )
+
+
+def _order_of_readers(stage: StageLowering, r: int) -> Callable[[int], int]:
+    """Where dimension ``d`` of the rows of ``r`` stands for its readers, if they all transpose it alike; else ``d``."""
+    found = [stage.flow.instruction(i) for i, _ in stage.uses.get(stage.root(r), ())]
+    orders = {instr["permutation"] if instr.kind == "transpose" else None for instr in found}
+    (order,) = orders if len(orders) == 1 else (None,)
+    lead = int(stage.type(r).tile)
+    return lambda d: d if order is None else tuple(order).index(d + lead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +304,8 @@ def _written_at_once(stage: StageLowering, block: LoopBody) -> list[int]:
     items = pointwise.schedule(stage)
     where = {i: k for k, item in enumerate(items) for i in item.ops}
     maker = {stage.root(v): i for i, instr in enumerate(stage.body) for v in instr.outputs if i in where}
+    maker.update((stage.root(s.result), s.other) for s in stage.late.values() if s.carry is None)  # which writes there first
+    added = [s.carry for s in stage.late.values() if s.carry is not None]
 
     def read_before(v: int, i: int, same: bool) -> bool:
         """Whether all readers of ``v`` read before instruction ``i`` writes, or in its loop. ``same``: ``v`` is the whole carry."""
@@ -310,7 +321,8 @@ def _written_at_once(stage: StageLowering, block: LoopBody) -> list[int]:
         return True
 
     results = [stage.root(v) for v in block.results]
-    return [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
+    made = [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
+    return [*made, *added]
 
 
 def _store_carries(stage: StageLowering, block: LoopBody, places: Sequence[View]) -> None:

@@ -23,12 +23,13 @@ from kitsune_jax.program.ir import Instr, LoopBody, TileProgram, TileType
 from kitsune_jax.program.passes import VIEWS, Flow, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory
-from kitsune_jax.targets.cpu.facts import product_sums, rounded_values, row_exponentials, taken_dots, taken_sums
+from kitsune_jax.targets.cpu.facts import added_products, product_sums, rounded_values, row_exponentials, taken_dots, taken_sums
 from kitsune_jax.targets.cpu.memory import BorderArray, View
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type, is_pointwise
 
 _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
 _VECTOR = 16  # elements
+_CONFLICTING = 1 << 10  # bytes between rows, of which the sets of a first-level cache hold few
 _COPIES = frozenset({"slice", "concatenate", "pad"})
 # Instructions, beside views and elementwise ones, that can read a value that lies column by column.
 _READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
@@ -67,13 +68,18 @@ class StageLowering:
         self.exponentials = row_exponentials(self.flow)  # by the number of their exp
         facts = (self.taken, self.dots, self.exponentials)
         self.absorbed = {i for found in facts for fact in found.values() for i in fact.absorbed}
-        self.sums = product_sums(self.flow)
+        self.sums = product_sums(self.flow)  # by the number of either product
         self.added = {s.add for s in self.sums.values()}
+        late = added_products(self.flow, block.carries if block else ())  # by the number of the addition
+        self.late = {i: s for i, s in late.items() if s.product not in self.sums}
+        self.late_products = {s.product: s for s in self.late.values()}
+        self.late_results = {s.result: self.body[s.product].outputs for s in self.late.values()}
         self.code: list[bc.Instruction] = []
         self.buffer_bytes: list[int] = around.buffer_bytes if around else []
         self.views: dict[int, View] = dict(around.views) if around else {}
         self.leaves: dict[int, Leaf] = dict(around.leaves) if around else {v: Leaf(const=c) for v, c in program.literals}
         self.satisfied: set[Use] = set()
+        self.copies: dict[int, View] = {}  # of values whose rows lie badly, for the loops inside
         self.depth: int = around.depth + 1 if around else 0  # enclosing loops
         self.made = {*self.flow.makers, *((block.index, *block.carries) if block else ())}
         self.carry_results = tuple(zip(block.carries, block.results, strict=True)) if block else ()
@@ -139,6 +145,8 @@ class StageLowering:
         for carry, result in self.carry_results:
             if not here.isdisjoint((carry, self.root(result))):
                 here |= {carry, self.root(result)}
+        if not here.isdisjoint(self.late_results):
+            return False  # a product adds to it
         made = (self.flow.makers.get(r) for r in here)
         if len(here) > 1 and any(i is not None and i.kind == "matmul" for i in made):
             return False
@@ -225,6 +233,23 @@ class StageLowering:
         found = memory.reshape(self.views[r], self.type(v).shape)
         assert found is not None
         return found
+
+    def near(self, v: int) -> View:
+        """``view(v)``, of a tile whose rows a product reads. Where a loop reads the rows of an array again and again, and they lie
+        a multiple of 1 KiB apart, so that few of them fit the first-level cache at once: a copy that is made before the loop."""
+        found = self.view(v)
+        home = self
+        while home.around is not None and self.root(v) not in home.made:
+            home = home.around
+        far = abs(found.row_stride) * itemsize(found.dtype)
+        if home is self or found.ref.space != bc.IN or any(found.ref.loop_strides) or far == 0 or far % _CONFLICTING:
+            return found
+        if self.root(v) not in home.copies:
+            copy = home.scratch(found.shape, found.dtype)
+            home.copy(found, copy)
+            home.copies[self.root(v)] = copy
+        near = memory.reshape(home.copies[self.root(v)], found.shape)
+        return found if near is None else near
 
     def view_that(self, fits: Callable[[View], bool], v: int, dtype: str) -> View:
         """``view(v)`` if it ``fits``, else a copy of ``v`` in scratch, of ``dtype``."""
@@ -392,7 +417,17 @@ class StageLowering:
             return self.queue(instr["queue"])
         if instr.kind == "paste" and p == 1:
             return self.part(instr)
+        if instr.outputs and instr.outputs[0] in self.late_results and instr.inputs[p] not in self.late_results[instr.outputs[0]]:
+            return self._place_of_sum(self.root(instr.outputs[0]))
         return self.piece(instr, p) if instr.kind == "concatenate" else None
+
+    def _place_of_sum(self, r: int) -> View:
+        """The place of a pointwise result that a product is added to: rows whose elements lie dense."""
+
+        def fits(view: View) -> bool:
+            return memory.readable(view) and memory.chain(view.shape, view.strides) in (0, 1)
+
+        return self.place(r, fits, lambda: self.scratch(self.type(r).shape, self.type(r).dtype))
 
     def _operand_place(self, instr: Instr, place: View, r: int) -> View | None:
         """``place`` of the result of a bijective view instruction, as a place of its operand ``r``."""

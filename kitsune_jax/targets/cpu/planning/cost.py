@@ -349,7 +349,7 @@ class CpuCost(RegionCost):
             if match is None:
                 continue
             found.update(dict.fromkeys((ops[k] for k in match.absorbed), ""))
-            found[self.producer[match.result]] = "" if match.name == "relu" else match.name
+            found[self.producer[match.result]] = "" if match.name in ("relu", "scale") else match.name
         return found
 
     def _rounds(self, i: int) -> bool:

@@ -1,0 +1,101 @@
+"""Where arrays lie: those between the phases of a call, and rows that a loop reads again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kitsune_jax as kj
+from kitsune_jax.program.ir import Array, Part, Program
+from kitsune_jax.targets.cpu import bytecode as bc
+from kitsune_jax.targets.cpu import lower, memory
+from kitsune_jax.targets.cpu.bytecode import CpuCall
+from kitsune_jax.targets.cpu.lower import lower_program
+from tests.support.lowered import array
+from tests.support.tiles import Tiles
+
+HEADS, SIZE, TOKENS = 6, 40, 35
+CUBE = (HEADS, SIZE, TOKENS)
+
+
+def two_phases(second: str = "rows") -> Program:
+    """y = -exp(x) of an array [heads, 40, tokens], by rows of tokens, in two phases; the second one's rows may be heads instead."""
+    by_tokens, by_heads = ((), (), (0,)), ((0,), (), ())
+    first = Tiles((TOKENS,), 8)
+    first.store(first.op("exp", first.load(CUBE, streams=by_tokens)), CUBE, by_tokens)
+    then = Tiles((TOKENS if second == "rows" else HEADS,), 4)
+    streams = by_tokens if second == "rows" else by_heads
+    then.store(then.op("neg", then.load(CUBE, streams=streams)), CUBE, streams)
+    arrays = (Array(CUBE, "float32"),) * 3
+    return Program(arrays, 1, 1, (Part(0, first.program(), (0,), (2,)), Part(1, then.program(), (2,), (1,))))
+
+
+def test_dimensions_that_no_phase_streams_over_come_last() -> None:
+    first, then = memory.with_layouts(two_phases()).parts
+    between = first.program.outputs[0]
+    assert between.strides == (SIZE, 1, HEADS * SIZE) and between.row_strides == (HEADS * SIZE,)
+    assert then.program.inputs[0] == between
+    assert first.program.inputs[0].strides == () and then.program.outputs[0].strides == ()  # of the call's own arrays: row-major
+
+
+def test_a_dimension_that_one_phase_keeps_lies_in_runs_for_both() -> None:
+    first, then = memory.with_layouts(two_phases("heads")).parts
+    assert first.program.outputs[0].strides == (TOKENS * SIZE, 1, SIZE)
+    assert then.program.inputs[0].row_strides == (TOKENS * SIZE,)
+
+
+@pytest.mark.parametrize("second", ["rows", "heads"])
+def test_values_do_not_depend_on_the_layout(second: str) -> None:
+    from kitsune_jax import _cpu
+
+    x = array(*CUBE)
+    words = lower.generate(two_phases(second), "test")
+    for threads in (1, 2):
+        got = np.empty(CUBE, np.float32)
+        _cpu.run(words, [x], [got], threads)
+        np.testing.assert_allclose(got, -np.exp(x), rtol=1e-6)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CpuCall]]:
+    """The calls that are lowered while a test runs."""
+    found: list[CpuCall] = []
+    encode = bc.encode
+    monkeypatch.setattr(lower.bc, "encode", lambda call: (found.append(call), encode(call))[1])
+    yield found
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    s = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    s = jnp.where(jnp.tril(jnp.ones(s.shape[1:], bool)), s, -jnp.inf)
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(s.astype(jnp.float32)).astype(q.dtype), v)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [3, 8])
+def test_queries_that_lie_a_multiple_of_a_kibibyte_apart_are_copied_in_front_of_the_loop(calls, heads: int, dtype: str) -> None:
+    tokens, size = 700, 64
+    q, k, v = (jnp.asarray(np.random.default_rng(s).standard_normal((tokens, heads, size)), dtype) for s in range(3))
+    got = jax.jit(kj.pipeline(attention, force=True, strict=True))(q, k, v)
+    wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+    scores = np.einsum("qhd,khd->hqk", *wide[:2]) / math.sqrt(size)
+    weights = np.exp(np.where(np.tril(np.ones((tokens, tokens), bool)), scores, -np.inf))
+    want = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), wide[2])
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=1e-5 if dtype == "float32" else 3e-2)
+    loops = [i for c in calls for p in c.parts for s in p.program.stages for i in s.body if isinstance(i, bc.CpuLoop)]
+    first = [next(i for i in loop.body if isinstance(i, bc.Matmul)) for loop in loops]
+    far = heads * size * np.dtype(jnp.dtype(dtype)).itemsize % 1024 == 0
+    assert first and {m.x.ref.space for m in first} == {bc.SCRATCH if far else bc.IN}
+
+
+def test_a_program_without_loops_reads_its_rows_where_they_lie() -> None:
+    t = Tiles((19,), 8)
+    t.store(t.matmul(t.load((19, 512), streams=((0,), ())), t.load((512, 8))), (19, 8), ((0,), ()))
+    (product,) = lower_program(t.program(), "test").stages[0].body
+    assert isinstance(product, bc.Matmul) and product.x.ref.space == bc.IN
