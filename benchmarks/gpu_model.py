@@ -174,7 +174,7 @@ def _plan_as(graph: Graph, region: Region, ran: Ran) -> tuple[GpuRegion, GpuPlan
     cost = GpuCost(graph, region, machine, order)
     found = GpuRegion(cost)
     if isinstance(ran.way, int):
-        made = plans_in_batches(graph, region, machine, in_time=True)  # attention's kernels have changed since
+        made = plans_in_batches(GpuCost(graph, region, machine), in_time=True)  # attention's kernels have changed since
         return found, next(p for p in made if p.lanes == ran.lanes and p.blocks is not None and p.blocks[2] == ran.way)
     if ran.stages:
         drafts = finest(cost, {**panel_sums_of(cost), **fed_by(cost)})

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.apps import DTYPES
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.targets.cpu.planning.machines import CpuMachine, cpu_at_hand, cpu_of
 from kitsune_jax.targets.cpu.planning.xla import of_ops, program_context
 from kitsune_jax.targets.cpu.profile.kernels import fastest
@@ -111,7 +112,7 @@ def _array(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> jax.Ar
 def modelled(function: Callable[..., Any], args: Sequence[Any], machine: CpuMachine) -> float:
     """Seconds of all kernels of the function, without its call."""
     graph = capture(jax.make_jaxpr(function)(*args)).graph
-    return of_ops(graph, range(len(graph.ops)), machine, program_context(graph, machine, body=False))
+    return of_ops(graph, range(len(graph.ops)), machine, program_context(graph, machine, PlannerOptions(), body=False))
 
 
 def measured(functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], workers: int) -> list[float]:

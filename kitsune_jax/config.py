@@ -337,14 +337,22 @@ def _option(default: Any, *values: Any, plans: bool = True) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class PlannerOptions:
+    """The options on which the plan of a region may depend. The planners of targets get them whole, and the plans of a region are
+    remembered by them; options that change the choice between plans (``force``) are not among them, so that every choice shares
+    the plans. ``deterministic``: equal arguments give equal bits in every run."""
+
+    deterministic: bool = _option(True, True, False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options(PlannerOptions):
     """Options of a pipelined function: the static parameter that stays on the primitive through every transformation.
 
     Everything that changes what a lowering does is in here, because JAX keys its caches on it. ``force``: ignore the cost model.
     ``target``: None (the platform's own) or "emulator": CUDA kernels, run on the CPU. ``residuals``: the name of the policy, for
     reports; the policy itself is applied in the jaxpr. ``export``: "plain": ``jax.export`` gets plain HLO; "calls": custom calls.
-    ``deterministic``: equal arguments give equal bits in every run. ``network``: (seconds of an empty message, bytes per
-    second) between devices whose collectives run beside other operators.
+    ``network``: (seconds of an empty message, bytes per second) between devices whose collectives run beside other operators.
     """
 
     strict: bool = _option(False, True, False)
@@ -352,7 +360,6 @@ class Options:
     target: str | None = None
     residuals: str = _option("save", plans=False)
     export: str = _option("plain", "plain", "calls", plans=False)
-    deterministic: bool = _option(True, True, False)
     network: tuple[float, float] | None = None
 
 
@@ -378,6 +385,11 @@ def resolve(given: Mapping[str, Any]) -> Options:
     ``KITSUNE_STRICT`` also sets ``strict``."""
     force = given["force"]
     return Options(**{**given, "strict": given["strict"] or strict(), "force": forced() if force is None else force})
+
+
+def planner_options(options: PlannerOptions) -> PlannerOptions:
+    """Those of ``options`` on which the plan of a region may depend, and no others."""
+    return PlannerOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(PlannerOptions)})
 
 
 T = TypeVar("T", bound=Options)

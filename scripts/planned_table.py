@@ -82,6 +82,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     from kernel_checks import sass
     from kitsune_jax.capture.jaxpr import capture
     from kitsune_jax.capture.rewrites import RewriteContext
+    from kitsune_jax.config import planner_options
     from kitsune_jax.frontend.lowering import split_few_rows
     from kitsune_jax.frontend.route import RouteOptions, route
     from kitsune_jax.planning.plan import GpuPlan
@@ -103,7 +104,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         graph, as_it_was = captured.graph, 0.0
         if by_rows:  # XLA's times are those of the function itself
             machine = cuda.machine("h200")
-            program = cuda.program_context(graph, machine, body=False)
+            program = cuda.program_context(graph, machine, planner_options(asked), body=False)
             as_it_was = cuda.unpipelined_seconds(graph, range(len(graph.ops)), machine, program)
             graph = split_few_rows(captured, "cuda", "h200").graph
         for k, region in enumerate(route(graph, "cuda", asked).regions, 1):

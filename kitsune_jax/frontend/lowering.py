@@ -180,7 +180,8 @@ def modelled_seconds(graph: Graph, planned: Routed, target: str, options: RouteO
     inside = {i for region in planned.regions for i in region.region.ops}
     left = [i for i, op in enumerate(graph.ops) if i not in inside and op.kind != "opaque" and not _moves_nothing(graph, op)]
     machine = executor.machine(options.device)
-    return calls + executor.unpipelined_seconds(graph, left, machine, executor.program_context(graph, machine, options.body))
+    program = executor.program_context(graph, machine, config.planner_options(options), options.body)
+    return calls + executor.unpipelined_seconds(graph, left, machine, program)
 
 
 def _moves_nothing(graph: Graph, op: Op) -> bool:

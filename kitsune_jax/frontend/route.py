@@ -214,7 +214,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     """
     executor = targets.get(target)
     machine = executor.machine(options.device)
-    program = executor.program_context(graph, machine, options.body)
+    program = executor.program_context(graph, machine, config.planner_options(options), options.body)
     known = _known_plans(graph, target, machine, program, (config.cuda_arch(), config.cuda_avoid()))
     failed = _Failures(graph, options.strict)
     search = _TargetSearch(graph, executor, machine, program, failed, options, known)
@@ -324,6 +324,7 @@ class _TargetSearch:
                 lambda: _call_of(self.graph, chosen, (), "", self.target.name, self.machine).program,
                 plans,
                 self.machine,
+                self.program,
                 math.inf if self.options.force else apart,
             )
         except Exception as error:

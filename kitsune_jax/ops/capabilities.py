@@ -31,8 +31,6 @@ class TargetCapabilities:
     stores_rows: bool = False
     #: There is code for the online sums of a segment softmax (``ops.reduce.ONLINE``).
     sums_online: bool = False
-    #: Sums by index may be faster if their order, and so their bits, may differ from run to run.
-    sums_unordered: bool = False
     #: There is code for sums over the rows of each batch. Without it, the gradients of an attention by queries and those by keys
     #: and values each compute scores of their own (``capture.rewrites.attention_scores``).
     sums_by_batch: bool = True

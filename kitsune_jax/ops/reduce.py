@@ -378,15 +378,12 @@ def _local_scatter(op: Op, ins: list[Dims], out: Dims) -> LocalOp:
     return LocalOp("sink_at", make_params(how=how, accumulate=dtype, sorted=op["sorted"] and index.row_major()))
 
 
-def any_order(op: Op) -> bool:
-    """May two runs of ``op`` fold its rows in different orders? A maximum or a minimum has the same bits then; the last bits of
-    sums may differ (``may_differ``)."""
-    return op.kind in ("scatter_max", "scatter_min") or may_differ(op)
+EXACT_FOLDS = frozenset({"scatter_max", "scatter_min"})  # the same bits in any order of the rows
 
 
-def may_differ(op: Op) -> bool:
-    """Is ``op`` a sum that need not have the same bits in every run? (``capture.rewrites.products``.)"""
-    return ("unordered", True) in op.params
+def any_order(op: Op, deterministic: bool) -> bool:
+    """May two runs of ``op`` fold its rows in different orders? ``deterministic``: only if all bits are the same then."""
+    return op.kind in EXACT_FOLDS or (op.kind == "scatter_sum" and not deterministic)
 
 
 # --- the entries -----------------------------------------------------------------------------------------------------------------

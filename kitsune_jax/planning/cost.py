@@ -24,7 +24,7 @@ from kitsune_jax.ops.loops import body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.spec import DTYPES
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import Machine
+from kitsune_jax.planning.plan import NO_CONTEXT, Machine, ProgramContext
 from kitsune_jax.planning.streams import Region, StreamSpace, row_shape
 
 # --- Operations, rows and bytes ---------------------------------------------------------------------------------------------------
@@ -125,12 +125,15 @@ class RegionCost(abc.ABC):
     ``absorbed(i)``: a bias, a ReLU or a part of another activation that the matmul before it applies to its accumulators for free.
     ``access(i)``: its reads or folds by streamed indices, or None. ``tables``: the stationary values that are read by rows only;
     they are never laid out for the call, and may have any size. ``order``: the indices (a graph value) in whose order the rows
-    stream. ``carried``: of a loop's body, the values that a step passes to the next; None elsewhere. ``labels``: of values that
-    depend on the rows of a batch; ``of_batch``: of values that depend on batch axes only, counted as stationary, by the batch.
+    stream. ``program``: the one around the region. ``carried``: of a loop's body, the values that a step passes to the next; None
+    elsewhere. ``labels``: of values that depend on the rows of a batch; ``of_batch``: of values that depend on batch axes only,
+    counted as stationary, by the batch.
     """
 
-    def __init__(self, graph: Graph, region: Region, machine: Machine, order: int | None = None):
-        self.graph, self.region, self.machine, self.order = graph, region, machine, order
+    def __init__(
+        self, graph: Graph, region: Region, machine: Machine, order: int | None = None, program: ProgramContext = NO_CONTEXT
+    ):
+        self.graph, self.region, self.machine, self.order, self.program = graph, region, machine, order, program
         self.of_batch = {v: axes for v, axes in region.labels if region.space.of_batch(axes)}
         self.labels = {v: axes for v, axes in region.labels if v not in self.of_batch}
         self.members = frozenset(region.ops)
@@ -163,7 +166,7 @@ class RegionCost(abc.ABC):
 
     def for_graph(self, graph: Graph, region: Region) -> Self:
         """The costs of another graph on the same machine, such as the body of a loop."""
-        return type(self)(graph, region, self.machine)
+        return type(self)(graph, region, self.machine, program=self.program)
 
     def _body(self, i: int) -> Self:
         op = self.graph.ops[i]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.planning.streams import Region
 
 # --- Plans ------------------------------------------------------------------------------------------------------------------------
@@ -185,9 +186,11 @@ class Machine:
 class ProgramContext:
     """Facts about the program around a region that its plan depends on.
 
-    ``fresh_seconds``: seconds per byte of an array between two calls, if it is fresh pages at every run, unlike within one call.
+    ``options``: of the user, whole. ``fresh_seconds``: seconds per byte of an array between two calls, if it is fresh pages at
+    every run, unlike within one call.
     """
 
+    options: PlannerOptions = PlannerOptions()
     fresh_seconds: float = 0.0
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kitsune_jax.ops.graph import Graph, Value
 from kitsune_jax.ops.loops import parts
-from kitsune_jax.ops.reduce import may_differ
+from kitsune_jax.ops.reduce import EXACT_FOLDS
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.plan import Machine, Phase, Plan, Queue
@@ -141,7 +141,7 @@ def _peak(graph: Graph, region: Region, machine: Machine) -> float:
 
 def _varying(graph: Graph, planned: Sequence[Planned]) -> list[str]:
     """A note that names the sums whose last bits may differ from run to run, if there are any."""
-    free = [i for p in planned for plan in _plans(p) for i in plan.unordered if may_differ(graph.ops[i])]
+    free = [i for p in planned for plan in _plans(p) for i in plan.unordered if graph.ops[i].kind not in EXACT_FOLDS]
     found = dict.fromkeys((_label(graph, i), graph.ops[i].source) for i in free)
     sums = ", ".join(f"{label} ({source or 'no source line'})" for label, source in found)
     note = f"deterministic=False: the last bits of {sums} may differ from run to run, because rows are added atomically"

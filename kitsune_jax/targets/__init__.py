@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import config
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.errors import CannotLower, InvalidProgram
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
@@ -61,8 +62,9 @@ class Target(abc.ABC, Generic[M, P, L]):
         """The model of ``device``, by default of the device present. Raises ``ValueError`` for a name it does not know."""
 
     @abc.abstractmethod
-    def program_context(self, graph: Graph, machine: M, body: bool) -> P:
-        """The facts about the program ``graph`` that plans of its regions depend on. ``body``: it is the body of XLA's loop."""
+    def program_context(self, graph: Graph, machine: M, options: PlannerOptions, body: bool) -> P:
+        """The facts about the program ``graph`` that plans of its regions depend on, and the user's ``options``. ``body``: it is
+        the body of XLA's loop."""
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: M, program: P) -> float:
         """Modelled seconds of ``ops`` where XLA runs them. Only for targets with ``splits_reductions`` or ``streams_elements``."""
@@ -79,11 +81,14 @@ class Target(abc.ABC, Generic[M, P, L]):
         of its arguments, without clock or randomness. Raises ``Infeasible`` with the reason where there is none.
         """
 
-    def merge_phases(self, make: Callable[[], Program], plans: Sequence[L], machine: M, apart: float) -> Sequence[L] | str:
-        """The ``plans`` of several regions changed to phases of one call, or the reason why one call cannot run them or is slower.
+    def merge_phases(
+        self, make: Callable[[], Program], plans: Sequence[L], machine: M, program: P, apart: float
+    ) -> Sequence[L] | str:
+        """The ``plans`` of several regions of ``program`` changed to phases of one call, or the reason why one call cannot run
+        them or is slower.
 
-        Only for targets with ``runs_phases``. ``make`` builds the program of the call. ``plans``: of the regions alone, all but the
-        first without the seconds of a launch. ``apart``: seconds of the same work in separate calls.
+        Only for targets with ``runs_phases``. ``make`` builds the tile program of the call. ``plans``: of the regions alone, all
+        but the first without the seconds of a launch. ``apart``: seconds of the same work in separate calls.
         """
         return plans
 

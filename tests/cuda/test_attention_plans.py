@@ -24,6 +24,7 @@ from kitsune_jax.program.ir import walk
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from kitsune_jax.targets.cuda.arrangement import arrangement_of
+from kitsune_jax.targets.cuda.planning.cost import GpuCost
 from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.planning.planner import plans_in_batches
 from kitsune_jax.targets.cuda.planning.program_work import ProgramWork
@@ -417,9 +418,9 @@ def test_the_model_knows_which_products_are_late(dim: int, dtype: str, is_causal
     """Of every extent of a block and number of lanes. A kernel with late values is modelled as faster than the same without."""
     arrays = [jax.ShapeDtypeStruct((1, 4096, 16, dim), dtype)] * 3
     of = subject(lambda q, k, v: masked(q, k, v, is_causal=is_causal), *arrays, batches=True)
-    in_time = {(p.lanes, p.blocks): p.seconds for p in plans_in_batches(of.graph, of.region, H200, in_time=True)}
+    in_time = {(p.lanes, p.blocks): p.seconds for p in plans_in_batches(GpuCost(of.graph, of.region, H200), in_time=True)}
     some = 0
-    for plan in plans_in_batches(of.graph, of.region, H200):
+    for plan in plans_in_batches(GpuCost(of.graph, of.region, H200)):
         program = of.program(plan)
         try:
             source = lower.generate_kernel(program, arrangement_of(plan, program), "test").source
@@ -438,7 +439,7 @@ def test_the_model_issues_what_the_machine_code_of_a_block_does() -> None:
     """Two lanes, 128 keys, heads of 128: NVRTC 13.5 makes 559 instructions of a block."""
     arrays = [jax.ShapeDtypeStruct((1, 4096, 16, 128), "bfloat16")] * 3
     of = subject(masked, *arrays, batches=True)
-    plan = next(p for p in plans_in_batches(of.graph, of.region, H200) if (p.lanes, p.blocks[2:]) == (2, (128,)))
+    plan = next(p for p in plans_in_batches(GpuCost(of.graph, of.region, H200)) if (p.lanes, p.blocks[2:]) == (2, (128,)))
     program = of.program(plan)
     work = ProgramWork(program, H200, 2)
     blocks = [work.of(program.stages[0].body, lambda loop, n=n: float(n)).issue for n in (11, 12)]

@@ -127,7 +127,7 @@ def step_without_gradients(dtype: str, rows: int) -> tuple[Captured, list[Planne
         if region.space.rows != rows or any(graph.ops[i].kind == "dot_general" for i in region.sinks):
             return "its sums have no room"
         try:
-            found = planner.plan(graph, region, H200, lambda p: lower.check(build(graph, region, p), p, "region"))
+            found = planner.plan(graph, region, H200, accept=lambda p: lower.check(build(graph, region, p), p, "region"))
         except Infeasible as no:
             return str(no)
         return dataclasses.replace(found, replicas=1, baseline_seconds=2.0 * len(region.ops))  # whatever has a plan pays

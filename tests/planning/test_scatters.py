@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import kitsune_jax as kj
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.planning.cost import folded_into, kernels_of, left_region
 from kitsune_jax.regions.grow import WHY, updated_in_place
 from kitsune_jax.targets.cpu.planning import xla
@@ -48,7 +49,7 @@ def folded(n: int, width: int, rows: int, steps: int) -> tuple[Any, tuple[Any, .
 def seconds(n: int, width: int, rows: int, steps: int) -> float:
     f, args = folded(n, width, rows, steps)
     graph = graph_of(f, *args)
-    return xla.of_ops(graph, range(len(graph.ops)), MACHINE, xla.program_context(graph, MACHINE, False))
+    return xla.of_ops(graph, range(len(graph.ops)), MACHINE, xla.program_context(graph, MACHINE, PlannerOptions(), False))
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.targets.cpu.call import FlopCounts, count_flops
 from kitsune_jax.targets.cpu.planning.machines import REGION_ALONE, cpu_model
 from kitsune_jax.targets.cpu.planning.xla import of_ops, program_context
@@ -57,8 +58,8 @@ def test_a_program_is_handed_over_unless_little_is_left_of_it() -> None:
 
 def test_steps_of_a_loop_are_not_handed_over() -> None:
     graph = graph_of(_layer, *_arrays((32, 8), (8, 8)))
-    assert program_context(graph, CPU, body=False).flop_counts.total == 4096
-    assert program_context(graph, CPU, body=True).flop_counts.total == 0
+    assert program_context(graph, CPU, PlannerOptions(), body=False).flop_counts.total == 4096
+    assert program_context(graph, CPU, PlannerOptions(), body=True).flop_counts.total == 0
 
 
 def test_what_is_all_of_a_small_program_is_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,10 @@ def test_what_is_all_of_a_small_program_is_pipelined(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("rows", "cheaper"), [(331, True), (40_000, False)])
 def test_loops_of_a_small_program_find_their_operands_in_the_second_level(rows: int, cheaper: bool) -> None:
     graph = graph_of(lambda x, y: jnp.tanh(x * y + x), *_arrays((rows, 96), (rows, 96)))
-    known, beside = (of_ops(graph, range(len(graph.ops)), CPU, p) for p in (program_context(graph, CPU, body=False), REGION_ALONE))
+    known, beside = (
+        of_ops(graph, range(len(graph.ops)), CPU, p)
+        for p in (program_context(graph, CPU, PlannerOptions(), body=False), REGION_ALONE)
+    )
     alone = CPU.workers * beside if cheaper else beside  # a loop of one thread has others beside it in a larger program
     assert (known < 0.9 * alone) is cheaper and (known == alone) is not cheaper
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.plan import Plan, Stage
@@ -87,7 +88,7 @@ def test_arrays_cost_where_the_program_has_much_of_them(edges: int, costs: bool)
     """Up to 32 MB the C library hands out the same pages again."""
     graph = graph_of(step, array(edges, WIDTH), array(WIDTH, WIDTH), array(edges, dtype="int32"))
     target = get("cpu")
-    assert (target.program_context(graph, target.machine(MACHINE), False).fresh_seconds > 0) == costs
+    assert (target.program_context(graph, target.machine(MACHINE), PlannerOptions(), False).fresh_seconds > 0) == costs
 
 
 def test_what_reads_repeated_numbers_streams_over_the_rows_that_have_them():

@@ -132,7 +132,8 @@ def plans(graph: Graph, region: Region, machine: GpuMachine) -> list[tuple[GpuCo
             found += [(cost, plan) for plan in candidates(cost)]
     if region.space.batch:
         with contextlib.suppress(Infeasible):
-            found += [(GpuCost(graph, region, machine), plan) for plan in plans_in_batches(graph, region, machine)]
+            cost = GpuCost(graph, region, machine)
+            found += [(cost, plan) for plan in plans_in_batches(cost)]
     return found
 
 

@@ -12,6 +12,7 @@ from jax import lax
 import kitsune_jax as kj
 from kitsune_jax import targets
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.config import PlannerOptions
 
 ON = {"platform": "cpu", "device": "avx512-8"}  # a shipped profile: the same numbers on every machine
 
@@ -51,7 +52,7 @@ def test_operators_left_to_xla_share_the_time_of_their_kernels() -> None:
     machine = cpu.machine("avx512-8")
     graph = capture(jax.make_jaxpr(f)(w, x)).graph
     known = [i for i, op in enumerate(graph.ops) if op.kind != "opaque"]
-    kernels = cpu.xla_kernels(graph, known, machine, cpu.program_context(graph, machine, False))
+    kernels = cpu.xla_kernels(graph, known, machine, cpu.program_context(graph, machine, PlannerOptions(), False))
     report = kj.explain(f, **ON)(w, x)
     assert not report.regions
     told = {r.op: r.seconds for r in report.rejected}

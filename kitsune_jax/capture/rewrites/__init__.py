@@ -16,7 +16,6 @@ from kitsune_jax.capture.rewrites.attention_scores import multiply_scores, part_
 from kitsune_jax.capture.rewrites.few_rows import reductions_as_folds, split_reductions
 from kitsune_jax.capture.rewrites.loops import move_constants, move_products, move_sums, recompute_cheap_slices
 from kitsune_jax.capture.rewrites.products import (
-    allow_any_order,
     exchange_operands,
     fold_slices,
     fold_transposes,
@@ -102,11 +101,6 @@ REWRITES: Sequence[Rewrite] = (
     ),
     Rewrite("dividing the weight gradients of concatenations", split_gradients, lambda c: c.capabilities.divides_gradients),
     _ONLINE,
-    Rewrite(
-        "letting sums by index run in any order",
-        allow_any_order,
-        lambda c: c.capabilities.sums_unordered and not c.options.deterministic,
-    ),
     Rewrite("multiplying scores by reciprocals of their statistics", multiply_scores, lambda c: not c.capabilities.sums_by_batch),
     Rewrite(
         "computing scores once for sums over rows and once for sums over columns",

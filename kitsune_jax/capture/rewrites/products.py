@@ -265,18 +265,6 @@ def promise_sorted(captured: Captured) -> Captured:
     return editor.finish()
 
 
-# --- sums by index in any order ---------------------------------------------------------------------------------------------------
-
-
-def allow_any_order(captured: Captured) -> Captured:
-    """Mark every ``scatter_sum`` as ``unordered``: the user allows another order of its additions, and other bits, in every run."""
-    editor = GraphEditor(captured)
-    for i, op in enumerate(editor.graph.ops):
-        if op.kind == "scatter_sum":
-            editor.replace(i, with_params(op, op.inputs, op.outputs, unordered=True))
-    return editor.finish()
-
-
 # --- indices made in the shape in which they are compared -------------------------------------------------------------------------
 
 Place = tuple["int | None", ...]  # for each dimension of a value the one of the new shape that it is; None: it has one element

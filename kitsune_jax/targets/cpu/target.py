@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.spec import is_narrow
@@ -125,8 +126,8 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
     def machine(self, device: str | None = None) -> CpuMachine:
         return machines.cpu_at_hand() if device is None else machines.cpu_model(device)
 
-    def program_context(self, graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
-        return xla_times.program_context(graph, machine, body)
+    def program_context(self, graph: Graph, machine: CpuMachine, options: PlannerOptions, body: bool) -> CpuProgramContext:
+        return xla_times.program_context(graph, machine, options, body)
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: CpuMachine, program: CpuProgramContext) -> float:
         return xla_times.of_ops(graph, ops, machine, program)

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from kitsune_jax import config
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.errors import NoCudaKernelsWarning
 from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import INDEXED, ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.plan import NO_CONTEXT, GpuPlan, ProgramContext
+from kitsune_jax.planning.plan import GpuPlan, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, Program
@@ -103,7 +104,6 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         stores_gradients=True,
         repeats_products=True,
         sums_online=True,
-        sums_unordered=True,
         sums_by_batch=False,
         runs_loops=True,
         sums_behind=True,
@@ -135,29 +135,29 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
     def machine(self, device: str | None = None) -> GpuMachine:
         return machines.gpu(device or runtime.device_model())
 
-    def program_context(self, graph: Graph, machine: GpuMachine, body: bool) -> ProgramContext:
-        return NO_CONTEXT
+    def program_context(self, graph: Graph, machine: GpuMachine, options: PlannerOptions, body: bool) -> ProgramContext:
+        return ProgramContext(options=options)
 
     def unpipelined_seconds(self, graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext) -> float:
-        return xla.of_ops(graph, ops, machine)
+        return xla.of_ops(graph, ops, machine, program)
 
     def xla_kernels(
         self, graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext
     ) -> Sequence[tuple[Collection[int], float]]:
-        return xla.kernels_of_ops(graph, ops, machine)
+        return xla.kernels_of_ops(graph, ops, machine, program)
 
     def plan(self, graph: Graph, region: Region, machine: GpuMachine, program: ProgramContext) -> GpuPlan:
         """The fastest candidate of the planner that the code generator accepts."""
-        return planner.plan(graph, region, machine, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
+        return planner.plan(graph, region, machine, program, lambda plan: lower.check(build(graph, region, plan), plan, "region"))
 
     def merge_phases(
-        self, make: Callable[[], Program], plans: Sequence[GpuPlan], machine: GpuMachine, apart: float
+        self, make: Callable[[], Program], plans: Sequence[GpuPlan], machine: GpuMachine, program: ProgramContext, apart: float
     ) -> Sequence[GpuPlan] | str:
         """All parts run in the same warpgroups, without clusters."""
-        program = make()
+        call = make()
         alone = [planner.without_clusters(plan, machine) for plan in plans]
-        found = planner.with_barriers(alone, [part.phase for part in program.parts], machine)
-        return lower.fit_in_one_kernel(program, found, lambda lanes: planner.with_lanes(found, lanes, apart, machine))
+        found = planner.with_barriers(alone, [part.phase for part in call.parts], machine)
+        return lower.fit_in_one_kernel(call, found, lambda lanes: planner.with_lanes(found, lanes, apart, machine))
 
     def generate(self, program: Program, plans: Sequence[GpuPlan], title: str) -> Any:
         return lower.generate(self.name, program, plans, title)

@@ -219,6 +219,7 @@ class CpuCost(RegionCost):
     for a tile of ``rows`` on one core."""
 
     machine: CpuMachine
+    program: CpuProgramContext
 
     def __init__(
         self,
@@ -228,8 +229,7 @@ class CpuCost(RegionCost):
         order: int | None = None,
         program: CpuProgramContext = machines.REGION_ALONE,
     ):
-        super().__init__(graph, region, machine, order)
-        self.program = program
+        super().__init__(graph, region, machine, order, program)
         self.times = machines.times(machine.profile)
         self.rounding = machine.rounding
         self.cpu_work = functools.lru_cache(maxsize=None)(self._cpu_work)
@@ -239,9 +239,6 @@ class CpuCost(RegionCost):
     def border(self) -> list[int]:
         """The streamed values that the region reads or writes in memory."""
         return [v for v in (*self.region.inputs, *self.outputs) if v in self.labels]
-
-    def for_graph(self, graph: Graph, region: Region) -> CpuCost:
-        return CpuCost(graph, region, self.machine, program=self.program)
 
     def tile_seconds(self, i: int, rows: int) -> float:
         if self.graph.ops[i].body is None:

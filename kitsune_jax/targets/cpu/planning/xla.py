@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from kitsune_jax.config import PlannerOptions
 from kitsune_jax.ops.graph import Graph, Op, reached
 from kitsune_jax.ops.loops import parts
 from kitsune_jax.ops.reduce import ONLINE
@@ -27,7 +28,7 @@ from kitsune_jax.planning.cost import (
     left_region,
 )
 from kitsune_jax.planning.streams import FEW_ROWS
-from kitsune_jax.targets.cpu.call import count_flops
+from kitsune_jax.targets.cpu.call import FlopCounts, count_flops
 from kitsune_jax.targets.cpu.planning.cost import CpuCost
 from kitsune_jax.targets.cpu.planning.machines import (
     FAMILIES,
@@ -97,10 +98,10 @@ def kernels_of_ops(
     return [(k.ops, _kernel_seconds(cost, k, k.moved(cost), program.looped)) for k in kernels]
 
 
-def program_context(graph: Graph, machine: CpuMachine, body: bool) -> CpuProgramContext:
+def program_context(graph: Graph, machine: CpuMachine, options: PlannerOptions, body: bool) -> CpuProgramContext:
     """The facts about the program ``graph`` that plans of its regions depend on. XLA has one block for all arrays between the
     kernels of a program; where it is fresh at every call, so is any part of it. ``body``: of a loop, whose kernels start sooner."""
-    found = CpuProgramContext(looped=True) if body else CpuProgramContext(flop_counts=count_flops(graph))
+    found = CpuProgramContext(options=options, looped=body, flop_counts=FlopCounts() if body else count_flops(graph))
     if between_kernels(graph) <= found.fresh_bytes:
         return found
     return dataclasses.replace(found, fresh_bytes=0, fresh_seconds=1.0 / machine.fault_bandwidth)

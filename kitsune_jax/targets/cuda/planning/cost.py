@@ -15,11 +15,11 @@ from typing import Self
 
 from kitsune_jax.ops.graph import Graph, Op, is_constant
 from kitsune_jax.ops.loops import as_step, parts
-from kitsune_jax.ops.reduce import ONLINE, any_order, may_differ
+from kitsune_jax.ops.reduce import EXACT_FOLDS, ONLINE, any_order
 from kitsune_jax.ops.spec import EVERYWHERE
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import GATHER, SCATTER, Access, DotWork, RegionCost, itemsize, round_up
-from kitsune_jax.planning.plan import KIB
+from kitsune_jax.planning.plan import KIB, NO_CONTEXT, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
@@ -73,8 +73,16 @@ class GpuCost(RegionCost):
 
     machine: GpuMachine
 
-    def __init__(self, graph: Graph, region: Region, machine: GpuMachine, order: int | None = None, atomic: bool = False):
-        super().__init__(graph, region, machine, order)
+    def __init__(
+        self,
+        graph: Graph,
+        region: Region,
+        machine: GpuMachine,
+        order: int | None = None,
+        atomic: bool = False,
+        program: ProgramContext = NO_CONTEXT,
+    ):
+        super().__init__(graph, region, machine, order, program)
         self.slices: frozenset[int] | None = None
         self.has_digits_read = functools.lru_cache(maxsize=None)(self._has_digits_read)
         # The same few stages are asked for in every grouping of the ops and under every split.
@@ -82,8 +90,8 @@ class GpuCost(RegionCost):
         self.packed_bytes_of = functools.cache(functools.partial(_packed_bytes, self))
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
-        sums = [i for i in region.sinks if atomic and any_order(graph.ops[i]) and not self._near(i)]
-        self.unordered = tuple(i for i in sums if self._atomic_is_faster(i))
+        free = [i for i in region.sinks if atomic and any_order(graph.ops[i], program.options.deterministic) and not self._near(i)]
+        self.unordered = tuple(i for i in free if self._atomic_is_faster(i))
 
     def _near(self, i: int) -> bool:
         access = self.access(i)
@@ -96,7 +104,7 @@ class GpuCost(RegionCost):
             return True
         rate = self.machine.rate(self.machine.simt_rates, "other") * self.machine.workers
         moved = self._atomic_bytes_of(i) / self.machine.shared_bandwidth
-        own = 0.0 if may_differ(self.graph.ops[i]) else rows * elements * ATOMIC_FOLD_SLOTS / rate
+        own = rows * elements * ATOMIC_FOLD_SLOTS / rate if self.graph.ops[i].kind in EXACT_FOLDS else 0.0
         return max(moved, own, self._same_sector_seconds(i)) < rows * elements * TABLE_SLOTS / rate
 
     def _same_sector_seconds(self, i: int) -> float:
@@ -107,7 +115,7 @@ class GpuCost(RegionCost):
         """Instructions for an element of a row that op ``i`` folds by indices."""
         if i not in self.unordered:
             return FOLD_SLOTS if self._near(i) else TABLE_SLOTS
-        return ATOMIC_SLOTS if may_differ(self.graph.ops[i]) else ATOMIC_FOLD_SLOTS
+        return ATOMIC_FOLD_SLOTS if self.graph.ops[i].kind in EXACT_FOLDS else ATOMIC_SLOTS
 
     def row_fold_slots(self, i: int, access: Access) -> float:
         """Instructions for a row of op ``i``, which folds by indices, or gathers (0), or makes a softmax sum."""
@@ -143,8 +151,7 @@ class GpuCost(RegionCost):
         return {k: op for k, op in found.items() if op is not None}
 
     def _body(self, i: int) -> Self:
-        """The costs of the body of loop ``i`` with the sums that a step adds to; values that only these sums read are no
-        results."""
+        """The costs of the body of loop ``i`` and the sums that a step adds to; values that only these read are no results."""
         body = super()._body(i)
         body.slices = frozenset(parts(self.graph.ops[i]).in_xs)
         if not (sums := self.loop_sums[i]):
@@ -161,9 +168,7 @@ class GpuCost(RegionCost):
         whole = dataclasses.replace(
             region, ops=(*region.ops, *numbers), outputs=(*(v for v in region.outputs if v in kept), *made), sinks=numbers
         )
-        found = type(self)(
-            dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole, self.machine
-        )
+        found = self.for_graph(dataclasses.replace(graph, values=(*graph.values, *values), ops=(*graph.ops, *added)), whole)
         found.carried, found.slices = body.carried, body.slices
         return found
 
@@ -196,15 +201,14 @@ class GpuCost(RegionCost):
 
     def _has_digits_read(self, v: int) -> bool:
         """Does an op of the region compute with the digits of ``v``, directly or through ops that only move elements?"""
-        for op in (self.graph.ops[k] for k in self.readers.get(v, ())):
-            operands = [self.graph.values[x] for x in op.inputs]
+
+        def reads(op: Op) -> bool:
             if op.kind in SAME_DIGITS:
-                found = any(map(self.has_digits_read, op.outputs))
-            else:
-                found = op.kind not in ONLINE and computes(op.kind, [(x.dtype, x.literal) for x in operands])
-            if found:
-                return True
-        return False
+                return any(map(self.has_digits_read, op.outputs))
+            operands = [self.graph.values[x] for x in op.inputs]
+            return op.kind not in ONLINE and computes(op.kind, [(x.dtype, x.literal) for x in operands])
+
+        return any(reads(self.graph.ops[k]) for k in self.readers.get(v, ()))
 
     def gathered_bytes(self) -> tuple[int, int]:
         """(bytes of gathered rows, those of them from tables that are too large for the L2)."""
@@ -266,7 +270,7 @@ class GpuCost(RegionCost):
 
 def atomic_bytes(op: Op, dtype: str) -> int:
     """Bytes of L2 bandwidth for an element of ``dtype`` that ``op`` folds atomically, in our code and in XLA's."""
-    return ATOMIC_FOLD_BYTES if op.kind in ("scatter_max", "scatter_min") and "float" in dtype else ATOMIC_BYTES
+    return ATOMIC_FOLD_BYTES if op.kind in EXACT_FOLDS and "float" in dtype else ATOMIC_BYTES
 
 
 # --- Bytes that a stage keeps -----------------------------------------------------------------------------------------------------
@@ -719,7 +723,7 @@ class StageSteps:
         width, access = tiles.padded(self.cost.elements(i)), self.cost.access(i)
         block = tiles.TILE_ROWS * 4 * (tiles.block(width) | 1)
         if i in self.cost.unordered:
-            return 0 if may_differ(self.cost.graph.ops[i]) else block  # the L2 folds them
+            return block if self.cost.graph.ops[i].kind in EXACT_FOLDS else 0  # the L2 folds them
         if access is not None and not access.near:
             return block + tiles.table_bytes(self.cost.graph.ops[i]["n"], width)
         op = self.cost.graph.ops[i]
@@ -961,14 +965,12 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
     slots = special = 0.0
     slots += sum(TILE_ROWS * cost.elements(i) * _SPREAD_SLOTS for i in spread_sums(cost, ops))
     for i in ops:
-        if cost.is_maker(i):
+        if cost.is_maker(i) or cost.graph.ops[i].body is not None:
             continue
         access = cost.access(i)
         if access is not None:
             special += TILE_ROWS * cost.scaling(i)[1]
             slots += TILE_ROWS * cost.row_fold_slots(i, access) + (0 if access.folds else 128 * access.count * _ADDRESS_SLOTS)
-            continue
-        if cost.graph.ops[i].body is not None:
             continue
         family, out = cost.family(i), cost.graph.ops[i].outputs[0]
         reduces = family in ("reduce", "argreduce", "cumulative")

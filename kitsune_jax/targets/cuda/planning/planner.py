@@ -16,7 +16,7 @@ import numpy as np
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE, any_order
-from kitsune_jax.planning.plan import GpuPlan, Infeasible, Stage, size_text
+from kitsune_jax.planning.plan import NO_CONTEXT, GpuPlan, Infeasible, ProgramContext, Stage, size_text
 from kitsune_jax.planning.stages import Inner, Ops, finest, inner_of, orders_of, resource_of, stage_name
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.blocks import NotBlocked
@@ -55,9 +55,7 @@ _AS_GOOD = 1.15
 _SAMPLE = 16  # rounds of tiles whose work is modelled
 
 
-def plans_in_batches(
-    graph: Graph, region: Region, machine: GpuMachine, layers: bool = False, in_time: bool = False
-) -> list[GpuPlan]:
+def plans_in_batches(cost: GpuCost, layers: bool = False, in_time: bool = False) -> list[GpuPlan]:
     """Plans for a stream with batch axes, or with a dimension of its rows that is folded in blocks, fastest first; else [].
 
     One plan for each extent of a block and number of lanes. Weights that change with the batch or the block, as keys and values
@@ -66,7 +64,7 @@ def plans_in_batches(
     layer; for when there is no other plan, which would not stream such weights. ``in_time``: as in ``ProgramWork``. Raises
     ``Infeasible``.
     """
-    cost = GpuCost(graph, region, machine)
+    graph, region = cost.graph, cost.region
     inner = inner_of(graph, region)
     if inner is not None and not any(cost.family(i) == "dot" for i in region.ops):
         inner = None
@@ -113,7 +111,7 @@ def _with_blocks(graph: Graph, inner: Inner | None, blocks: tuple[int, int, int]
 
 def _plans_of_blocks(cost: GpuCost, cut: Graph, blocks: tuple[int, int, int] | None, in_time: bool) -> list[GpuPlan]:
     region, machine = cost.region, cost.machine
-    of_block = GpuCost(cut, region, machine)
+    of_block = cost.for_graph(cut, region)
     widest = max((of_block.row_size(v) for v in of_block.labels), default=0)
     if widest > _WIDEST:
         raise Infeasible(f"outside of its block a row has {widest} columns; a lane has room for {_WIDEST}")
@@ -184,8 +182,11 @@ _PAIR = 2  # CTAs of a cluster that fetch each streamed chunk once
 Accept = Callable[[GpuPlan], str | None]
 
 
-def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | None = None) -> GpuPlan:
-    """The fastest plan for ``region`` on ``machine`` by the cost model. Raises ``Infeasible`` (a ``ValueError``) with the reason.
+def plan(
+    graph: Graph, region: Region, machine: GpuMachine, program: ProgramContext = NO_CONTEXT, accept: Accept | None = None
+) -> GpuPlan:
+    """The fastest plan for ``region`` on ``machine`` in ``program`` by the cost model. Raises ``Infeasible`` (a ``ValueError``)
+    with the reason.
 
     ``accept``: the code generator's exact check, called on the candidates from the fastest on; where it refuses all of them, the
     message holds its reasons.
@@ -195,10 +196,10 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
     reasons: dict[str, None] = {}
     found: list[GpuPlan] = []
     blocked: list[GpuPlan] = []
-    atomics = (False, True) if any(any_order(graph.ops[i]) for i in region.sinks) else (False,)
+    atomics = (False, True) if any(any_order(graph.ops[i], program.options.deterministic) for i in region.sinks) else (False,)
     for order in () if region.space.batch else (None, *orders_of(graph, region)):
         for atomic in atomics:
-            cost = GpuCost(graph, region, machine, order, atomic)
+            cost = GpuCost(graph, region, machine, order, atomic, program)
             if atomic and not cost.unordered:
                 continue  # all sums are in order
             try:
@@ -206,7 +207,7 @@ def plan(graph: Graph, region: Region, machine: GpuMachine, accept: Accept | Non
             except Infeasible as no:
                 reasons[str(no)] = None
     try:
-        blocked = plans_in_batches(graph, region, machine, layers=not found)
+        blocked = plans_in_batches(GpuCost(graph, region, machine, program=program), layers=not found)
     except Infeasible as no:
         reasons[str(no)] = None
     mixed = bool(blocked) or len({(p.order, p.unordered) for p in found}) > 1

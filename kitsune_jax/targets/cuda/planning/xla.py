@@ -12,6 +12,7 @@ from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning import cost as xla_kernels
 from kitsune_jax.planning.cost import ROOTS, SCATTER, XlaKernel, left_region
+from kitsune_jax.planning.plan import NO_CONTEXT, ProgramContext
 from kitsune_jax.targets.cuda.planning.cost import LOOP_EFFICIENCY, GpuCost, atomic_bytes, loops_of
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
 
@@ -55,15 +56,17 @@ def _kernel_seconds(cost: GpuCost, kernel: XlaKernel) -> tuple[float, int]:
     return machine.kernel_seconds + max(compute, traffic, _LEAST_SECONDS), moved  # a GPU overlaps the two
 
 
-def kernels_of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> list[tuple[Collection[int], float]]:
+def kernels_of_ops(
+    graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext = NO_CONTEXT
+) -> list[tuple[Collection[int], float]]:
     """The kernels of ``ops`` of ``graph``, none of them a loop, with the seconds of each."""
-    cost = GpuCost(graph, left_region(graph, ops), machine)
+    cost = GpuCost(graph, left_region(graph, ops), machine, program=program)
     return [(kernel.ops, _kernel_seconds(cost, kernel)[0]) for kernel in kernels_of(cost)]
 
 
-def of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine) -> float:
+def of_ops(graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext = NO_CONTEXT) -> float:
     """Seconds of ``ops`` of ``graph``, in topological order, one kernel after the other on the whole machine."""
-    return baseline(GpuCost(graph, left_region(graph, ops), machine))[0]
+    return baseline(GpuCost(graph, left_region(graph, ops), machine, program=program))[0]
 
 
 def _scaling(cost: GpuCost, i: int) -> tuple[int, int, int]:
