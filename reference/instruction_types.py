@@ -112,11 +112,11 @@ def _gather(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list
     _operands(ins, False, True)
     table, index = ins
     need(len(table.shape) > 0, "the table has no rows")
-    _taken(instr, table.shape[0], index)
+    _check_index(instr, table.shape[0], index)
     return [TileType(True, (*index.shape, *table.shape[1:]), table.dtype)]
 
 
-def _taken(instr: Instr, n: int, index: TileType) -> None:
+def _check_index(instr: Instr, n: int, index: TileType) -> None:
     """Check the index of a ``gather`` or a ``take`` from ``n`` rows."""
     need(index.dtype.startswith(_INTEGERS), f"the index is {index}, and must be of integers")
     mode = instr["mode"]
@@ -130,7 +130,7 @@ def _take(program: TileProgram, instr: Instr, ins: Types, outs: Types) -> list[T
     x, index = ins
     d = instr["axis"] - 1
     need(0 <= d < len(x.shape), f"dimension {d + 1} of {x} is none that a row has")
-    _taken(instr, x.shape[d], index)
+    _check_index(instr, x.shape[d], index)
     return [TileType(True, (*x.shape[:d], *index.shape, *x.shape[d + 1 :]), x.dtype)]
 
 

@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "words.h"
+#include "word_reader.h"
 
 namespace kitsune::cpu {
 

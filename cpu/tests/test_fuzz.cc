@@ -8,7 +8,7 @@
 #include <cstdlib>
 
 #include "batch_programs.h"
-#include "words.h"
+#include "word_reader.h"
 
 namespace kitsune::cpu::test {
 namespace {

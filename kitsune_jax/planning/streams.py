@@ -182,7 +182,7 @@ def candidate_seeds(
             batch = range(len(op["lhs_batch"]))
             seeds = [Seed(op.outputs[0], tuple(batch)) if batch else Seed(op.inputs[0], tuple(op["lhs_contract"]))]
             sides = [max(sides)]
-        if producers is not None and (taken := _taken_with(graph, producers, op_index)):
+        if producers is not None and (taken := _batch_dims_of_taken_matrices(graph, producers, op_index)):
             seeds.insert(0, Seed(op.outputs[0], taken))
         along = [Seed(v, tuple(free[:k])) for _, v, free in sorted(sides, key=lambda s: -s[0]) for k in range(len(free), 0, -1)]
         if any(v in scores for v in (*op.inputs, *op.outputs)) and not any(s.batch for s in seeds):
@@ -207,7 +207,7 @@ def candidate_seeds(
     ]
 
 
-def _taken_with(graph: Graph, producers: Mapping[int, int], op_index: int) -> tuple[int, ...]:
+def _batch_dims_of_taken_matrices(graph: Graph, producers: Mapping[int, int], op_index: int) -> tuple[int, ...]:
     """The batch dimensions of a product with matrices taken from a table, one or more for each of the batch (the weights of a
     token's experts). A row of such a stream reads its matrices in place; other streams would cut each of them."""
     op = graph.ops[op_index]

@@ -213,7 +213,7 @@ class Factors:
                 return dataclasses.replace(part, outer=(*part.outer, dataclasses.replace(outer, kind=instr.kind)))
             if self.level(y) == 0 and part.value != x:
                 inputs = (part.value, y) if k == 1 else (y, part.value)
-                return dataclasses.replace(part, value=self._again(v, instr, inputs))
+                return dataclasses.replace(part, value=self._clone_with_operands(v, instr, inputs))
         return None
 
     def constant(self, v: int) -> OuterFactor | None:
@@ -261,7 +261,7 @@ class Factors:
                 inputs[1 + k] = part.value
                 same: Place = tuple(range(len(self.writer.types[v].rows_first)))
                 return dataclasses.replace(
-                    part, value=self._again(v, instr, tuple(inputs)), kept=(*part.kept, (which, k == 1, same))
+                    part, value=self._clone_with_operands(v, instr, tuple(inputs)), kept=(*part.kept, (which, k == 1, same))
                 )
         return None
 
@@ -280,9 +280,10 @@ class Factors:
             return None
         moved = moves(types, instr, x)
         placed = _placed(part, {d: moved.get(d) for d in range(len(types[x].rows_first))})
-        return None if placed is None else dataclasses.replace(placed, value=self._again(v, instr, (part.value,)))
+        return None if placed is None else dataclasses.replace(placed, value=self._clone_with_operands(v, instr, (part.value,)))
 
-    def _again(self, v: int, instr: Instr, inputs: tuple[int, ...]) -> int:
+    def _clone_with_operands(self, v: int, instr: Instr, inputs: tuple[int, ...]) -> int:
+        """The result of ``instr``, which makes ``v``, of other operands."""
         return self._new(v, instr.kind, inputs, self.writer.types[v], **dict(instr.params))
 
     def _new(self, like: int, kind: str, inputs: tuple[int, ...], t: TileType, **params: object) -> int:

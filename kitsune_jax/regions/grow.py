@@ -419,7 +419,9 @@ S = TypeVar("S")
 _THROUGH = frozenset({"pointwise", "convert", "gather"})
 
 
-def choose_with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], ops_of: Callable[[S], Collection[int]]) -> S:
+def choose_with_compared_values_computed_once(
+    index: GraphIndex, choose: Callable[[GraphIndex], S], ops_of: Callable[[S], Collection[int]]
+) -> S:
     """``choose(index)``, such that no compared value is computed both in regions and by XLA.
 
     The gradient of a maximum goes to the elements that equal it. Our exponential and XLA's differ in the last bit, and XLA
@@ -429,13 +431,13 @@ def choose_with_one_maker(index: GraphIndex, choose: Callable[[GraphIndex], S], 
     """
     while True:
         found = choose(index)
-        twice = _made_twice(index, ops_of(found))
+        twice = _computed_twice(index, ops_of(found))
         if not twice:
             return found
         index = dataclasses.replace(index, recomputed=index.recomputed - twice)
 
 
-def _made_twice(index: GraphIndex, inside: Collection[int]) -> frozenset[int]:
+def _computed_twice(index: GraphIndex, inside: Collection[int]) -> frozenset[int]:
     """The ops of ``recomputed`` that both regions (of the ops ``inside``) and XLA would compute, on the way to a comparison."""
     by_xla = set(index.live.difference(inside))
     both = set[int]()

@@ -37,7 +37,7 @@ from kitsune_jax.regions.grow import (
     Order,
     SpreadCache,
     anchored,
-    choose_with_one_maker,
+    choose_with_compared_values_computed_once,
     regions_of,
     seed_order,
     splits_layer,
@@ -215,7 +215,7 @@ def select(
     """
     search = _Search(supports, planner, capabilities, force, merge_phases, fresh, failed)
     wiring = Wiring(graph, capabilities.sums_by_batch)
-    return choose_with_one_maker(
+    return choose_with_compared_values_computed_once(
         GraphIndex.of(graph),
         lambda index: _Selector(index, wiring, search).run(),
         lambda found: {i for c in found.regions for i in c.ops},

@@ -576,7 +576,7 @@ class _RowMaker:
             self.new = self.editor.in_front_of(i)
             known = [v for v in op.inputs if v in self.labels]
             if i in self.ops:
-                self.made[op.outputs[0]] = self._product(op) if op.kind == "dot_general" else self._again(op)
+                self.made[op.outputs[0]] = self._product(op) if op.kind == "dot_general" else self._result_as_rows(op)
             elif known and any(v in self.made for v in known):
                 self._reader(i, op)
         if not self.made.keys().isdisjoint(self.graph.outputs):
@@ -596,7 +596,7 @@ class _RowMaker:
             self._fold(i, op)
         elif family in ELEMENTWISE:
             self.labels[out] = labels
-            self.made[out] = self._again(op)
+            self.made[out] = self._result_as_rows(op)
         elif op.kind in ("transpose", "reshape"):
             to = tuple(labels[d] for d in op["permutation"]) if op.kind == "transpose" else self._reshaped(op, labels)
             if to is None:
@@ -605,7 +605,7 @@ class _RowMaker:
         else:
             raise Unsupported(f"{op.kind} needs all of the dimension")
 
-    def _again(self, op: Op) -> int:
+    def _result_as_rows(self, op: Op) -> int:
         """The result of a pointwise op, or of one that moves dimensions, as rows."""
         (out,) = op.outputs
         if op.kind in ("transpose", "reshape"):

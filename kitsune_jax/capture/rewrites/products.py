@@ -326,7 +326,7 @@ class _IndexSpreader:
                 operands[want] = self._operands(*want)
                 work += operands[want] or ()
         for want in sorted(operands, key=lambda w: self.editor.maker.get(w[0], -1)):  # each behind its operands
-            self.known[want] = self._again(self.editor.in_front_of(i), *want, operands[want])
+            self.known[want] = self._emit_in_shape(self.editor.in_front_of(i), *want, operands[want])
         return self.known[v, shape, place]
 
     def _operands(self, v: int, shape: tuple[int, ...], place: Place) -> Sequence[Want] | None:
@@ -363,7 +363,10 @@ class _IndexSpreader:
         own, wanted = math.prod(self.editor.shape(op.outputs[0])), math.prod(shape)
         return costly and own > 1 and (wanted - own) * spec.flops > _FEW
 
-    def _again(self, at: Inserter, v: int, shape: tuple[int, ...], place: Place, operands: Sequence[Want] | None) -> int | None:
+    def _emit_in_shape(
+        self, at: Inserter, v: int, shape: tuple[int, ...], place: Place, operands: Sequence[Want] | None
+    ) -> int | None:
+        """``v`` in ``shape``, made at ``at`` of the ``operands`` that are known; None where no rule makes it."""
         sizes, op = self.editor.shape(v), self.editor.made_by(v)
         if operands is None or op is None or not sizes:
             return None if operands is None else v
@@ -475,7 +478,7 @@ class _IndexMover:
 
     # --- take(x, i) @ w ---------------------------------------------------------------------------------------------------------
 
-    def _taken(self, v: int, dim: int) -> Op | None:
+    def _reused_take(self, v: int, dim: int) -> Op | None:
         """The ``take`` that made ``v``, if it takes rows whose dimension ``dim`` comes from a table with fewer of them."""
         op = self.editor.made_by(v)
         if op is None or op.kind != "take" or not _is_reused(op, self.editor) or dim < len(self.shape(op.inputs[1])):
@@ -489,7 +492,7 @@ class _IndexMover:
         (c,), (k,) = op["lhs_contract"], op["rhs_contract"]
         join = self.editor.made_by(x)
         parts = join.inputs if join is not None and join.kind == "concatenate" and join["dimension"] == c else (x,)
-        takes = [self._taken(v, c) for v in parts]
+        takes = [self._reused_take(v, c) for v in parts]
         if not any(takes):
             return None
         out = op.outputs[0]

@@ -83,7 +83,7 @@ def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
     """Emit a sum of rows that are read in place from a table."""
     _, index, *tops = instr.inputs
     sink = stage.program.sinks[instr["sink"]]
-    at, row, taken = stage.view(index), sink.shape[1:], _taken(stage, found.gather)
+    at, row, taken = stage.view(index), sink.shape[1:], _gathered_rows(stage, found.gather)
     assert at.shape == ()
     factor, factors = taken.taken, 0
     if found.factor is not None:
@@ -112,7 +112,7 @@ def _sum_of_taken(stage: StageLowering, instr: Instr, found: TakenSum) -> None:
     )
 
 
-def _taken(stage: StageLowering, gather: Instr) -> bc.CpuRows:
+def _gathered_rows(stage: StageLowering, gather: Instr) -> bc.CpuRows:
     """The rows that ``gather`` reads, in place."""
     table, index = (stage.view(v) for v in gather.inputs)
     assert _dense(table, 0) and index.shape == ()
@@ -125,7 +125,7 @@ def emit_taken_dot(stage: StageLowering, instr: Instr, found: TakenDotFacts) -> 
 
     def side(of: Instr | int) -> bc.CpuRows:
         if isinstance(of, Instr):
-            return _taken(stage, of)
+            return _gathered_rows(stage, of)
         x = _dense_view(stage, of)
         return bc.CpuRows(_dense_row(x)[0], 0, bc.CLIP, (0.0,), x.operand())
 

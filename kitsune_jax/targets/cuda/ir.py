@@ -457,7 +457,7 @@ class Slab(Node):
     columns: int
     groups: int
 
-    def before(self, rows: Rows, block: str) -> str:
+    def column_offset(self, rows: Rows, block: str) -> str:
         """The offset of block ``block`` of the slab in the columns of ``rows``, to be added to that in the slab. Each CTA's part
         follows that of the CTA before."""
         each, blocks = self.columns // self.groups, tiles.blocks(self.columns) // self.groups
@@ -656,7 +656,7 @@ class Store(Action):
     slab: Slab | None = None
 
     def put(self, loop: LoopText, put: Put, x: str) -> None:
-        out, first = f"o{self.rows.ref.of}", self.slab.before(self.rows, "b") if self.slab else ""
+        out, first = f"o{self.rows.ref.of}", self.slab.column_offset(self.rows, "b") if self.slab else ""
         loop.before.append(f"{put.type} {out}[2][{loop.pairs}];")
         loop.element.append(f"{out}[h][c] = {x};")
         loop.after += each_row(self.rows.store(loop.at, loop.pairs, f"{first}{loop.first_column()}", out))
@@ -829,7 +829,7 @@ class ArrayBlock(BlockStep):
     def add_to(self, loop: LoopText) -> None:
         rows, owned = self.rows, loop.pairs
         type_, count = ("u32", owned // 2) if rows.pairs else (pointwise.COMPUTE[rows.dtype], owned)
-        first = self.slab.before(rows, _block(self.shift)) if self.slab else ""
+        first = self.slab.column_offset(rows, _block(self.shift)) if self.slab else ""
         loop.before.append(f"{type_} {loop.at.name(self.ref)}[2][{count}];")
         loop.before += each_row(rows.load(loop.at, self.ref, owned, f"{first}{loop.first_column(self.shift)}"))
 

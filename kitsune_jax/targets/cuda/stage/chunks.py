@@ -155,7 +155,7 @@ class _Chunks:
             offset = sum(shape.chunks[:chunk]) * shape.k_chunks * tiles.ROW_BYTES
             weights = st.Resident(p.weight, offset, self.layer_bytes)
         feeds, first, done = [], 0, 0
-        for o in (self.waits.before(o, self.loop) for o in p.operands):
+        for o in (self.waits.with_wait(o, self.loop) for o in p.operands):
             feeds.append((o, first, done))
             last = first + tiles.blocks(o.width)
             if rolling:  # the numbers of blocks that ``Product`` waits for

@@ -285,7 +285,7 @@ class ExchangeWaits:
         if isinstance(node, st.QueueCall) and node.queue.kind == "exchange" and node.call == "rd_acquire":
             self.awaited.add(node.queue)
 
-    def before(self, o: st.Operand, loop: int) -> st.Operand:
+    def with_wait(self, o: st.Operand, loop: int) -> st.Operand:
         """``o``, which waits for the columns of other CTAs if it is the first to multiply with them."""
         if o.owner.kind != "exchange" or o.owner in self.awaited:
             return o
