@@ -21,6 +21,7 @@ from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS, SHAPE_RULES
 from tests.capture.test_capture import run_steps
 from tests.support.checks import enable_x64
+from tests.support.graphs import struct
 from tests.table.test_ops import METHODS, WITH_ACCURACY
 
 QUICK_DTYPES = ("bool", "int8", "uint32", "int64", "bfloat16", "float32", "float64")
@@ -33,10 +34,6 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
 # Both words of a hash are two ops, each of which binds the primitive (XLA does it once): tests/capture/test_random_bits.py.
 APART = ("copy", "threefry2x32", "philox4x32")
 PRIMITIVES = [kind for kind, spec in OPS.items() if spec.family == "pointwise" and kind not in APART]
-
-
-def f32(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def text(f: Callable[..., Any], args: Any, debug_info: bool = False) -> str:
@@ -62,14 +59,14 @@ def test_pointwise(kind: str) -> None:
             bits = {"new_dtype": np.dtype(f"int{8 * np_dtype(dtype).itemsize}")}
             for params in [bits] if kind == "bitcast_convert_type" else PARAMETERS.get(kind, [{}]):
                 primitive = getattr(lax, f"{kind}_p")
-                args = [f32(3, 5, dtype=np_dtype(dtype))] * arity
+                args = [struct(3, 5, dtype=np_dtype(dtype))] * arity
                 if kind == "select_n":
-                    args[0] = f32(3, 5, dtype=bool)
+                    args[0] = struct(3, 5, dtype=bool)
                 (made,) = check(lambda *a, p=primitive, o=params: p.bind(*a, **o), *args)
                 assert made == (kind if params.get("mantissa_bits") != 52 else "copy")
 
 
-X, W = f32(6, 4), f32(4, 3)
+X, W = struct(6, 4), struct(4, 3)
 FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "literals": (lambda x: (x * 2 + 1.5 - x / 3, 1 - x, lax.pow(x, np.float32(2)), jnp.maximum(x, 0)), (X,)),
     "weak types": (lambda x: (2 * jnp.sin(1.5 * x), x.astype(jnp.bfloat16) * 2, lax.select(x > 0, x, x * 2.5) ** 2), (X,)),
@@ -78,14 +75,14 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "argreduce": (lambda x: (lax.argmax(x, 0, jnp.int32), lax.argmin(x, 1, jnp.int8)), (X,)),
     "cumulative": (lambda x: (lax.cumsum(x, 0), lax.cummax(x, 1, True), lax.cumlogsumexp(x, 0)), (X,)),
     "dot": (lambda x, w: (x @ w, lax.dot(x, w, precision="highest"), jnp.dot(-x, w, preferred_element_type=jnp.float32)), (X, W)),
-    "dot of half precision": (lambda x, w: x @ w, (f32(6, 4, dtype=jnp.bfloat16), f32(4, 3, dtype=jnp.bfloat16))),
+    "dot of half precision": (lambda x, w: x @ w, (struct(6, 4, dtype=jnp.bfloat16), struct(4, 3, dtype=jnp.bfloat16))),
     "dot accumulated": (
         lambda x: lax.dot_general(x, x, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32),
-        (f32(6, 4, dtype=jnp.float16),),
+        (struct(6, 4, dtype=jnp.float16),),
     ),
     "dot of integers": (
         lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32),
-        (f32(6, 4, dtype=jnp.int8),),
+        (struct(6, 4, dtype=jnp.int8),),
     ),
     "broadcast": (lambda x: (lax.broadcast_in_dim(x, (2, 6, 4), (1, 2)), jnp.zeros((3, 2)) + x[0, 0]), (X,)),
     "reshape": (lambda x: (x.reshape(8, 3), lax.squeeze(x[:1], (0,))), (X,)),
@@ -96,7 +93,7 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "rev": (lambda x: lax.rev(x, (0,)), (X,)),
     "iota": (lambda x: x * lax.broadcasted_iota(jnp.float32, (6, 4), 1), (X,)),
     "gradient": (lambda x, w: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) ** 2))(x), (X, W)),
-    "batch": (jax.vmap(lambda x, w: jnp.tanh(jnp.sin(x) @ w).sum(-1)), (f32(2, 6, 4), f32(2, 4, 3))),
+    "batch": (jax.vmap(lambda x, w: jnp.tanh(jnp.sin(x) @ w).sum(-1)), (struct(2, 6, 4), struct(2, 4, 3))),
 }
 
 

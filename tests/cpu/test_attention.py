@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,20 +15,15 @@ from hypothesis import strategies as st
 
 import kitsune_jax as kj
 from kitsune_jax.frontend.route import RouteOptions, route
-from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import walk
-from tests.support.blocks import WAYS, planned_as
+from tests.support.blocks import draw, planned, programs
 from tests.support.graphs import graph_of
+
+__all__ = ["planned"]  # a fixture
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
 
 Array = Any
-
-
-@pytest.fixture(params=WAYS, autouse=True, scope="module")
-def planned(request: pytest.FixtureRequest) -> Iterator[str]:
-    with planned_as(request.param) as way:
-        yield way
 
 
 TOLERANCE = {"float32": 5e-6, "bfloat16": 3e-2, "float16": 4e-3}
@@ -48,11 +43,6 @@ def reference(
     with np.errstate(all="ignore"):
         e = np.exp(s - s.max(-1, keepdims=True))
         return np.einsum("bhqk,bkhd->bqhd", e / e.sum(-1, keepdims=True), v)
-
-
-def draw(seed: int, *shapes: tuple[int, ...], dtype: str = "float32") -> list[Array]:
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
 
 
 def check(function: Callable[..., Array], wanted: Array, *args: Array, force: bool = True) -> None:
@@ -149,12 +139,6 @@ def test_hidden_blocks_are_never_looked_at(form: str) -> None:
 
     bounds = [i.get("within") for part in programs(function, *args) for i in walk(part.stages[0].body) if i.kind == "loop"]
     assert [(b[2], b[3], b[4]) for b in bounds] == [(None, 0, "whole"), (None, 0, "edges")]
-
-
-def programs(function: Callable[..., Array], *args: Array) -> list[Any]:
-    """Of the regions that the planner makes for two cores with AVX-512."""
-    graph = graph_of(function, *args)
-    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]
 
 
 def test_bias_cap_and_slopes() -> None:

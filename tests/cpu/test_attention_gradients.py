@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,21 +16,17 @@ from hypothesis import strategies as st
 import kitsune_jax as kj
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.program.build import build
-from kitsune_jax.program.ir import TileProgram, walk
+from kitsune_jax.program.ir import walk
 from reference.interpret import interpret
-from tests.support.blocks import WAYS, planned_as
+from tests.support.blocks import draw, planned, programs
 from tests.support.graphs import graph_of
+
+__all__ = ["planned"]  # a fixture
 
 pytest.importorskip("kitsune_jax._cpu", reason="the extension is not built: pip install -e .")
 
 Array = Any
 TOLERANCE = {"float32": 5e-6, "bfloat16": 3e-2, "float16": 4e-3}
-
-
-@pytest.fixture(params=WAYS, autouse=True, scope="module")
-def planned(request: pytest.FixtureRequest) -> Iterator[str]:
-    with planned_as(request.param) as way:
-        yield way
 
 
 def masked(s: Array, causal: bool, fill: float = -math.inf, diagonal: int = 0) -> Array:
@@ -82,11 +78,6 @@ def reference(q: Array, k: Array, v: Array, do: Array, causal: bool) -> tuple[li
     return [np.einsum("bhtj,bjhd->bthd", ds, k), dk, dv], m, total
 
 
-def draw(seed: int, *shapes: tuple[int, ...], dtype: str = "float32") -> list[Array]:
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
-
-
 def check(function: Callable[..., Any], wanted: list[Array], *args: Array) -> None:
     got = jax.jit(kj.pipeline(function, strict=True, force=True))(*args)
     largest = max(np.abs(y).max(initial=0.0) for y in wanted)
@@ -96,11 +87,6 @@ def check(function: Callable[..., Any], wanted: list[Array], *args: Array) -> No
         scale = max(np.abs(y).max(initial=0.0), 0.3 * largest)
         error = np.abs(np.asarray(x, np.float64) - y).max(initial=0.0) / scale
         assert error < TOLERANCE[str(args[0].dtype)], error
-
-
-def programs(function: Callable[..., Any], *args: Array) -> list[TileProgram]:
-    graph = graph_of(function, *args)
-    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]
 
 
 @pytest.mark.sampled(2)

@@ -16,7 +16,7 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cpu import bytecode
 from kitsune_jax.targets.cpu.lower import lower_program
-from tests.support import checks
+from tests.support.checks import leaves_in_float64
 
 STEPS = 5
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
@@ -59,10 +59,6 @@ def arguments(rows: int, columns: int, dtype: Any, seed: int = 0) -> tuple[Array
     return x, p, jnp.asarray(rng.uniform(0.5, 1.5, columns), dtype)
 
 
-def in_float64(f: Callable[..., Any], args: tuple[Array, ...]) -> list[np.ndarray]:
-    return jax.tree.leaves(checks.in_float64(f, *args))
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 10), (7, 3), (64, 10), (45, 9), (1000, 10), (533, 20), (64, 31), (0, 5)])
@@ -70,7 +66,7 @@ def in_float64(f: Callable[..., Any], args: tuple[Array, ...]) -> list[np.ndarra
 def test_every_height_of_the_last_tile(f: Callable[..., Any], rows: int, columns: int, dtype: str) -> None:
     args = arguments(rows, columns, dtype)
     got = jax.jit(kj.pipeline(f, force=True))(*args)
-    for a, b in zip(got, in_float64(f, args), strict=True):
+    for a, b in zip(got, leaves_in_float64(f, args), strict=True):
         scale = max(np.abs(b).max(initial=0), 1)
         np.testing.assert_allclose(np.asarray(a, np.float64) / scale, b / scale, atol=TOLERANCE[dtype], rtol=0)
 

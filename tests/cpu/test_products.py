@@ -18,19 +18,14 @@ from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import bytecode as cpu_bytecode
 from kitsune_jax.targets.cpu import lower as cpu_lower
 from kitsune_jax.targets.cpu.bytecode import encode
+from tests.support.checks import isa
 from tests.support.lowered import ROW, array, plain, relu_layer
 from tests.support.tiles import Tiles
 
+__all__ = ["isa"]  # a fixture
+
 BF16 = ml_dtypes.bfloat16
 ROWS, TILE, K, N = 150, 64, 45, 70  # neither K nor N a multiple of any kernel's step; a short last tile
-
-
-@pytest.fixture(params=_cpu.available_isas())
-def isa(request):
-    before = _cpu.isa()
-    assert _cpu.set_isa(request.param)
-    yield request.param
-    assert _cpu.set_isa(before)
 
 
 def training(dtype: str = "bfloat16") -> TileProgram:
@@ -56,6 +51,7 @@ def run(words: np.ndarray, x: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
     return y, g
 
 
+@pytest.mark.parametrize("isa", _cpu.available_isas(), indirect=True)
 @pytest.mark.parametrize("gradients", bc.PRODUCTS)
 @pytest.mark.parametrize("weights", bc.PRODUCTS)
 def test_every_choice_computes_the_same(isa, weights, gradients):

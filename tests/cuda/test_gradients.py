@@ -6,8 +6,6 @@ out of order, give a wrong result.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,9 +13,10 @@ import numpy as np
 import pytest
 
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import hostcc, sources
+from kitsune_jax.targets.cuda import hostcc
 from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
 from tests.support.cuda_training_cases import integers, relu_step, relu_step_of_integers
+from tests.support.planted import Bug
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = [
@@ -29,15 +28,6 @@ HEADER = "kitsune/stage/gradient.h"
 SEEDS = (1, 2, 3)
 ROWS = 257  # five tiles for two lanes; of the last one's rows only one is in the stream
 BARRIER = r"bar_sync\(kAllLanes, Lanes \* kGroupThreads\);"
-
-
-@dataclasses.dataclass(frozen=True)
-class Bug:
-    """``line``, a regular expression, is replaced by ``by``. ``found``: what the emulator says, or "" for a wrong result."""
-
-    line: str
-    by: str
-    found: str = ""
 
 
 BUGS = {
@@ -68,19 +58,6 @@ def is_right(got: list[np.ndarray], want: list[np.ndarray]) -> bool:
     return all(np.array_equal(g, w.astype(g.dtype)) for g, w in zip(got, want, strict=True))
 
 
-def plant(bug: Bug, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Kernels see a changed header in front of the real one, and stay out of the cache: the header is not in its key."""
-    text = (sources.root() / "include" / HEADER).read_text()
-    changed, count = re.subn(bug.line, bug.by, text)
-    assert count == 1, f"{bug.line} is in {HEADER} {count} times"
-    place = folder / HEADER
-    place.parent.mkdir(parents=True)
-    place.write_text(changed)
-    real = sources.include_dirs
-    patch.setattr(sources, "include_dirs", lambda part: (folder, *real(part)))
-    patch.setattr(compilers, "emulated", hostcc.compile)
-
-
 @pytest.mark.usefixtures("kernel_cache")
 def test_without_a_bug_every_schedule_is_right(of: Subject, want: list[np.ndarray]) -> None:
     correct = kernel(of)
@@ -96,7 +73,7 @@ def test_a_planted_bug_is_found(
 ) -> None:
     bug = BUGS[name]
     compilers.emulator_library()  # the emulator itself is the real one
-    plant(bug, tmp_path, monkeypatch)
+    bug.plant(HEADER, tmp_path, monkeypatch)
     planted = kernel(of)
     for seed in SEEDS:
         if bug.found:

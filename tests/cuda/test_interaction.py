@@ -4,8 +4,6 @@ wrong result must tell.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from pathlib import Path
 
 import jax
@@ -15,9 +13,10 @@ import pytest
 
 import kitsune_jax as kj
 from kitsune_jax.targets.cuda import compile as compilers
-from kitsune_jax.targets.cuda import hostcc, runtime, sources
+from kitsune_jax.targets.cuda import hostcc, runtime
 from tests.support.cuda_cases import FAMILIES, interaction
 from tests.support.cuda_run import Kernel, arrangements, kernel_cache, subject
+from tests.support.planted import Bug
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = [
@@ -27,15 +26,6 @@ pytestmark = [
 
 HEADER = "kitsune/stage/row_product.h"
 ROWS = 70
-
-
-@dataclasses.dataclass(frozen=True)
-class Bug:
-    """``line``, a regular expression, is replaced by ``by``. ``found``: what the emulator says, or "" for a wrong result."""
-
-    line: str
-    by: str
-    found: str = ""
 
 
 UNORDERED = "race|in flight|nothing has written"
@@ -73,15 +63,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path, monkeypatch: pytest.M
     args = example("float32", ROWS)
     want = in_float64(args)
     compilers.emulator_library()  # the emulator itself is the real one
-    text = (sources.root() / "include" / HEADER).read_text()
-    changed, count = re.subn(bug.line, bug.by, text)
-    assert count == 1, f"{bug.line} is in {HEADER} {count} times"
-    place = tmp_path / HEADER
-    place.parent.mkdir(parents=True)
-    place.write_text(changed)
-    real = sources.include_dirs
-    monkeypatch.setattr(sources, "include_dirs", lambda part: (tmp_path, *real(part)))
-    monkeypatch.setattr(compilers, "emulated", hostcc.compile)
+    bug.plant(HEADER, tmp_path, monkeypatch)
     of = subject(interaction, *args)
     planted = Kernel(of, arrangements(of)["sm90-vertical-resident-lanes2"])
     if bug.found:

@@ -29,12 +29,13 @@ from kitsune_jax.program.ir import Instr, TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, runtime
 from tests.cuda import test_sass
-from tests.cuda.test_gradients import BUGS, plant
+from tests.cuda.test_gradients import BUGS, HEADER
 from tests.cuda.test_loops import tiled
 from tests.cuda.test_training import CHAIN, ROUNDING, check_close, check_schedules, in_float64
 from tests.support import checks
+from tests.support.cuda_cases import recurrence
 from tests.support.cuda_compilers import COMPILERS
-from tests.support.cuda_recurrent_cases import RECURRENT, heun, loss, lstm, pendulum, simple
+from tests.support.cuda_recurrent_cases import RECURRENT, heun, loss, lstm, pendulum
 from tests.support.cuda_run import Arrangements, Kernel, Subject, arrangements, by_hand, kernel_cache, run_program, runner, subject
 from tests.support.programs import lstm_backward
 
@@ -163,7 +164,7 @@ def run(seed: int, change: Callable[[str], str] = str, rows: int = 257) -> float
 )
 def test_a_bug_planted_in_the_header_is_found_in_a_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compilers.emulator_library()
-    plant(BUGS[name], tmp_path, monkeypatch)
+    BUGS[name].plant(HEADER, tmp_path, monkeypatch)
     for seed in (1, 2, 3):
         with pytest.raises(Exception, match=BUGS[name].found):
             run(seed)
@@ -200,7 +201,7 @@ def arguments(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
 
 
 USERS: dict[str, tuple[Callable[..., Any], int, tuple[tuple[int, ...], ...]]] = {
-    "simple": (simple, 5, ((5, 8), (8, 8), (8,), (67, 8), (4, 67, 5))),
+    "simple": (recurrence, 5, ((5, 8), (8, 8), (8,), (67, 8), (4, 67, 5))),
     "lstm": (lstm, 3, ((5, 32), (8, 32), (32,), (67, 8), (67, 8), (3, 67, 5))),
     "heun": (heun, 4, ((6, 32), (32,), (32, 6), (67, 6))),
     "pendulum": (pendulum, 4, ((), (), (67,), (67,))),

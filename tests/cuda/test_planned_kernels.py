@@ -28,6 +28,7 @@ from kitsune_jax.targets.cuda import lower, nvrtc, runtime
 from scripts.gpu import cases
 from tests.support.cuda_run import kernel_cache  # noqa: F401  (a fixture)
 from tests.support.draws import drawn_by_numpy
+from tests.support.graphs import struct
 
 pytestmark = [
     pytest.mark.skipif(not (nvrtc.available() and runtime.available()), reason="needs NVRTC and the CUDA extension"),
@@ -43,10 +44,6 @@ SIZES = {
     if name in BENCHMARKS and dtype in ("f32", "bf16")
 }
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def drawn(initial_params: Callable[..., Any], *sizes: Any) -> Any:

@@ -10,7 +10,7 @@ from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import lower
 from reference.interpret import interpret
-from tests.support.cuda_run import kernel_cache, run_program
+from tests.support.cuda_run import check_bits, kernel_cache, run_program
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -25,12 +25,6 @@ HOW = [(900, 1), (900, 3), (800, 2)]
 def small(*shape: int, dtype: str) -> np.ndarray:
     """Whole numbers: sums and products of them are exact."""
     return RNG.integers(-2, 3, shape).astype(np_dtype(dtype))
-
-
-def check(program: TileProgram, arrays: list[np.ndarray], **how: int) -> None:
-    for k, (g, w) in enumerate(zip(run_program(program, *arrays, **how), interpret(program, arrays), strict=True)):
-        wide = [x.astype(np.float64) for x in (g, w)]
-        np.testing.assert_array_equal(*wide, err_msg=f"result {k}\n{program}")
 
 
 def streams(*shape: int) -> tuple[tuple[int, ...], ...]:
@@ -59,7 +53,7 @@ def test_products_of_rows_of_arrays(rows: int, i: int, j: int, k: int, dtype: st
         shape = t.values[v].shape
         t.store(v, (rows, *shape), streams(*shape))
     arrays = [small(rows, *s, dtype=dtype) for s in ((i, k), (j, k), (k, i), (k, j))]
-    check(t.program(), arrays, sm=sm, lanes=lanes)
+    check_bits(t.program(), arrays, sm=sm, lanes=lanes)
 
 
 def interaction(rows: int, count: int, width: int, dtype: str, n: int = 19) -> tuple[TileProgram, list[np.ndarray]]:
@@ -110,7 +104,7 @@ def test_the_gradient_of_an_interaction(rows: int, count: int, width: int, dtype
     for contract in (1, 2):
         t.store(t.dot(g, x, ((contract,), (1,))), (rows, count, width), streams(count, width))
     arrays = [small(rows, count, count, dtype=dtype), small(rows, count, width, dtype=dtype)]
-    check(t.program(), arrays, sm=sm, lanes=lanes)
+    check_bits(t.program(), arrays, sm=sm, lanes=lanes)
 
 
 @pytest.mark.sampled(2)
@@ -130,7 +124,7 @@ def test_the_operands_of_a_product_are_kept_for_a_gradient(
     stack = t.concat(*parts, dimension=1)
     t.store(t.dot(stack, stack, ((2,), (2,)), out="float32"), (rows, count, count), streams(count, count))
     t.store(stack, (rows, count, width), streams(count, width))
-    check(t.program(), arrays, sm=sm, lanes=lanes)
+    check_bits(t.program(), arrays, sm=sm, lanes=lanes)
 
 
 @pytest.mark.sampled(2)
@@ -159,7 +153,7 @@ def test_elements_are_picked_and_added_up(dtype: str, sm: int, lanes: int) -> No
     zeros = np.zeros(60, np.int32)
     arrays.append(zeros)
     t.store(t.put(flat, t.load((60,), "int32"), 1, 1), (rows, 1), ROW)
-    check(t.program(), arrays, sm=sm, lanes=lanes)
+    check_bits(t.program(), arrays, sm=sm, lanes=lanes)
 
 
 def generated(program: TileProgram, split: int = 1) -> lower.Kernel:
@@ -191,4 +185,4 @@ def test_inner_products_are_one_number_for_each_row() -> None:
     rows, t = 67, Tiles((67,), 64)
     x, y = (t.load((rows, 40), "float32", ROW) for _ in range(2))
     t.store(t.dot(x, y, contract=((1,), (1,))), (rows,), ((0,),))
-    check(t.program(), [small(rows, 40, dtype="float32"), small(rows, 40, dtype="float32")], sm=900, lanes=1)
+    check_bits(t.program(), [small(rows, 40, dtype="float32"), small(rows, 40, dtype="float32")], sm=900, lanes=1)

@@ -16,8 +16,7 @@ from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import lower, sources
-from reference.interpret import interpret
-from tests.support.cuda_run import kernel_cache, run_program, runner
+from tests.support.cuda_run import check_bits, kernel_cache, run_program, runner
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -59,12 +58,6 @@ def summed(rows: int, width: int, n: int, dtype: str = "float32", how: str = "su
     return t.program()
 
 
-def check(program: TileProgram, arrays: list[np.ndarray], **how: int) -> None:
-    for k, (g, w) in enumerate(zip(run_program(program, *arrays, **how), interpret(program, arrays), strict=True)):
-        wide = [x.astype(np.float64) for x in (g, w)]
-        np.testing.assert_array_equal(*wide, err_msg=f"result {k}\n{program}")
-
-
 def values(rows: int, width: int, dtype: str = "float32") -> np.ndarray:
     return small(rows, width, dtype=dtype) if width > 1 else small(rows, dtype=dtype)
 
@@ -73,7 +66,7 @@ def values(rows: int, width: int, dtype: str = "float32") -> np.ndarray:
 @pytest.mark.parametrize("kind", ["random", "one", "rows", "super", "ends", "dropped", "none"])
 @pytest.mark.parametrize("rows, n, lanes", [(523, 97, 3), (130, 1000, 1), (1, 5, 2), (64, 1, 1)])
 def test_ids_of_every_kind(kind: str, rows: int, n: int, lanes: int) -> None:
-    check(summed(rows, 40, n), [values(rows, 40), ids(kind, rows, n)], lanes=lanes)
+    check_bits(summed(rows, 40, n), [values(rows, 40), ids(kind, rows, n)], lanes=lanes)
 
 
 @pytest.mark.sampled(3)
@@ -87,7 +80,7 @@ def test_every_width_and_fold(width: int, dtype: str, how: str, sm: int, lanes: 
     x = values(rows, width, dtype)
     if how == "prod":
         x = np.where(RNG.random(x.shape) < 0.1, x, 1).astype(x.dtype)
-    check(summed(rows, width, n, dtype, how), [x, ids("dropped", rows, n)], sm=sm, lanes=lanes)
+    check_bits(summed(rows, width, n, dtype, how), [x, ids("dropped", rows, n)], sm=sm, lanes=lanes)
 
 
 def ordered(rows: int, width: int, n: int, dtype: str) -> tuple[TileProgram, list[np.ndarray]]:
@@ -111,14 +104,14 @@ def test_rows_go_through_the_order_of_the_stream(dtype: str, width: int, rows: i
     """Also those that would come through shared memory if a tile were one piece of memory."""
     program, arrays = ordered(rows, width, 41, dtype)
     arrays[0] = arrays[0] * (RNG.random(arrays[0].shape) < 0.2).astype(arrays[0].dtype)
-    check(program, arrays, sm=sm, lanes=lanes, replicas=replicas)
+    check_bits(program, arrays, sm=sm, lanes=lanes, replicas=replicas)
 
 
 @pytest.mark.parametrize("rows, replicas", [(2100, 11), (700, 40)])
 def test_partial_results_of_many_lanes(rows: int, replicas: int) -> None:
     """More partial results than a tile has rows; some lanes have no tile."""
     for kind in ("random", "super", "one", "dropped"):
-        check(summed(rows, 24, 200), [values(rows, 24), ids(kind, rows, 200)], lanes=3, replicas=replicas)
+        check_bits(summed(rows, 24, 200), [values(rows, 24), ids(kind, rows, 200)], lanes=3, replicas=replicas)
 
 
 def test_equal_inputs_give_equal_bits_under_every_schedule() -> None:

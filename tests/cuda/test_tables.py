@@ -12,7 +12,7 @@ from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import compile as compilers
 from kitsune_jax.targets.cuda import lower, nvrtc
 from reference.interpret import interpret
-from tests.support.cuda_run import kernel_cache, run_program
+from tests.support.cuda_run import check_bits, kernel_cache, run_program
 from tests.support.tiles import Tiles
 
 __all__ = ["kernel_cache"]  # a fixture
@@ -35,12 +35,6 @@ def indices(rows: int, n: int, each: int = 1) -> np.ndarray:
     return np.where(some, RNG.choice(np.append(ANYWHERE, [n - 1, n]).astype(np.int32), found.shape), found)
 
 
-def check(program: TileProgram, arrays: list[np.ndarray], **how: int) -> None:
-    for k, (g, w) in enumerate(zip(run_program(program, *arrays, **how), interpret(program, arrays), strict=True)):
-        wide = [x.astype(np.float64) for x in (g, w)]
-        np.testing.assert_array_equal(*wide, err_msg=f"result {k}\n{program}")
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sm, lanes", [(900, 1), (900, 3), (800, 2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "bool"])
@@ -54,7 +48,7 @@ def test_rows_of_every_width_are_gathered_as_they_lie(dtype: str, sm: int, lanes
         arrays.append(small(n, width, dtype=dtype) if width > 1 else small(n, dtype=dtype))
         streams = ROW if width > 1 else ((0,),)
         t.store(t.gather(table, ids, mode, fill), (rows, width) if width > 1 else (rows,), streams)
-    check(t.program(), arrays, sm=sm, lanes=lanes)
+    check_bits(t.program(), arrays, sm=sm, lanes=lanes)
 
 
 def test_a_float_table_is_filled_with_nan_and_infinity() -> None:
@@ -62,7 +56,7 @@ def test_a_float_table_is_filled_with_nan_and_infinity() -> None:
     table, ids = t.load((5, 16), "bfloat16"), t.load((70,), "int32", ((0,),))
     for fill in (float("nan"), float("-inf")):
         t.store(t.gather(table, ids, "fill", fill), (70, 16), ROW)
-    check(t.program(), [small(5, 16, dtype="bfloat16"), indices(70, 5)[:, 0]])
+    check_bits(t.program(), [small(5, 16, dtype="bfloat16"), indices(70, 5)[:, 0]])
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65])
@@ -70,7 +64,7 @@ def test_few_rows_of_a_table_of_one(rows: int) -> None:
     t = Tiles((rows,), 64)
     table, ids = t.load((1, 40), "float32"), t.load((rows,), "int32", ((0,),))
     t.store(t.gather(table, ids, "clip"), (rows, 40), ROW)
-    check(t.program(), [small(1, 40, dtype="float32"), indices(rows, 1)[:, 0]])
+    check_bits(t.program(), [small(1, 40, dtype="float32"), indices(rows, 1)[:, 0]])
 
 
 @pytest.mark.parametrize("sm, lanes", [(900, 2), (800, 1)])
@@ -106,7 +100,7 @@ def edges(rows: int, n: int, width: int, dtype: str) -> tuple[TileProgram, list[
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("width", [96, 24])
 def test_gathered_rows_are_operands_of_products(dtype: str, width: int, sm: int, lanes: int) -> None:
-    check(*edges(300, 41, width, dtype), sm=sm, lanes=lanes)
+    check_bits(*edges(300, 41, width, dtype), sm=sm, lanes=lanes)
 
 
 def generated(program: TileProgram, split: int = 1) -> lower.Kernel:

@@ -20,7 +20,7 @@ from kitsune_jax import targets
 from kitsune_jax.capture import jaxpr as capture_jaxpr
 from kitsune_jax.errors import Failure, forget, record
 from kitsune_jax.frontend import lowering, route
-from tests.support.checks import arrays, close, custom_calls, in_float64
+from tests.support.checks import arrays, close, custom_calls, forced, in_float64
 
 select: Any = importlib.import_module("kitsune_jax.regions.select")
 X, W1, W2 = arrays(3, (6, 8), (8, 16), (16, 8))
@@ -46,10 +46,6 @@ def two_parts(x: Any, w1: Any, w2: Any) -> Any:
 def with_a_loop(x: Any, w1: Any, w2: Any) -> Any:
     """A loop that is left to XLA, for what it sorts."""
     return jax.lax.scan(lambda c, _: (jnp.sort(jnp.sin(jnp.tanh(c @ w1) @ w2)), None), jnp.tanh(x * 2), None, length=3)[0]
-
-
-def forced(f: Any, **options: Any) -> Any:
-    return kj.pipeline(f, force=True, **options)
 
 
 class Planted(Exception):

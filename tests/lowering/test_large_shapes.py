@@ -14,13 +14,10 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cuda.lower import _cached_kernel
+from tests.support.graphs import struct
 
 ROWS = (10**3, 10**6, 10**9, 10**12)
 MOST_BYTES = 16 << 20  # an array of a byte for each of a million rows' 23 columns would be more
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def mlp(w, v, x):
@@ -50,14 +47,14 @@ def contracted(x, w, v):
 
 
 CASES = {
-    "mlp": (mlp, lambda n: (f32(8, 32), f32(32, 8), f32(n, 8))),
-    "concatenate, reverse, pad": (rearranged, lambda n: (f32(23, 8), f32(n, 8))),
-    "its gradient": (jax.grad(lambda w, x: (rearranged(w, x) ** 2).sum(), (0, 1)), lambda n: (f32(23, 8), f32(n, 8))),
-    "transpose": (transposed, lambda n: (f32(8, 8), f32(n, 8))),
-    "norm": (normed, lambda n: (f32(8), f32(8, 8), f32(n, 8))),
-    "row index": (indexed, lambda n: (f32(8, 8), f32(n, 8))),
-    "gradient": (jax.grad(lambda *a: (mlp(*a) ** 2).mean(), (0, 1, 2)), lambda n: (f32(8, 32), f32(32, 8), f32(n, 8))),
-    "long rows": (contracted, lambda n: (f32(40, n), f32(n, 16), f32(16, 4))),
+    "mlp": (mlp, lambda n: (struct(8, 32), struct(32, 8), struct(n, 8))),
+    "concatenate, reverse, pad": (rearranged, lambda n: (struct(23, 8), struct(n, 8))),
+    "its gradient": (jax.grad(lambda w, x: (rearranged(w, x) ** 2).sum(), (0, 1)), lambda n: (struct(23, 8), struct(n, 8))),
+    "transpose": (transposed, lambda n: (struct(8, 8), struct(n, 8))),
+    "norm": (normed, lambda n: (struct(8), struct(8, 8), struct(n, 8))),
+    "row index": (indexed, lambda n: (struct(8, 8), struct(n, 8))),
+    "gradient": (jax.grad(lambda *a: (mlp(*a) ** 2).mean(), (0, 1, 2)), lambda n: (struct(8, 32), struct(32, 8), struct(n, 8))),
+    "long rows": (contracted, lambda n: (struct(40, n), struct(n, 16), struct(16, 4))),
 }
 
 
@@ -113,11 +110,11 @@ def test_generated_cuda_computes_rows_in_64_bits(name):
 
 
 def test_rows_and_columns_that_a_kernel_cannot_count_are_refused_in_words():
-    report = kj.explain(mlp, platform="cuda", device="h200", force=True)(f32(8, 32), f32(32, 8), f32(1 << 38, 8))
+    report = kj.explain(mlp, platform="cuda", device="h200", force=True)(struct(8, 32), struct(32, 8), struct(1 << 38, 8))
     assert not report.ops_pipelined and any(
         "rows; the CUDA target counts 137438953472 at most" in r.reason for r in report.rejected
     )
-    report = kj.explain(lambda x: jnp.exp(x) * 2, platform="cuda", device="h200", force=True)(f32(4, 1 << 20))
+    report = kj.explain(lambda x: jnp.exp(x) * 2, platform="cuda", device="h200", force=True)(struct(4, 1 << 20))
     assert all("columns" not in r.reason for r in report.rejected) and report.ops_pipelined  # as a stream of elements
 
 

@@ -17,7 +17,8 @@ import pytest
 from jax import lax
 
 import kitsune_jax as kj
-from tests.lowering.test_time_loops import gru, in_float64, lstm, normal, pendulum
+from tests.lowering.test_time_loops import gru, lstm, normal, pendulum
+from tests.support.checks import leaves_in_float64
 
 Loss = Callable[..., jax.Array]
 
@@ -26,7 +27,7 @@ def check(fn: Callable[..., Any], *args: Any, tolerance: float = 2e-5, **options
     """``fn`` is right as a pipeline, and twice the same. Returns the report."""
     pipelined = jax.jit(kj.pipeline(fn, force=True, strict=True, **options))
     got = jax.tree.leaves(pipelined(*args))
-    for g, w in zip(got, in_float64(fn, args), strict=True):
+    for g, w in zip(got, leaves_in_float64(fn, args), strict=True):
         g = np.asarray(g, np.float64)
         assert g.shape == w.shape
         np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * max(np.abs(w).max(initial=0), 1e-3))

@@ -15,13 +15,10 @@ import kitsune_jax as kj
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import RouteOptions, route
+from tests.support.graphs import struct
 
 PACKAGE = str(Path(kj.__file__).parent)
 MOST = 5.0  # times the work for 4 times the layers
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def blocks(params, x):
@@ -33,7 +30,7 @@ def blocks(params, x):
 
 
 def layers(n):
-    return [(f32(96, 96), f32(96), f32(96))] * n, f32(4096, 96)
+    return [(struct(96, 96), struct(96), struct(96))] * n, struct(4096, 96)
 
 
 def gradient(params, x):
@@ -56,8 +53,8 @@ def passing(params, nodes, edges, senders, receivers):
 
 def steps(n):
     index = jax.ShapeDtypeStruct((8192,), jnp.int32)
-    params = [(f32(96, 32), f32(32, 32), f32(64, 32), f32(32, 32))] * n
-    return params, f32(2048, 32), f32(8192, 32), index, index
+    params = [(struct(96, 32), struct(32, 32), struct(64, 32), struct(32, 32))] * n
+    return params, struct(2048, 32), struct(8192, 32), index, index
 
 
 CASES = {  # a training step has the gradient in it

@@ -15,17 +15,10 @@ from jax.sharding import PartitionSpec as P
 import kitsune_jax as kj
 from kitsune_jax.frontend import lowering
 from tests.support.checks import arrays, close, count, in_float64
+from tests.support.transform_cases import loss, mlp
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 X, W1, W2 = arrays(0, (16, 8), (8, 16), (16, 8))
-
-
-def mlp(x: Any, w1: Any, w2: Any) -> Any:
-    return jnp.tanh(jax.nn.relu(x @ w1) @ w2)
-
-
-def loss(f: Any) -> Any:
-    return lambda *args: jnp.sum(f(*args) ** 2)
 
 
 def _mesh(shape: tuple[int, ...] = (8,), names: tuple[str, ...] = ("data",), kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:

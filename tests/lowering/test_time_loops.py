@@ -19,8 +19,7 @@ import pytest
 from jax import lax
 
 import kitsune_jax as kj
-from tests.support import checks
-from tests.support.checks import TARGET
+from tests.support.checks import TARGET, leaves_in_float64
 
 RNG = np.random.default_rng(5)
 ULP = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -28,11 +27,6 @@ ULP = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 def normal(*shape: int, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(RNG.standard_normal(shape), dtype)
-
-
-def in_float64(f: Callable[..., Any], args: Any) -> list[np.ndarray]:
-    """The leaves of ``f`` on ``args`` with every float in float64."""
-    return jax.tree.leaves(checks.in_float64(f, *args))
 
 
 def check(f: Callable[..., Any], *args: Any, covered: bool = True, tolerance: float | None = None) -> Any:
@@ -43,7 +37,7 @@ def check(f: Callable[..., Any], *args: Any, covered: bool = True, tolerance: fl
     exact = None if all(jnp.issubdtype(t.dtype, jnp.floating) for t in types) else jax.tree.leaves(jax.jit(f)(*args))
     dtypes = [x.dtype.name for x in jax.tree.leaves(args) if jnp.issubdtype(x.dtype, jnp.floating)]
     tolerance = tolerance or max((ULP.get(d, 1e-5) for d in dtypes), default=0.0)
-    for k, (g, t, w) in enumerate(zip(jax.tree.leaves(got), types, in_float64(f, args), strict=True)):
+    for k, (g, t, w) in enumerate(zip(jax.tree.leaves(got), types, leaves_in_float64(f, args), strict=True)):
         assert (g.shape, g.dtype) == (t.shape, t.dtype)
         g = np.asarray(g)
         if g.dtype.kind in "biu":

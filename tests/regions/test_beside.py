@@ -16,14 +16,10 @@ from kitsune_jax.planning.streams import Region
 from kitsune_jax.regions.joining import Chosen
 from kitsune_jax.regions.select import select
 from kitsune_jax.targets import get
-from tests.support.graphs import graph_of
+from tests.support.graphs import graph_of, struct
 
 MACHINE = "zen5-2"
 NODES, EDGES, WIDTH = 300, 2_000, 16
-
-
-def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def step(edges: Any, w: Any, receivers: Any) -> Any:
@@ -33,7 +29,7 @@ def step(edges: Any, w: Any, receivers: Any) -> Any:
     return jnp.tanh(nodes[receivers] * edges)
 
 
-ARGS = array(EDGES, WIDTH), array(WIDTH, WIDTH), array(EDGES, dtype="int32")
+ARGS = struct(EDGES, WIDTH), struct(WIDTH, WIDTH), struct(EDGES, dtype="int32")
 NODE_BYTES, EDGE_BYTES = 4 * NODES * WIDTH, 4 * EDGES * WIDTH
 
 
@@ -86,7 +82,7 @@ def test_not_where_it_would_be_a_call_of_its_own():
 @pytest.mark.parametrize(("edges", "costs"), [(2_000, False), (2_000_000, True)])
 def test_arrays_cost_where_the_program_has_much_of_them(edges: int, costs: bool):
     """Up to 32 MB the C library hands out the same pages again."""
-    graph = graph_of(step, array(edges, WIDTH), array(WIDTH, WIDTH), array(edges, dtype="int32"))
+    graph = graph_of(step, struct(edges, WIDTH), struct(WIDTH, WIDTH), struct(edges, dtype="int32"))
     target = get("cpu")
     assert (target.program_context(graph, target.machine(MACHINE), PlannerOptions(), False).fresh_seconds > 0) == costs
 
@@ -98,5 +94,5 @@ def test_what_reads_repeated_numbers_streams_over_the_rows_that_have_them():
         received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
         return (received + h * weights[:, :, None]).reshape(NODES, -1) @ w
 
-    args = array(EDGES, 8, 4), array(EDGES, dtype="int32"), array(NODES, 8), array(NODES, 8, 4), array(32, 5)
+    args = struct(EDGES, 8, 4), struct(EDGES, dtype="int32"), struct(NODES, 8), struct(NODES, 8, 4), struct(32, 5)
     assert calls(1.0, fn, args) == [[EDGES, NODES]]

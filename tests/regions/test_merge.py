@@ -16,7 +16,7 @@ from kitsune_jax.frontend.lowering import schedule
 from kitsune_jax.frontend.route import Routed, RouteOptions, route
 from kitsune_jax.ops.graph import Graph
 from reference.check import verify
-from tests.support.graphs import graph_of
+from tests.support.graphs import graph_of, struct
 
 MACHINE = "zen5-2"
 NODES, EDGES, WIDTH = 300, 2_000, 16
@@ -26,16 +26,12 @@ def planned(graph: Graph, *, merged: bool = True) -> Routed:
     return route(graph, "cpu", RouteOptions(force=True, device=MACHINE, code=False, strict=True, merge=merged))
 
 
-def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def messages(w: Any, nodes: Any, edges: Any, senders: Any, receivers: Any) -> tuple[Any, Any]:
     edges = jnp.tanh(edges @ w + nodes[senders] + nodes[receivers])
     return jnp.tanh((nodes + jax.ops.segment_sum(edges, receivers, num_segments=nodes.shape[0])) @ w), edges
 
 
-GRAPH = array(WIDTH, WIDTH), array(NODES, WIDTH), array(EDGES, WIDTH), array(EDGES, dtype="int32"), array(EDGES, dtype="int32")
+GRAPH = struct(WIDTH, WIDTH), struct(NODES, WIDTH), struct(EDGES, WIDTH), struct(EDGES, dtype="int32"), struct(EDGES, dtype="int32")
 
 
 def check(graph: Graph) -> tuple[Routed, Routed]:
@@ -94,7 +90,8 @@ def test_a_gradient_merges_too():
         nodes, edges = messages(w, nodes, edges, senders, receivers)
         return jnp.sum(nodes * nodes)
 
-    few = array(WIDTH, WIDTH), array(EDGES, WIDTH), array(EDGES, WIDTH), array(EDGES, dtype="int32"), array(EDGES, dtype="int32")
+    edges, ids = struct(EDGES, WIDTH), struct(EDGES, dtype="int32")
+    few = struct(WIDTH, WIDTH), edges, edges, ids, ids
     whole, apart = check(graph_of(jax.grad(loss), *few))
     assert len(whole.regions) == 1 < len(apart.regions)
 
@@ -103,7 +100,7 @@ def test_two_networks_that_do_not_meet_stay_apart():
     def fn(w: Any, v: Any, x: Any, y: Any) -> tuple[Any, Any]:
         return jnp.tanh(x @ w), jnp.tanh(y @ v)
 
-    whole, apart = check(graph_of(fn, array(8, 8), array(9, 9), array(100, 8), array(60, 9)))
+    whole, apart = check(graph_of(fn, struct(8, 8), struct(9, 9), struct(100, 8), struct(60, 9)))
     assert len(whole.regions) == len(apart.regions) == 2
 
 
@@ -115,7 +112,7 @@ def test_indices_that_the_first_region_makes_keep_the_second_apart():
         messages = jnp.sin(edges) * 2.0
         return jax.ops.segment_sum(messages, by, num_segments=100_000), by
 
-    graph = graph_of(fn, array(64, 64), array(1_000_003, 64))
+    graph = graph_of(fn, struct(64, 64), struct(1_000_003, 64))
     found = route(graph, "cpu", RouteOptions(force=True, device=MACHINE, code=False, strict=True))
     for r in found.regions:
         made = {v for p in r.phases for v in p.region.outputs}
@@ -127,7 +124,7 @@ def test_an_operator_that_must_run_in_between_keeps_calls_apart():
         h = jnp.tanh(x @ w)
         return jnp.tanh((h.sum(0) + jnp.sort(h, axis=0)[0]) @ w)
 
-    whole, _ = check(graph_of(fn, array(8, 8), array(100, 8)))
+    whole, _ = check(graph_of(fn, struct(8, 8), struct(100, 8)))
     assert all(len(r.phases) == 1 or len({p.region.space.rows for p in r.phases}) < 3 for r in whole.regions)
     assert len(whole.regions) >= 1
 
@@ -156,7 +153,7 @@ def test_a_call_does_not_hold_much_more_than_its_parts_do():
         return jnp.tanh(jnp.cumsum(small, 0)[ids] @ w)
 
     rows = 4_000_000
-    whole, _ = check(graph_of(fn, array(16, 16), array(rows, 16), array(rows, dtype="int32")))
+    whole, _ = check(graph_of(fn, struct(16, 16), struct(rows, 16), struct(rows, dtype="int32")))
     large = [r for r in whole.regions if any(p.region.space.rows == rows for p in r.phases)]
     assert len(large) >= 2
 
@@ -193,7 +190,7 @@ def network(steps: list[tuple[int, int, int, int]]) -> Any:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(networks())
 def test_random_networks_merge_without_losing_or_reordering_anything(steps: list[tuple[int, int, int, int]]):
-    small = array(8, 8), array(12, 8), array(30, 8), array(30, dtype="int32"), array(30, dtype="int32")
+    small = struct(8, 8), struct(12, 8), struct(30, 8), struct(30, dtype="int32"), struct(30, dtype="int32")
     check(graph_of(network(steps), *small))
 
 
@@ -201,6 +198,6 @@ def test_random_networks_merge_without_losing_or_reordering_anything(steps: list
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(networks())
 def test_random_gradients_merge_without_losing_or_reordering_anything(steps: list[tuple[int, int, int, int]]):
-    small = array(8, 8), array(12, 8), array(30, 8), array(30, dtype="int32"), array(30, dtype="int32")
+    small = struct(8, 8), struct(12, 8), struct(30, 8), struct(30, dtype="int32"), struct(30, dtype="int32")
     fn = network(steps)
     check(graph_of(jax.grad(lambda *args: sum(jnp.sum(x * x) for x in fn(*args)), (0, 1, 2)), *small))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.planning.plan import Plan
+from kitsune_jax.program.build import build
+from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cpu.planning import planner
 from kitsune_jax.targets.cpu.planning.planner import plans_in_blocks
+from tests.support.graphs import graph_of
 
 WAYS = ("planned", "in blocks")
 
@@ -31,3 +38,21 @@ def planned_as(way: str, block: int | None = None) -> Iterator[str]:
         lowering._routed.cache_clear()
         yield way
     lowering._routed.cache_clear()
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def planned(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test of a module that imports this runs in each of the ``WAYS``."""
+    with planned_as(request.param) as way:
+        yield way
+
+
+def draw(seed: int, *shapes: tuple[int, ...], dtype: str = "float32") -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
+
+
+def programs(function: Callable[..., Any], *args: Any) -> list[TileProgram]:
+    """Of the regions that the planner makes for two cores with AVX-512."""
+    graph = graph_of(function, *args)
+    return [build(graph, r.region, r.plan) for r in route(graph, "cpu", RouteOptions(force=True, device="avx512-2")).regions]

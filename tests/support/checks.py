@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kitsune_jax as kj
 from trust.primitives import Unknown
 from trust.reference import Arithmetic, evaluate
 
@@ -26,6 +27,10 @@ def arrays(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[jax.
     return [jnp.asarray(rng.standard_normal(s).astype(np.float32) * scale) for s in shapes]
 
 
+def forced(f: Any, **options: Any) -> Any:
+    return kj.pipeline(f, force=True, **options)
+
+
 def custom_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """How many pipelines the compiled ``jax.jit(f)`` holds."""
     return count(jax.jit(f).lower(*args, **kwargs).compile().as_text())
@@ -33,6 +38,17 @@ def custom_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 def count(compiled_text: str) -> int:
     return len(re.findall(rf'custom_call_target="{TARGET}"', compiled_text))
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set, given as a parameter, that the kernels of programs compiled in the test are for."""
+    from kitsune_jax import _cpu
+
+    before = _cpu.isa()
+    assert _cpu.set_isa(request.param)
+    yield request.param
+    assert _cpu.set_isa(before)
 
 
 def enable_x64() -> Any:
@@ -62,6 +78,11 @@ def in_float64(f: Callable[..., Any], *args: Any, by_xla: bool = False) -> Any:
         except Unknown:
             return in_float64(f, *args, by_xla=True)
     return jax.tree.unflatten(tree, [np.asarray(x, t.dtype) for x, t in zip(outs, types, strict=True)])
+
+
+def leaves_in_float64(f: Callable[..., Any], args: Any) -> list[np.ndarray]:
+    """The leaves of ``in_float64(f, *args)``."""
+    return jax.tree.leaves(in_float64(f, *args))
 
 
 def close(got: Any, want: Any, tol: float = 2e-4) -> None:

@@ -12,18 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.support.cuda_cases import Arg, Array, Family, bias, weight
+from tests.support.cuda_cases import Arg, Array, Family, bias, recurrence, weight
 from tests.support.cuda_training_cases import value_and_grads
 
 # -- recurrences: parameters first, then the state and what comes in at each step
-
-
-def simple(w: Array, u: Array, b: Array, h: Array, xs: Array) -> tuple[Array, Array]:
-    def step(h: Array, x: Array) -> tuple[Array, Array]:
-        h = jnp.tanh(x @ w + h @ u + b)
-        return h, h
-
-    return jax.lax.scan(step, h, xs)
 
 
 def lstm(w: Array, u: Array, b: Array, h: Array, c: Array, xs: Array) -> tuple[Array, Array]:
@@ -90,9 +82,9 @@ def _gates(features: int, hidden: int, gates: int) -> tuple[Arg, Arg, Arg]:
 RECURRENT: dict[str, Family] = {
     f.name: f
     for f in (
-        _family("simple-loop", simple, 3, (*_gates(9, 24, 1), Arg((-1, 24)), Arg((5, -1, 9)))),
+        _family("simple-loop", recurrence, 3, (*_gates(9, 24, 1), Arg((-1, 24)), Arg((5, -1, 9)))),
         # By the rows, too: what comes in at each step, and the state, has a gradient.
-        _family("simple-loop-by-rows", simple, 5, (*_gates(8, 32, 1), Arg((-1, 32)), Arg((3, -1, 8)))),
+        _family("simple-loop-by-rows", recurrence, 5, (*_gates(8, 32, 1), Arg((-1, 32)), Arg((3, -1, 8)))),
         _family("lstm-loop", lstm, 3, (*_gates(9, 32, 4), Arg((-1, 32)), Arg((-1, 32)), Arg((3, -1, 9)))),
         _family("gru-loop", gru, 4, (*_gates(7, 20, 2)[:2], weight(20, 20), Arg((-1, 20)), Arg((4, -1, 7)))),
         _family("heun-loop", heun, 3, (weight(6, 32), bias(32), weight(32, 6), Arg((-1, 6)))),

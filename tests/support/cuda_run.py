@@ -45,6 +45,7 @@ from kitsune_jax.targets.cuda.planning.cost import GpuCost, is_splittable
 from kitsune_jax.targets.cuda.planning.machines import A100, H200, GpuMachine
 from kitsune_jax.targets.cuda.planning.planner import candidates, plans_in_batches
 from reference import standalone
+from reference.interpret import interpret
 
 Array = Any
 
@@ -224,6 +225,12 @@ def run(of: Subject, plan: GpuPlan, *, seed: int = 1) -> list[np.ndarray]:
 def run_program(program: TileProgram, *arrays: Array, seed: int = 1, **how: Any) -> list[np.ndarray]:
     """The results of a tile program written by hand, arranged as ``runner`` says, under the emulator's schedule ``seed``."""
     return runner(program, *arrays, **how)(seed)
+
+
+def check_bits(program: TileProgram, arrays: list[np.ndarray], **how: int) -> None:
+    """The results of ``run_program`` are those of the interpreter, bit for bit."""
+    for k, (g, w) in enumerate(zip(run_program(program, *arrays, **how), interpret(program, arrays), strict=True)):
+        np.testing.assert_array_equal(g.astype(np.float64), w.astype(np.float64), err_msg=f"result {k}\n{program}")
 
 
 def runner(

@@ -24,6 +24,10 @@ def graph_of(fn: Callable[..., Any], *args: Any) -> Graph:
     return captured.graph
 
 
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def mlp(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
     for w, b in params[:-1]:
         x = jax.nn.relu(x @ w + b)

@@ -29,6 +29,11 @@ SERIES = tuple(kind for kind, spec in OPS.items() if spec.flops >= 40 and not sp
 Supports = Callable[..., str | None]
 
 
+def evaluate_op(op: Op, *arrays: np.ndarray) -> np.ndarray:
+    """The result of ``op`` by its meaning in NumPy, in the dtype of the first operand."""
+    return MEANINGS[op.kind].numpy(dict(op.params), *arrays, out_dtype=str(arrays[0].dtype))
+
+
 def specials(dtype: str) -> np.ndarray:
     """Values at which operators change their ways."""
     if dtype == "bool":

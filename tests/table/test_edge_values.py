@@ -20,7 +20,9 @@ import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.ops.spec import DTYPES, is_float, np_dtype
 from kitsune_jax.ops.table import OPS
-from tests.support.checks import count, enable_x64
+from tests.support.checks import count, enable_x64, isa
+
+__all__ = ["isa"]  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
@@ -33,15 +35,6 @@ RTOL = {"float32": 1e-5, "bfloat16": 0.02, "float16": 4e-3, "float64": 1e-11}
 def x64() -> Iterator[None]:
     with enable_x64():
         yield
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Instruction set that the kernels of programs compiled in the test are for."""
-    before = _cpu.isa()
-    assert _cpu.set_isa(request.param)
-    yield request.param
-    assert _cpu.set_isa(before)
 
 
 def pipelined(f: Function, *args: Any) -> Any:

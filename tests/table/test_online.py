@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kitsune_jax.ops.graph import Op, Value, make_params
 from kitsune_jax.ops.spec import np_dtype
 from kitsune_jax.ops.table import OPS, result
-from reference.operators import MEANINGS
 from tests.support.checks import enable_x64, in_parts
+from tests.support.table_cases import evaluate_op
 
 SPEC = OPS["scatter_exp_sum"]
 extents = st.integers(1, 4)
@@ -34,16 +34,12 @@ def cases(draw):
     return op, values.astype(np_dtype(dtype)), index, scores.astype(np_dtype(dtype))
 
 
-def evaluate(op, *arrays):
-    return MEANINGS[op.kind].numpy(dict(op.params), *arrays, out_dtype=str(arrays[0].dtype))
-
-
 @in_parts
 @given(case=cases())
 @settings(max_examples=12, deadline=None)
 def test_the_rule_is_what_jax_evaluates(part, case):
     op, *arrays = case
-    got = evaluate(op, *arrays)
+    got = evaluate_op(op, *arrays)
     out = result(op, [Value(a.shape, str(a.dtype)) for a in arrays])
     assert (got.shape, str(got.dtype)) == (out.shape, out.dtype)
     with enable_x64():
@@ -53,7 +49,7 @@ def test_the_rule_is_what_jax_evaluates(part, case):
     # How far a sum may be off depends on the size of what it is made of: its terms may have both signs.
     tolerance = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[out.dtype]
     values, index, scores = arrays
-    size = evaluate(op, np.abs(values.astype(np.float64)), index, scores.astype(np.float64))
+    size = evaluate_op(op, np.abs(values.astype(np.float64)), index, scores.astype(np.float64))
     np.testing.assert_array_equal(np.isnan(got[np.isnan(size)]), True)
     np.testing.assert_array_equal(np.isnan(want[np.isnan(size)]), True)
     fits = size < 1e4  # beyond, a dtype may overflow on the way to a sum that does not
@@ -65,7 +61,7 @@ def test_the_rule_is_what_jax_evaluates(part, case):
 def test_the_rule_is_what_the_entry_says(case):
     op, values, index, scores = case
     values, scores = values.astype(np.float64), scores.astype(np.float64)
-    got = evaluate(op, values, index, scores)
+    got = evaluate_op(op, values, index, scores)
     for i in range(op["n"]):
         v, s = values[index == i], scores[index == i]
         with np.errstate(all="ignore"):
@@ -79,7 +75,7 @@ def test_the_rule_is_what_the_entry_says(case):
 @settings(max_examples=60, deadline=None)
 def test_relations_hold_by_experiment(case, seed):
     op, *arrays = case
-    full, rng = evaluate(op, *arrays), np.random.default_rng(seed)
+    full, rng = evaluate_op(op, *arrays), np.random.default_rng(seed)
     shapes_of = (*(a.shape for a in arrays), full.shape)
     relations = SPEC.relate(op, shapes_of[:3], shapes_of[3:])
     assert sorted(m for r in relations for m in r.members) == [(k, d) for k, s in enumerate(shapes_of) for d in range(len(s))]
@@ -93,7 +89,7 @@ def test_relations_hold_by_experiment(case, seed):
                 if k in at:
                     part = (*(slice(None),) * at[k], i)
                     touched[k][part] = np.roll(touched[k], 1)[part]
-            same = np.delete(evaluate(op, *touched), i, at[3])
+            same = np.delete(evaluate_op(op, *touched), i, at[3])
             np.testing.assert_array_equal(same.astype(np.float64), np.delete(full, i, at[3]).astype(np.float64))
 
 

@@ -16,18 +16,11 @@ from jax import export
 
 import kitsune_jax as kj
 from tests.support.checks import TARGET, arrays, close, count, in_float64
+from tests.support.transform_cases import loss, mlp
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 X, W1, W2 = arrays(0, (6, 8), (8, 16), (16, 8))
 ALLOWED = [export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, "kitsune_cuda")]
-
-
-def mlp(x: Any, w1: Any, w2: Any) -> Any:
-    return jnp.tanh(jax.nn.relu(x @ w1) @ w2)
-
-
-def loss(f: Any) -> Any:
-    return lambda *args: jnp.sum(f(*args) ** 2)
 
 
 def with_calls(f: Any) -> Any:

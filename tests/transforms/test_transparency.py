@@ -20,7 +20,8 @@ from jax.experimental import checkify, jet
 
 import kitsune_jax as kj
 from kitsune_jax.frontend import lowering
-from tests.support.checks import arrays, close, count, custom_calls, in_float64
+from tests.support.checks import arrays, close, count, custom_calls, forced, in_float64
+from tests.support.transform_cases import loss
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 X, W1, W2 = arrays(0, (6, 8), (8, 16), (16, 8))
@@ -28,14 +29,6 @@ X, W1, W2 = arrays(0, (6, 8), (8, 16), (16, 8))
 
 def mlp(x: Any, w1: Any, w2: Any) -> Any:
     return jnp.tanh(jnp.sin(x @ w1) @ w2)
-
-
-def loss(f: Any) -> Any:
-    return lambda *args: jnp.sum(f(*args) ** 2)
-
-
-def forced(f: Any, **options: Any) -> Any:
-    return kj.pipeline(f, force=True, **options)
 
 
 @pytest.fixture

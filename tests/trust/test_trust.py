@@ -20,8 +20,10 @@ import kitsune_jax as kj
 from kitsune_jax import _cpu
 from kitsune_jax.targets.cpu import call
 from kitsune_jax.targets.cpu.bytecode import DTYPES
-from tests.support.checks import count, enable_x64
+from tests.support.checks import count, enable_x64, isa
 from tests.support.trust_cases import CASES, FLOATS, TOLERANCE, integers, normal
+
+__all__ = ["isa"]  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
 
@@ -89,23 +91,14 @@ def test_float64() -> None:
 def _products() -> Iterator[Any]:
     """(instruction set, dtype, rows, m, n): odd numbers, and such that fill no vector; the whole matrix is slow."""
     best = _cpu.isa()
-    for isa in _cpu.available_isas():
+    for name in _cpu.available_isas():
         for i, shape in enumerate([(1, 1, 1), (5, 33, 7), (97, 12, 32), (131, 13, 33), (64, 37, 65), (257, 3, 1)]):
             for k, dtype in enumerate((*FLOATS, "float64")):
-                often = (isa == best and (i + k) % 2 == 0) or (shape == (131, 13, 33) and dtype in ("float32", "bfloat16"))
-                yield pytest.param(isa, dtype, *shape, marks=() if often else pytest.mark.slow)
+                often = (name == best and (i + k) % 2 == 0) or (shape == (131, 13, 33) and dtype in ("float32", "bfloat16"))
+                yield pytest.param(name, dtype, *shape, marks=() if often else pytest.mark.slow)
 
 
 PRODUCTS = list(_products())
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Instruction set that the kernels of programs compiled in the test are for."""
-    before = _cpu.isa()
-    assert _cpu.set_isa(request.param)
-    yield request.param
-    assert _cpu.set_isa(before)
 
 
 def check_products(f: Any, *args: np.ndarray) -> None:

@@ -28,21 +28,15 @@ pytest.importorskip("optax")
 
 import orbax.checkpoint as ocp  # noqa: E402
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.support.example_files import EXAMPLES, examples_on_the_path  # noqa: E402
+
+__all__ = ["examples_on_the_path"]  # a fixture
 SMALL = {
     "data_parallel": ["--width", "48", "--batch", "160", "--steps", "40"],
     "fsdp": ["--width", "32", "--layers", "2", "--context", "16", "--batch", "8", "--steps", "30"],
 }
 each_example = pytest.mark.parametrize("name", list(SMALL))
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _examples_on_the_path() -> Any:
-    """``python examples/x.py`` puts the folder there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,11 @@ from rich.progress import Progress
 
 import kitsune_jax as kj
 from tests.support.checks import close
+from tests.support.example_files import EXAMPLES, examples_on_the_path
+
+__all__ = ["examples_on_the_path"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 SMALL = {
     "train_digits_optax": ["--width", "48", "--batch", "101"],
     "train_digits_nnx": ["--width", "32", "--batch", "101"],
@@ -41,14 +43,6 @@ SMALL = {
 NEEDS = {"train_digits_optax": "sklearn", "train_digits_nnx": "flax", "train_photo_equinox": "equinox"}
 each_example = pytest.mark.parametrize("name", list(SMALL))
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax could not")  # a fall-back to plain HLO is a failure here
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _examples_on_the_path() -> Any:
-    """``python examples/x.py`` puts the folder there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield
 
 
 @pytest.fixture
