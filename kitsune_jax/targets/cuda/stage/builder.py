@@ -91,7 +91,7 @@ class StageCodeBuilder:
         self.repeated = False  # a loop body is being lowered
         self.panels: dict[int, tuple[int, int, int]] = {}  # offset of a panel -> (the value in it, its width, its end)
         self.done: set[Instr] = set()  # effects that have been lowered, some with an earlier one
-        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/instructions.py``)
+        self.gathered: dict[int, int] = {}  # slabs -> the whole values (``stage/split.py``)
         self.counter = 0
         self.used: set[str] = set()  # "copies", "ahead": these choices of the shape changed the code
 

@@ -17,7 +17,7 @@ from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.arrangement import Arrangement
 from kitsune_jax.targets.cuda.ir import Node, Ref
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import chunks, instructions
+from kitsune_jax.targets.cuda.stage import chunks, split
 from kitsune_jax.targets.cuda.stage import loops as bodies
 from kitsune_jax.targets.cuda.stage.builder import Shape, StageCodeBuilder
 from kitsune_jax.targets.cuda.stage.facts import Facts, kept_rows
@@ -371,7 +371,7 @@ class _Fitter:
         """The stage in front of the passes over its nodes."""
         at = StageCodeBuilder(self.facts, shape, self.a.lanes, self.slab_queues)
         bodies.lower_body(at, self.instrs)
-        instructions.release_entries(at, {})
+        split.release_entries(at, {})
         at.add(*(st.QueueCall(Ref("queue", i["queue"]), "rd_release") for i in self.instrs if i.kind == "pop"))
         return at
 

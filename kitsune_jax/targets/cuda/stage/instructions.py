@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kitsune_jax.targets.cuda import ir, pointwise, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Expr, Ref, Store
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe
-from kitsune_jax.targets.cuda.stage import column_moves, outputs
+from kitsune_jax.targets.cuda.stage import column_moves, outputs, split
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder
 
 # --- Gathers ----------------------------------------------------------------------------------------------------------------------
@@ -270,100 +270,6 @@ def _joined(a: st.Copied, b: st.Copied) -> list[st.Copied]:
     return [a, b]
 
 
-# --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
-
-
-def all_gather(at: StageCodeBuilder, v: int, depth: int = 1) -> int:
-    """The value of which ``v`` is a slab, gathered from all CTAs through a ring of ``depth`` entries; or ``v`` if it is no slab.
-
-    Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
-    Every lane stores its slab into an entry of a ring in the shared memory of each CTA (``ClusterQueue``, which all write and
-    read), waits for all slabs before it first multiplies with them (``stage/chunks.py``), and multiplies from the entry, which it
-    releases at the end of the step. A carry, sent when a step begins, has a ring of two entries, as a fast CTA may be a step ahead
-    of a slow one; other values need one entry. All CTAs of a cluster run the same steps on the same tiles, so entry n is the same
-    value in all.
-    """
-    v = at.root(v)
-    value = at.value(v)
-    if not value.slab:
-        return v
-    if v not in at.gathered:
-        made = at.unnamed(st.StageValue(value.n * at.split.ctas, value.dtype, False))
-        # Every CTA can read all columns of an array.
-        at.settle(made, value.home if isinstance(value.home, st.InArray) else _exchanged(at, v, value, depth))
-        at.gathered[v] = made
-    return at.gathered[v]
-
-
-def begin_all_gathers(at: StageCodeBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
-    """Send the carries that products of ``body`` contract, before all else in a step."""
-    for i in body:
-        for v in at.split.pieces(i.inputs[0]) if i.kind == "matmul" else ():
-            if at.root(v) in carries:
-                all_gather(at, v, tiles.EXCHANGE_DEPTH)
-
-
-def _exchanged(at: StageCodeBuilder, v: int, value: st.StageValue, depth: int) -> st.InImage:
-    ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
-    vectors = tiles.image_vectors(value.width, value.form)
-    at.setup.append(_exchange(at, ring, vectors, depth, value.form))
-    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
-    at.evaluate(value.width, [ir.Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
-    at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
-    return st.InImage(entry, value.form, ring)
-
-
-def reduce_scatter(at: StageCodeBuilder, products: Sequence[tuple[int, st.Multiply]]) -> None:
-    """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
-
-    Each CTA has the sums over its part of K for all columns. It sends every other CTA the slab that it needs, and adds up the slabs
-    that it gets in the order of the CTAs, so that all runs give the same bits.
-    """
-    for v, ring in [(v, _send_partial_sums(at, v, product)) for v, product in products]:
-        value, parts = at.value(v), list[int]()
-        part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
-        at.add(st.QueueCall(ring, "rd_acquire"))
-        for rank in range(at.split.ctas):
-            entry = _name(at, "entry")
-            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
-            parts.append(at.unnamed(dataclasses.replace(part, home=st.InImage(entry, part.form, ring))))
-        at.settle(v, st.Expression(" + ".join(f"{{{k}}}" for k in range(at.split.ctas)), tuple(parts)))
-        at.materialize(v)
-        at.add(st.QueueCall(ring, "rd_release"))
-
-
-def _send_partial_sums(at: StageCodeBuilder, v: int, product: st.Multiply) -> Ref:
-    """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
-    ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split.ctas
-    mine = at.unnamed(st.StageValue(n, "float32", False, product))
-    vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split.ctas
-    at.setup.append(_exchange(at, ring, vectors, 1, "word"))
-    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
-    at.evaluate(at.value(mine).width, [ir.Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
-    at.add(st.QueueCall(ring, "wr_release"))
-    return ring
-
-
-def _exchange(at: StageCodeBuilder, ring: Ref, vectors: int, depth: int, form: str) -> st.Exchange:
-    half = at.program.tile_rows == tiles.HALF_TILE_ROWS
-    if half and form == "bit":
-        raise CannotLower("masks have no code in a tile of 32 rows")
-    return st.Exchange(ring, vectors * at.split.ctas, depth, one_row_of=form if half else "")
-
-
-def _name(at: StageCodeBuilder, kind: str) -> Ref:
-    at.counter += 1
-    return Ref(kind, at.counter, "_all")
-
-
-def release_entries(at: StageCodeBuilder, known: dict[int, int]) -> None:
-    """Release the entries of values that were gathered since ``known`` and are no longer read."""
-    for v, made in at.gathered.items():
-        home = at.value(made).home
-        if v not in known and isinstance(home, st.InImage):
-            at.add(st.QueueCall(home.owner, "rd_release"))
-
-
 # --- All instructions -------------------------------------------------------------------------------------------------------------
 
 _ORDERED = ("Max", "Min")
@@ -516,11 +422,11 @@ def _matmul(at: StageCodeBuilder, instr: Instr) -> None:
         x = at.root(instr.inputs[0])
         group = [i for i in at.instrs if i.kind == "matmul" and i.outputs[0] in at.split.partial and at.root(i.inputs[0]) == x]
         at.done.update(group)
-        reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
+        split.reduce_scatter(at, [(i.outputs[0], _product(at, i, [at.root(p) for p in pieces])) for i in group])
         for i in group:
             _rounded(at, i.outputs[0])
         return
-    product = _product(at, instr, [all_gather(at, x) for x in pieces])
+    product = _product(at, instr, [split.all_gather(at, x) for x in pieces])
     at.settle(v, product)
     if at.value(v).row:
         at.single_column(v)

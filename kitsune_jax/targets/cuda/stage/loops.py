@@ -16,7 +16,7 @@ from kitsune_jax.program.ir import Instr, LoopBody, TileProgram, walk
 from kitsune_jax.targets.cuda import ir, pack, tiles
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.ir import Address, Keep, Ref
-from kitsune_jax.targets.cuda.stage import column_moves, instructions
+from kitsune_jax.targets.cuda.stage import column_moves, instructions, split
 from kitsune_jax.targets.cuda.stage.builder import StageCodeBuilder, read_by
 from kitsune_jax.targets.cuda.stage.facts import is_rounding
 
@@ -52,10 +52,10 @@ def _lower_counted_loop(at: StageCodeBuilder, instr: Instr) -> None:
     ahead = _RowsAhead(at, instr)
     with at.body_of_loop() as body:
         ahead.begin_step()
-        instructions.begin_all_gathers(at, block.body, carries)
+        split.begin_all_gathers(at, block.body, carries)
         lower_body(at, block.body)
         _update_carries(at, carries, [at.root(v) for v in block.results])
-        instructions.release_entries(at, known)
+        split.release_entries(at, known)
         ahead.end_step()
     at.repeated = repeated
     at.row_tiles = row_tiles  # those of the body are not visible after it
@@ -336,7 +336,7 @@ class _RowsAhead:
             return False
         if at.facts.slices.makers or (not self._is_row(i) and self._form(i) == "bit"):
             return False
-        # Of a slab that a product contracts, every CTA reads all columns from the array (``all_gather``).
+        # Of a slab that a product contracts, every CTA reads all columns from the array (``split.all_gather``).
         pieces = {at.root(p) for k in walk(self.block.body) if k.kind == "matmul" for p in at.split.pieces(k.inputs[0])}
         return at.root(v) not in pieces or v not in at.split.slabs
 

@@ -1,7 +1,7 @@
 """Columns split over CTAs: where several CTAs share a stage, which values are slabs, and how a product gets columns of others.
 
 Comes in: the instructions of a stage, and the CTAs that share it. Goes out: ``ColumnSplit``, which all other modules ask; slabs in
-the order in which kernels read them; and the waits for columns that CTAs exchange (``stage/instructions.py``).
+the order in which kernels read them; the nodes by which CTAs exchange columns, and the waits for these.
 
 A CTA computes a slab of the columns of every product, so it has a slab of each weight and of each vector. A value of several groups
 of columns, such as the four gates of an LSTM, has a slab of each group.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import SINKS, Instr, TileProgram, walk
@@ -268,7 +268,116 @@ def _equal_parts(instr: Instr, program: TileProgram, joined: Collection[int]) ->
     return [(x, part) for part in found] if _is_wide(program, x) and len(program.values[x].shape) == 1 else []
 
 
-# --- Exchanges of columns between CTAs --------------------------------------------------------------------------------------------
+# --- Exchanges: a product contracts columns of which each CTA of a cluster makes a slab -------------------------------------------
+
+
+class ExchangeBuilder(Protocol):
+    """The part of ``stage.builder.StageCodeBuilder``, which asks this module about columns, that exchanges need."""
+
+    split: ColumnSplit
+    program: TileProgram
+    setup: list[ir.Node]
+    gathered: dict[int, int]
+    counter: int
+
+    def root(self, v: int) -> int: ...
+    def value(self, v: int) -> st.StageValue: ...
+    def unnamed(self, value: st.StageValue) -> int: ...
+    def settle(self, v: int, home: st.Home) -> None: ...
+    def materialize(self, v: int) -> None: ...
+    def add(self, *nodes: ir.Node) -> None: ...
+    def evaluate(self, width: int, wanted: Iterable[ir.Action]) -> None: ...
+
+
+def all_gather(at: ExchangeBuilder, v: int, depth: int = 1) -> int:
+    """The value of which ``v`` is a slab, gathered from all CTAs through a ring of ``depth`` entries; or ``v`` if it is no slab.
+
+    Each CTA has a slab of the columns of every weight, so the values of a step are slabs, while a product contracts all columns.
+    Every lane stores its slab into an entry of a ring in the shared memory of each CTA (``ClusterQueue``, which all write and
+    read), waits for all slabs before it first multiplies with them (``stage/chunks.py``), and multiplies from the entry, which it
+    releases at the end of the step. A carry, sent when a step begins, has a ring of two entries, as a fast CTA may be a step ahead
+    of a slow one; other values need one entry. All CTAs of a cluster run the same steps on the same tiles, so entry n is the same
+    value in all.
+    """
+    v = at.root(v)
+    value = at.value(v)
+    if not value.slab:
+        return v
+    if v not in at.gathered:
+        made = at.unnamed(st.StageValue(value.n * at.split.ctas, value.dtype, False))
+        # Every CTA can read all columns of an array.
+        at.settle(made, value.home if isinstance(value.home, st.InArray) else _exchanged(at, v, value, depth))
+        at.gathered[v] = made
+    return at.gathered[v]
+
+
+def begin_all_gathers(at: ExchangeBuilder, body: Sequence[Instr], carries: Collection[int]) -> None:
+    """Send the carries that products of ``body`` contract, before all else in a step."""
+    for i in body:
+        for v in at.split.pieces(i.inputs[0]) if i.kind == "matmul" else ():
+            if at.root(v) in carries:
+                all_gather(at, v, tiles.EXCHANGE_DEPTH)
+
+
+def _exchanged(at: ExchangeBuilder, v: int, value: st.StageValue, depth: int) -> st.InImage:
+    ring, push, entry = (_name(at, kind) for kind in ("exchange", "push", "entry"))
+    vectors = tiles.image_vectors(value.width, value.form)
+    at.setup.append(_exchange(at, ring, vectors, depth, value.form))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True))
+    at.evaluate(value.width, [ir.Keep(v, _name(at, "q"), value.form, to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"), st.Entry(entry, ring, 0))
+    return st.InImage(entry, value.form, ring)
+
+
+def reduce_scatter(at: ExchangeBuilder, products: Sequence[tuple[int, st.Multiply]]) -> None:
+    """Give slabs of the sums of partial ``products`` homes; the sums of one product travel while the next one multiplies.
+
+    Each CTA has the sums over its part of K for all columns. It sends every other CTA the slab that it needs, and adds up the slabs
+    that it gets in the order of the CTAs, so that all runs give the same bits.
+    """
+    for v, ring in [(v, _send_partial_sums(at, v, product)) for v, product in products]:
+        value, parts = at.value(v), list[int]()
+        part = dataclasses.replace(value, dtype="float32", slab=0, home=None)
+        at.add(st.QueueCall(ring, "rd_acquire"))
+        for rank in range(at.split.ctas):
+            entry = _name(at, "entry")
+            at.add(st.Entry(entry, ring, tiles.image_vectors(part.width, part.form), of=rank))
+            parts.append(at.unnamed(dataclasses.replace(part, home=st.InImage(entry, part.form, ring))))
+        at.settle(v, st.Expression(" + ".join(f"{{{k}}}" for k in range(at.split.ctas)), tuple(parts)))
+        at.materialize(v)
+        at.add(st.QueueCall(ring, "rd_release"))
+
+
+def _send_partial_sums(at: ExchangeBuilder, v: int, product: st.Multiply) -> Ref:
+    """The ring through which each CTA gets its slab of the sums that ``product`` has in every CTA."""
+    ring, push, n = _name(at, "exchange"), _name(at, "push"), at.value(v).n * at.split.ctas
+    mine = at.unnamed(st.StageValue(n, "float32", False, product))
+    vectors = tiles.image_vectors(at.value(mine).width, "word") // at.split.ctas
+    at.setup.append(_exchange(at, ring, vectors, 1, "word"))
+    at.add(st.QueueCall(ring, "wr_acquire"), st.Entry(push, ring, vectors, write=True, each=True))
+    at.evaluate(at.value(mine).width, [ir.Keep(mine, _name(at, "q"), "word", to=push, push=True, reads=1)])
+    at.add(st.QueueCall(ring, "wr_release"))
+    return ring
+
+
+def _exchange(at: ExchangeBuilder, ring: Ref, vectors: int, depth: int, form: str) -> st.Exchange:
+    half = at.program.tile_rows == tiles.HALF_TILE_ROWS
+    if half and form == "bit":
+        raise CannotLower("masks have no code in a tile of 32 rows")
+    return st.Exchange(ring, vectors * at.split.ctas, depth, one_row_of=form if half else "")
+
+
+def _name(at: ExchangeBuilder, kind: str) -> Ref:
+    at.counter += 1
+    return Ref(kind, at.counter, "_all")
+
+
+def release_entries(at: ExchangeBuilder, known: dict[int, int]) -> None:
+    """Release the entries of values that were gathered since ``known`` and are no longer read."""
+    for v, made in at.gathered.items():
+        home = at.value(made).home
+        if v not in known and isinstance(home, st.InImage):
+            at.add(st.QueueCall(home.owner, "rd_release"))
 
 
 class ExchangeWaits:
