@@ -237,10 +237,14 @@ class CpuTimes:
 
     def product_per_row(self, dtype: str, m: int, k: int, n: int) -> float:
         """Seconds of a product of (m, k) with (k, n) of which both operands belong to one row."""
+        twice = 2.0 if dtype == "float64" else 1.0
+        if m > 8 and (m > 64 or n * k > 8192):  # as ``small`` in cpu/src/run_products.cc: the second one is packed
+            way = self.ways(dtype)[-1]
+            return (self.product(dtype, way, m, k, n) + k * n * self.pack(dtype, way, True, "l2")) * twice
         sides = [_mean(a, c) for a, _, c in SMALL_PRODUCTS]
         rates = [math.log(self[f"dot/{a}x{b}x{c}"] / (a * b * c)) for a, b, c in SMALL_PRODUCTS]
         start = _OWN_MATRIX if k > 1 and min(m, n) == 1 < max(m, n) else 0.0
-        return start + math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * (2.0 if dtype == "float64" else 1.0)
+        return start + math.exp(_between(sides, rates, _mean(m, n))) * m * k * n * twice
 
     def access(self, access: Access) -> float:
         """Seconds of an op's reads or folds by index, for one row of the stream."""
