@@ -62,7 +62,7 @@ def check(fn, *args, tolerance=2e-5, opaque=False) -> Captured:
     """Steps, NumPy rules and JAX agree; the Graph survives JSON."""
     c = captured(fn, *args)
     want = jax.tree.leaves(jax.jit(fn)(*args))
-    for got, ref in zip(run_steps(c, args), want, strict=True):
+    for got, ref in zip(jax.jit(lambda *a: run_steps(c, a))(*args), want, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(ref, np.float64), rtol=tolerance, atol=tolerance)
     again = from_json(to_json(c.graph))
     assert again == c.graph and hash(again) == hash(c.graph)

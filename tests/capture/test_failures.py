@@ -30,7 +30,7 @@ def captured(f: Any, *args: Any, rewrite: Any = None) -> Captured:
 
 def check_values(c: Captured, f: Any, *args: Any) -> None:
     verify(c.graph)
-    for got, want in zip(run_steps(c, args), jax.tree.leaves(f(*args)), strict=True):
+    for got, want in zip(jax.jit(lambda *a: run_steps(c, a))(*args), jax.tree.leaves(jax.jit(f)(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 

@@ -84,11 +84,15 @@ def both(fn: Callable[..., object], args: list[np.ndarray]) -> tuple[Captured, C
 
 def run(captured: Captured, args: list[np.ndarray]) -> list[np.ndarray]:
     graph = captured.graph
-    env = dict(zip(graph.inputs, map(jnp.asarray, args), strict=True))
-    env |= {v: jnp.asarray(x.literal, x.dtype) for v, x in enumerate(graph.values) if x.literal is not None}
-    for i, op in enumerate(graph.ops):
-        env.update(zip(op.outputs, captured.run(i, [env[v] for v in op.inputs]), strict=True))
-    return [np.asarray(env[v]) for v in graph.outputs]
+
+    def steps(*arrays: jax.Array) -> list[jax.Array]:
+        env = dict(zip(graph.inputs, arrays, strict=True))
+        env |= {v: jnp.asarray(x.literal, x.dtype) for v, x in enumerate(graph.values) if x.literal is not None}
+        for i, op in enumerate(graph.ops):
+            env.update(zip(op.outputs, captured.run(i, [env[v] for v in op.inputs]), strict=True))
+        return [env[v] for v in graph.outputs]
+
+    return [np.asarray(x) for x in jax.jit(steps)(*args)]  # in one, because XLA compiles every new shape of an operator
 
 
 def agree(fn: Callable[..., object], args: list[np.ndarray]) -> Graph:

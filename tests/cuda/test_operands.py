@@ -109,8 +109,16 @@ def attention_gradient() -> tuple[Callable[..., Any], Any]:
 
 
 def application(name: str) -> tuple[Callable[..., Any], Any]:
-    case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], "bf16", 256)
-    return case.function, (case.params, *case.inputs)
+    """Its function, and its arguments as shapes: making the arrays costs XLA a program for every shape."""
+    functions = list[Callable[..., Any]]()
+
+    def arguments() -> tuple[Any, ...]:
+        case = case_of({**GRAPH_APPS, **SEQUENCE_APPS}[name], "bf16", 256)
+        functions.append(case.function)
+        return case.params, *case.inputs
+
+    shapes = jax.eval_shape(arguments)
+    return functions[0], shapes
 
 
 # What XLA still moves in front of calls: a weight of several operands is cut into one for each (`capture/rewrites/products.py`),
