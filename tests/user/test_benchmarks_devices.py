@@ -16,29 +16,38 @@ from benchmarks import devices, store
 from kitsune_jax.sharding import calls
 
 
-def of_both(name: str) -> tuple[list[Any], Any, Any]:
+@pytest.fixture(scope="module")
+def networks() -> dict[str, Any]:
+    """Made once: a hundred million numbers are drawn."""
+    return devices.networks()
+
+
+def of_both(networks: dict[str, Any], name: str) -> tuple[list[Any], Any, Any]:
     """A few rows or tokens of the network ``name``: its arguments, the result of the pipeline, and that of ``jax.jit``."""
-    function, args, divided, _ = devices.networks()[name]
+    function, args, divided, _ = networks[name]
     few = [x[: 1 if name.startswith("layer") else 400] if k in divided else x for k, x in enumerate(args)]
     ours, plain = (np.asarray(jax.jit(f)(*few)) for f in (kj.pipeline(function), function))
     return few, ours, plain
 
 
 @pytest.mark.parametrize("name", ["nerf", "edges", "layer", "gat"])
-def test_both_columns_compute_the_same(name: str) -> None:
-    _, ours, plain = of_both(name)
+def test_both_columns_compute_the_same(name: str, networks: dict[str, Any]) -> None:
+    _, ours, plain = of_both(networks, name)
     np.testing.assert_allclose(ours, plain, rtol=2e-3, atol=2e-3)
 
 
-def test_both_columns_round_to_16_bits_alike() -> None:
-    few, *found = of_both("layer-bfloat16")
-    exact = np.asarray(jax.jit(devices.networks()["layer"][0])(*(x.astype(np.float32) for x in few)))
+def test_both_columns_round_to_16_bits_alike(networks: dict[str, Any]) -> None:
+    few, *found = of_both(networks, "layer-bfloat16")
+    exact = np.asarray(jax.jit(networks["layer"][0])(*(x.astype(np.float32) for x in few)))
     ours, plain = (np.abs(x.astype(np.float32) - exact).mean() for x in found)
     assert {x.dtype for x in found} == {np.dtype(jax.numpy.bfloat16)}
     assert 0 < ours < 1.05 * plain < 0.05 * np.abs(exact).mean()
 
 
-def test_records_are_stored_and_kept_out_of_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_stored_and_kept_out_of_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, networks: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(devices, "networks", lambda: networks)
     record = devices.measure("gat", "inference", 2, 2, 1)
     assert record["compile_ratio"] == pytest.approx(record["compile_seconds"]["pipeline"] / record["compile_seconds"]["jit"])
     assert record["speedup"] == pytest.approx(record["median_seconds"]["jit"] / record["median_seconds"]["pipeline"])
