@@ -247,6 +247,21 @@ def test_where_a_function_stands_does_not_change_its_kernel() -> None:
     assert one.name != other.name
 
 
+def test_a_check_prints_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are compared by their layouts, and only the source of the chosen one is read."""
+    of, found, _ = case("mlp", "bfloat16", 193)
+    plan = next(iter(found.values()))
+    lower._layout_or_reason.cache_clear()
+    lower._printed.cache_clear()
+    printed = list[str]()
+    source = lower.print_kernel.source
+    monkeypatch.setattr(lower.print_kernel, "source", lambda at, kinds: printed.append(at.name) or source(at, kinds))
+    assert lower.check(of.program(plan), plan, "checked") is None and printed == []
+    for _ in range(2):
+        assert lower._cached_kernel(Program.of(of.program(plan)), (plan,), "checked").source
+    assert printed == ["checked"]
+
+
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     """256 KiB of weights do not stay in the shared memory of a CTA, whatever a plan says."""
     family = FAMILIES["wide"]

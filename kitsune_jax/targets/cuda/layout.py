@@ -243,6 +243,11 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
             ring = _ring(program, reads.arrays, entries, tiles.aligned(_end(stage, a, header), 128))
             shared = ring.at + ring.depth * ring.bytes
             break
+    for found in stages:
+        slices = [r.slices for r in found.lowered.weights if r.slices is not None]
+        some = len(slices) < len(found.lowered.weights) or len({s.axes for s in slices}) > 1
+        if slices and some and not found.resident:
+            raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
     made = _operands(program, stages), _workspace(program, a, stages)
     return Layout(program, a, name, stages, header, shared, queue_at, *made, ring=ring, reads=reads if ring else None)
 
@@ -577,10 +582,7 @@ def _resident(at: Layout, s: int) -> frame.LoadResident:
 def _blocks(at: Layout, s: int, ring: frame.WeightRing) -> frame.LoadBlocks:
     """The loader of sliced weights, batch by batch in the order in which a tile multiplies with them."""
     stage, program = at.stages[s], at.program
-    recipes = stage.lowered.weights
-    slices = [r.slices for r in recipes if r.slices is not None]
-    if len(slices) < len(recipes) or len({s.axes for s in slices}) > 1:
-        raise CannotLower("weights of which only some change from tile to tile, or with other batches, have no code on the GPU")
+    slices = [r.slices for r in stage.lowered.weights if r.slices is not None]
     inner = {a: math.prod(program.axes[a + 1 : program.batch_axes]) for a in range(program.batch_axes)}
     axes = tuple((inner[a], n) for a, n in slices[0].axes)
     parts, sizes, known = list[frame.WeightBlocks](), dict[int, int](), dict[tuple[object, ...], dict[int, int]]()
