@@ -104,9 +104,9 @@ def region_of_call(graph: Graph, regions: Sequence[Region], wanted: Collection[i
 
 def _needed_outside(graph: Graph, inside: Collection[int], made: Collection[int]) -> set[int]:
     """Values that are read outside of the ops ``inside``, also by their makers, which are computed again outside."""
-    producers = graph.producers()
-    start = {*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)}
-    return reached(start, lambda v: graph.ops[producers[v]].inputs if v not in made and producers.get(v) in inside else ())
+    read = {*graph.outputs, *(v for i, op in enumerate(graph.ops) if i not in inside for v in op.inputs)}
+    again = {v: graph.ops[i].inputs for i in inside for v in graph.ops[i].outputs if v not in made}
+    return read | reached(read & again.keys(), lambda v: again.get(v, ()))
 
 
 # --- when a pipeline pays ---------------------------------------------------------------------------------------------------------
