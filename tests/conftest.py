@@ -40,7 +40,7 @@ HEAVY = (
     "integration/test_graph_libraries", "user/test_sequence_examples", "user/test_benchmarks_graphs", "cuda/test_devices",
     "capture/test_standalone", "transforms/test_jax_support", "cuda/test_attention_gradients", "cuda/test_cluster_gradients",
     "user/test_training_examples", "user/test_benchmarks_training", "user/test_application_examples", "cuda/test_descriptors",
-    "user/test_device_examples",
+    "user/test_device_examples", "user/test_types", "user/test_site", "user/test_notebooks",
 )  # fmt: skip
 
 
