@@ -192,7 +192,7 @@ struct KernelTable {
   ReadIndicesFn (*read_indices)(DType integer);
   FoldTableFn (*fold_table)(int how, DType storage, bool wide);
   TakeFn (*take)(int64_t item_bytes);
-  DotFn (*dot)(DType);  // of x and y; nullptr: there is none, and y is packed
+  DotFn (*dot)(DType);                      // of x and y; nullptr: there is none, and y is packed
   ExpRowFn (*exp_row)(DType x, DType out);  // nullptr: there is none for these; there is one for float32
   const StripKernels* strips;
   // Called by a thread that has used gemm or outer, when it is done with its part of a call (ThreadsPart does); nullptr where there
