@@ -47,6 +47,12 @@ class Equation:
         self.out = _compat.physical(eqn.outvars[0].aval)
         self.out_shape, self.out_dtype = value_of(self.out).shape, value_of(self.out).dtype
 
+    @property
+    def accuracy(self) -> str:
+        """The accuracy that the equation asks for: "" for the default one, "HIGHEST", or bounds in words."""
+        asked = self.params.get("accuracy")
+        return "" if asked is None else getattr(asked, "name", str(asked)).replace("DEFAULT", "")
+
     def shape_of(self, v: int) -> tuple[int, ...]:
         return self.builder.values[v].shape
 

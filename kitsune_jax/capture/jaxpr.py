@@ -26,7 +26,7 @@ from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteCon
 from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import CONSTANT, Graph, Op
 from kitsune_jax.ops.loops import body_of, parts
-from kitsune_jax.ops.spec import is_float, name_of, np_dtype
+from kitsune_jax.ops.spec import HIGHEST, is_float, name_of, np_dtype
 from kitsune_jax.ops.table import NO_OPERATOR, OPS
 
 # --- one equation as ops of the table ---------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _why_opaque(e: Equation, partitioned: bool) -> str:
     shardings = [*(getattr(a, "sharding", None) for a in avals), *(e.params.get(k) for k in ("sharding", "out_sharding"))]
     if not partitioned and any(map(_placed, shardings)):
         return f"{e.name}: is explicitly sharded (inside of shard_map a pipeline works on one device's part)"
-    if getattr(e.params.get("accuracy"), "name", "DEFAULT" if e.params.get("accuracy") is None else "") != "DEFAULT":
+    if e.accuracy not in (("", HIGHEST) if partitioned else ("",)):  # the program of a shard is captured again
         return f"{e.name}: asks for an accuracy; only the default one can be pipelined"
     if e.params.get("out_dtype") is not None:
         return f"{e.name}: asks for another result dtype; convert the result instead"

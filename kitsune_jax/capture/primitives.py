@@ -468,7 +468,7 @@ def pointwise(e: Equation) -> int | str:
     if any(s and len(s) != len(shape) for s in map(e.shape_of, e.ins)):
         return f"{e.name}: operands of different ranks"
     ins = [v if e.shape_of(v) in ((), shape) else e.broadcast(v, shape, range(len(shape))) for v in e.ins]
-    taken = {name: e.params[name] for name in OPS[e.kind].takes}
+    taken = {name: e.params[name] for name in OPS[e.kind].takes} | ({"accuracy": e.accuracy} if e.accuracy else {})
     return e.op(e.kind, *ins, **{name: str(x) if isinstance(x, np.dtype) else x for name, x in taken.items()})
 
 

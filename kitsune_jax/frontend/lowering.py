@@ -328,7 +328,8 @@ def pipelined_or_plain(
             axes = axes if math.prod(axes.values()) > 1 else {}
             chooser = Chooser(options, target, budget, axes) if budget is not None and not options.force else None
             more = {"devices": math.prod(axes.values())} if options.network is not None else {}
-            pipelined = fastest(call_jaxpr, RouteOptions.of(options, xla_factor=xla_factor, **more), target, chooser)
+            routes = RouteOptions.of(options, xla_factor=xla_factor, stores_least=bool(axes), **more)
+            pipelined = fastest(call_jaxpr, routes, target, chooser)
     except Exception as error:
         if options.strict:
             raise

@@ -187,7 +187,8 @@ class RouteOptions(Options):
     ``device``: a machine model ("h200", "avx512bf16-2", ...); None is the one at hand. ``code``: compile the regions, if the target
     can. ``merge``: consecutive regions become phases of one call, if the target runs such calls. ``body``: the graph is a step of a
     loop that XLA runs. ``xla_factor``: XLA's modelled times are multiplied by it. ``left``: a reason to leave all to XLA.
-    ``devices``: that run the program at the same time.
+    ``devices``: that run the program at the same time. ``stores_least``: calls compute cheap values again that they could read from
+    others, also where that takes longer: of a program of one device among several.
     """
 
     device: str | None = None
@@ -197,6 +198,7 @@ class RouteOptions(Options):
     xla_factor: float = 1.0
     left: str = ""
     devices: int = 1
+    stores_least: bool = False
 
     @staticmethod
     def of(options: Options, **others: Any) -> RouteOptions:
@@ -219,6 +221,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     failed = _Failures(graph, options.strict)
     search = _TargetSearch(graph, executor, machine, program, failed, options, known)
     capabilities = executor.capabilities
+    capabilities = dataclasses.replace(capabilities, stores_least=options.stores_least)
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
     chosen = select(

@@ -18,6 +18,8 @@ class TargetCapabilities:
     most_merged: int = 1
     #: A call may recompute values that another call makes, instead of reading them from memory.
     recomputes: bool = False
+    #: Calls recompute cheap values also where that takes longer, as in the program of one device among several.
+    stores_least: bool = False
     #: Calls make arrays that are much larger than their operands (attention scores) block by block, so a backward pass may
     #: recompute such arrays instead of storing them.
     repeats_products: bool = False

@@ -49,6 +49,9 @@ def same_dims(rank: int, operands: Sequence[int] = (0, 1), why: Callable[[int], 
     return tuple(DimRelation("mixed" if why(d) else "parallel", tuple((k, d) for k in operands), why(d)) for d in range(rank))
 
 
+# The parameter "accuracy" of a function that shall be as close as XLA has it. Only programs that XLA will divide hold such ops.
+HIGHEST = "HIGHEST"
+
 # Kinds of ops that matter for values that are compared (``program.passes.compared_values``, ``regions.grow``).
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"})
@@ -241,7 +244,10 @@ class OpSpec:
 
         The operands have shapes and dtypes for which the op is defined; ``out`` is the result's.
         """
-        return getattr(lax, self.kind)(*arrays) if self.jax is None else self.jax(params, *arrays, out=out)
+        if self.jax is not None:
+            return self.jax(params, *arrays, out=out)
+        asked = {"accuracy": lax.AccuracyMode.HIGHEST} if params.get("accuracy") == HIGHEST else {}
+        return getattr(lax, self.kind)(*arrays, **asked)
 
     @property
     def sink(self) -> str:

@@ -170,16 +170,16 @@ def _seed(graph: Graph, region: Region, ops: set[int]) -> Seed | None:
 # --- values that a later region computes again instead of reading them from memory ------------------------------------------------
 
 Planned = tuple[Region, Plan]
-# Ops that are computed again rather than stored: pointwise ones of at most so many operations per element (an exponential, a tanh),
-# and those that only move elements.
-_MOST_FLOPS = 16.0
+# Ops that are computed again rather than stored: pointwise ones of few operations, and those that only move elements.
 _POINTWISE = frozenset({"pointwise", "convert"})
 _CHEAP = _POINTWISE | {"broadcast", "reshape", "iota", "slice", "concatenate", "transpose", "rev", "pad"}
 
 
-def recompute(index: GraphIndex, planned: Sequence[Planned], others: Sequence[int], plan_of: PlanOf) -> list[Planned]:
-    """``planned`` regions, some without results that every region reading them computes again, if the model says that all calls
-    together take less time. They come in an order in which they can run.
+def recompute(
+    index: GraphIndex, planned: Sequence[Planned], others: Sequence[int], plan_of: PlanOf, worths: Sequence[Worth]
+) -> list[Planned]:
+    """``planned`` regions, some without results that every region reading them computes again, where that is worth something by one
+    of ``worths``, each in turn. They come in an order in which they can run.
 
     In a training step that is the forward pass of a layer, computed again by the region of its backward pass; in a segment softmax
     the score of an edge. There are two ways: everything is computed again from values that are in memory anyway; or the results of
@@ -191,14 +191,46 @@ def recompute(index: GraphIndex, planned: Sequence[Planned], others: Sequence[in
     now = list(planned)
     # Elements that are compared with their maximum stay stored: all makers would have to agree to the last bit, also in products.
     outside = {v for i in others for v in index.graph.ops[i].inputs} | index.results | compared_extremes(index.graph)
-    for k in range(len(now)):
-        for j, pair in _without_results(index, now, k, outside, plan_of).items():
-            now[j] = pair
+    for worth in worths:
+        for k in range(len(now)):
+            for j, pair in _without_results(index, now, k, outside, plan_of, worth).items():
+                now[j] = pair
     return now
 
 
-def _without_results(index: GraphIndex, now: Sequence[Planned], k: int, outside: set[int], plan_of: PlanOf) -> dict[int, Planned]:
-    """Region ``k`` and the regions that read its results, as they would be without these; empty if that does not pay."""
+@dataclasses.dataclass(frozen=True)
+class Worth:
+    """``saved``: by how much (regions before, regions after) differ. ``flops``: of ops that are cheap to repeat, for each element.
+    ``cheap``: no others are repeated."""
+
+    saved: Callable[[GraphIndex, Sequence[Planned], Sequence[Planned]], float]
+    flops: float
+    cheap: bool = False
+
+
+def _seconds_saved(_: GraphIndex, before: Sequence[Planned], after: Sequence[Planned]) -> float:
+    return sum(plan.seconds for _, plan in before) - sum(plan.seconds for _, plan in after)
+
+
+def _bytes_saved(index: GraphIndex, before: Sequence[Planned], after: Sequence[Planned]) -> float:
+    have, stored = ({v for region, _ in regions for v in region.outputs} for regions in (before, after))
+    return float(sum(map(index.bytes, have)) - sum(map(index.bytes, stored)))
+
+
+def _bytes_saved_in_time(index: GraphIndex, before: Sequence[Planned], after: Sequence[Planned]) -> float:
+    """0 where the calls together would take longer than XLA's code."""
+    return _bytes_saved(index, before, after) if sum(seconds_gained(plan) for _, plan in after) > 0 else 0.0
+
+
+# Of cheap functions: an exponential, a tanh; where bytes count, also an erfc.
+BY_TIME = Worth(_seconds_saved, 16.0)
+BY_BYTES, BY_BYTES_ALONE = (Worth(saved, 24.0, cheap=True) for saved in (_bytes_saved_in_time, _bytes_saved))
+
+
+def _without_results(
+    index: GraphIndex, now: Sequence[Planned], k: int, outside: set[int], plan_of: PlanOf, worth: Worth
+) -> dict[int, Planned]:
+    """Region ``k`` and the regions that read its results, as they would be without these; empty if that is worth nothing."""
     maker, labels = now[k][0], now[k][0].label_of()
     readers = {j: region for j, (region, _) in enumerate(now) if j != k and not set(region.inputs).isdisjoint(maker.outputs)}
     if _has_loop(index, maker):
@@ -211,16 +243,17 @@ def _without_results(index: GraphIndex, now: Sequence[Planned], k: int, outside:
     if not gone:
         return {}
     best: dict[int, Planned] = {}
-    gain = 0.0
+    most = 0.0
     once = {v for v in gone if sum(v in r.inputs for r in alike.values()) == 1}  # a value between two layers has two readers
     for values in (gone, once) if once != gone else (gone,):
-        for stored in dict.fromkeys((frozenset[int](), _worth_storing(index, maker, values))):
+        costly = _worth_storing(index, maker, values, worth.flops)
+        for stored in (costly,) if worth.cheap else dict.fromkeys((frozenset[int](), costly)):
             left = values - stored
             touched = {j: r for j, r in alike.items() if not left.isdisjoint(r.inputs)}
             changed = _changed(index, now, k, touched, left, stored, plan_of) if left else {}
-            gained = sum(now[j][1].seconds - plan.seconds for j, (_, plan) in changed.items())
-            if gained > gain:
-                best, gain = changed, gained
+            found = worth.saved(index, [now[j] for j in changed], list(changed.values()))
+            if found > most:
+                best, most = changed, found
     return best
 
 
@@ -242,9 +275,9 @@ def _changed(
     return changed
 
 
-def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozenset[int]:
-    """Values to store so that ``gone`` can be computed from them by cheap ops alone. Values that do not run over all axes, such as
-    the angles of a rotary embedding, cannot be stored: a region has no rows for them."""
+def _worth_storing(index: GraphIndex, maker: Region, gone: set[int], flops: float) -> frozenset[int]:
+    """Values to store so that ``gone`` can be computed from them by cheap ops alone, of at most ``flops`` for each element. Values
+    that do not run over all axes, such as the angles of a rotary embedding, cannot be stored: a region has no rows for them."""
     found: set[int] = set()
     seen: set[int] = set()
     labels, inside, work = maker.label_of(), set(maker.ops), list(gone)
@@ -254,16 +287,16 @@ def _worth_storing(index: GraphIndex, maker: Region, gone: set[int]) -> frozense
         if v in seen or v not in labels or i not in inside or i in index.recomputed:
             continue
         seen.add(v)
-        if _is_cheap(index, i) or len(streamed_axes(labels[v])) < len(maker.space.sizes):
+        if _is_cheap(index, i, flops) or len(streamed_axes(labels[v])) < len(maker.space.sizes):
             work += index.graph.ops[i].inputs
         else:
             found.add(_last_of(index, v, inside))
     return frozenset(found)
 
 
-def _is_cheap(index: GraphIndex, i: int) -> bool:
+def _is_cheap(index: GraphIndex, i: int, flops: float) -> bool:
     spec = OPS[index.graph.ops[i].kind]
-    return spec.family in _CHEAP and spec.flops <= _MOST_FLOPS
+    return spec.family in _CHEAP and spec.flops <= flops
 
 
 def _last_of(index: GraphIndex, v: int, inside: set[int]) -> int:

@@ -30,7 +30,17 @@ from kitsune_jax.planning.streams import (
     relations_of,
     spread,
 )
-from kitsune_jax.regions.alternatives import best_cut, drop_costly_ops, drop_gradients, possible_cuts, recompute
+from kitsune_jax.regions.alternatives import (
+    BY_BYTES,
+    BY_BYTES_ALONE,
+    BY_TIME,
+    Worth,
+    best_cut,
+    drop_costly_ops,
+    drop_gradients,
+    possible_cuts,
+    recompute,
+)
 from kitsune_jax.regions.grow import (
     NEVER_SEEDS,
     GraphIndex,
@@ -255,9 +265,11 @@ class _Selector:
         self._choose(seeds[len(products) :])
         self._follow(first)
         merges = self.capabilities.most_merged > 1
+        by_bytes = (BY_BYTES_ALONE if self.force else BY_BYTES,) if self.capabilities.stores_least else ()
+        worths = (*(() if self.force else (BY_TIME,)), *by_bytes)
         extra = self._choose_extra_phases(seeds) if merges and self.fresh and not self.force else frozenset[int]()
-        if self.capabilities.recomputes and not self.force:  # other targets compare plans of both passes (``_best_parts``)
-            self._recompute()
+        if self.capabilities.recomputes and worths:  # other targets compare plans of both passes (``_best_parts``)
+            self._recompute(worths)
         if merges:
             self._merge(extra, seeds)
         taken = {i for c in self.chosen for i in c.ops}
@@ -362,15 +374,15 @@ class _Selector:
                 self.free.difference_update(set(call.ops).difference(call.region.recomputed))
                 self.spreads.choose()
 
-    def _recompute(self) -> None:
-        """Let regions compute values again instead of reading them from others, where that takes less time."""
+    def _recompute(self, worths: Sequence[Worth]) -> None:
+        """Let regions compute values again instead of reading them from others, where one of ``worths`` says that this pays."""
         self.chosen.sort(key=lambda c: self.order.position(self.order.node(anchored(self.graph, c.region)[0])))
         inside = {i for c in self.chosen for i in c.region.ops}
         others = [i for i in self.index.live if i not in inside] + [
             i for c in self.chosen for later in c.regions[1:] for i in later.ops
         ]
         try:
-            found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, self._plan_of)
+            found = recompute(self.index, [(c.region, c.plan) for c in self.chosen], others, self._plan_of, worths)
         except Exception as error:
             self.failed(error, sorted(inside))
             return

@@ -219,7 +219,13 @@ def test_donated_parameters_are_updated_in_place() -> None:
     assert all(x.is_deleted() for x in args[1:])
 
 
-@pytest.mark.parametrize("name", ["gradient of data parallel", "gradient of tensor parallel", "gradient of layers, recomputed"])
+LITTLE_MEMORY = [
+    *("gradient of data parallel", "gradient of tensor parallel", "gradient of layers, recomputed"),
+    *(f"gradient of tensor parallel, {name}" for name in ("gelu", "exact gelu", "silu")),
+]
+
+
+@pytest.mark.parametrize("name", LITTLE_MEMORY)
 def test_a_device_needs_no_more_memory_than_with_jit(name: str) -> None:
     """At sizes at which arrays and not the scratch of a call count."""
     program = PROGRAMS[name]

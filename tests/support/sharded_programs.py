@@ -41,6 +41,11 @@ def mlp(x: Any, w1: Any, b1: Any, w2: Any) -> Any:
     return jnp.tanh(x @ w1 + b1) @ w2
 
 
+def activated(activation: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The network ``mlp`` with another function behind its hidden layer."""
+    return lambda x, w1, b1, w2: activation(x @ w1 + b1) @ w2
+
+
 def train_step(x: Any, w1: Any, b1: Any, w2: Any) -> Any:
     loss, grads = jax.value_and_grad(lambda *w: jnp.mean(mlp(x, *w) ** 2), (0, 1, 2))(w1, b1, w2)
     return loss, [w - 0.1 * g for w, g in zip((w1, b1, w2), grads, strict=True)]
@@ -143,6 +148,11 @@ PROGRAMS: dict[str, Sharded] = {
     "another dimension wanted sharded": Sharded(mlp, _MLP, (P("data"), P(), P(), P()), P(None, "data")),
     "batch over both axes": Sharded(mlp, _MLP, (P(("data", "model")), P(), P(), P())),
     "tensor parallel": Sharded(mlp, _MLP, _TENSOR_MLP, wrt=(0, 1, 2, 3)),
+    "tensor parallel, gelu": Sharded(activated(jax.nn.gelu), _MLP, _TENSOR_MLP, wrt=(0, 1, 2, 3)),
+    "tensor parallel, exact gelu": Sharded(
+        activated(lambda x: jax.nn.gelu(x, approximate=False)), _MLP, _TENSOR_MLP, wrt=(0, 1, 2, 3)
+    ),
+    "tensor parallel, silu": Sharded(activated(jax.nn.silu), _MLP, _TENSOR_MLP, wrt=(0, 1, 2, 3)),
     "contracted": Sharded(mlp, _MLP, (P(None, "model"), P("model"), P(), P())),
     "fully sharded": Sharded(mlp, _MLP, (P("data"), P("data"), P(), P("data")), wrt=(1, 3)),
     "train step": Sharded(train_step, _MLP, (P("data"), P(), P(), P())),
