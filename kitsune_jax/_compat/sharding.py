@@ -264,6 +264,34 @@ def manual_mesh(mesh: dict[str, int]) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _product_over_devices() -> Any:
+    primitive = new_primitive("kitsune_product_over_devices")
+    primitive.multiple_results = False
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+
+    def rule(ctx: Any, x: Any, axes: tuple[tuple[str, int], ...]) -> Any:
+        """JAX's all-reduce for a maximum, with a multiplication in the place of its maximum."""
+        ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
+        with core.extend_axis_env_nd(axes):
+            (made,) = mlir.lower_fun(lambda x: jax.lax.pmax(x, tuple(a for a, _ in axes)), multiple_results=False)(ctx, x)
+        (block,) = made.owner.regions[0].blocks
+        (maximum,) = (op for op in block.operations if op.operation.name == "stablehlo.maximum")
+        with ir.InsertionPoint(maximum):
+            product = hlo.multiply(*maximum.operation.operands)
+        maximum.operation.result.replace_all_uses_with(product)
+        maximum.operation.erase()
+        return [made]
+
+    register_lowering(primitive, rule)
+    return primitive
+
+
+def product_over_devices(x: Any, axes: dict[str, int]) -> Any:
+    """``x`` multiplied up over the devices along the mesh ``axes``, which have these sizes. JAX has no such collective."""
+    return _product_over_devices().bind(x, axes=tuple(axes.items()))
+
+
 def module_of(closed: Any, mesh: dict[str, int], platform: str) -> bytes:
     """The module of ``closed``, a program of one shard, for XLA to put in the place of a call."""
     context = sharding_impls.SPMDAxisContext(_abstract(mesh), frozenset(mesh))

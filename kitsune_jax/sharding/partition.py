@@ -21,18 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kitsune_jax import _compat
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.reduce import filling, identity
-from kitsune_jax.ops.spec import DimRelation, np_dtype
+from kitsune_jax.ops.spec import DimRelation, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 
 Axes: TypeAlias = tuple[str, ...]  # the mesh axes that divide one dimension, major first
 Spec: TypeAlias = tuple[Axes, ...]  # those of each dimension of a value
 Mesh: TypeAlias = Mapping[str, int]  # axis -> number of devices along it
 
-# Of bools "and" is the minimum; integers have no collective for their bits.
-_FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "and": lax.pmin, "or": lax.pmax}
+# Of bools "and" is the minimum. XLA's CPU client has no collective for the bits of integers: their parts are gathered.
+_FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+_FOLDED_BOOLS = {"and": lax.pmin, "or": lax.pmax}
+_GATHERED = frozenset({"and", "or", "xor"})
 # A row that a table lacks here is 0 in a sum over devices: reading a sharded table costs the rows that are read, not the table.
 _READ_BY_PARTS = 2.0
 
@@ -53,7 +56,7 @@ class OpPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Collective:
-    """A fold over the devices along ``axes``: ``how`` is "sum", "max" or "min". The parts of the value have the sharding
+    """A fold over the devices along ``axes``, such as a "sum". The parts of the value have the sharding
     ``before``, the result has ``after``."""
 
     how: str
@@ -262,7 +265,7 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
             axes = _dividing(axes, [shapes[k][d] for k, d in firsts], mesh) if _leads(relation, specs, operands) else ()
             members = firsts
         if relation.role == "contracted":
-            if not _has_collective(op, graph.values[op.outputs[0]]):
+            if not _folds_parts(op, graph, shards(axes, mesh)):
                 axes = ()
             folded += axes
         used.update(axes)
@@ -274,9 +277,15 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
     return _from_parts(op, graph, specs, mesh, plan) if op.kind == "take" else plan
 
 
-def _has_collective(op: Op, made: Value) -> bool:
-    fold = OPS[op.kind].fold
-    return fold in _FOLDED and op.kind != "scatter_exp_sum" and (fold not in ("and", "or") or made.dtype == "bool")
+def _folds_parts(op: Op, graph: Graph, parts: int) -> bool:
+    """Does each device fold its part, of so many ``parts``, and then the devices the results? Where these are gathered, they must
+    not be more than the operands."""
+    fold, made = OPS[op.kind].fold, graph.values[op.outputs[0]]
+    if op.kind == "scatter_exp_sum":
+        return False
+    if fold in _FOLDED or fold == "prod" or (made.dtype == "bool" and fold in _FOLDED_BOOLS):
+        return True
+    return fold in _GATHERED and parts * made.size <= sum(graph.values[v].size for v in op.inputs)
 
 
 def _leads(relation: DimRelation, specs: Sequence[Spec | None], operands: Sequence[int]) -> bool:
@@ -437,7 +446,7 @@ class _Evaluation:
         if op.inputs and op.inputs[0] in self.waiting:
             array, fold = self.waiting.pop(op.inputs[0])
             fold = fold.transposed(op["permutation"])
-            self._keep(op.outputs[0], fold.after, _folded(lax.transpose(array, op["permutation"]), fold))
+            self._keep(op.outputs[0], fold.after, _folded(lax.transpose(array, op["permutation"]), fold, self.mesh))
             return
         arrays = [self.read(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)]
         if plan.body is not None:
@@ -452,7 +461,7 @@ class _Evaluation:
             if self._is_transposed_first(v, spec):
                 self.waiting[v] = made, fold
             else:
-                self._keep(v, spec, _folded(made, fold))
+                self._keep(v, spec, _folded(made, fold, self.mesh))
 
     def _keep(self, v: int, spec: Spec, array: Any) -> None:
         self.first[v] = spec
@@ -524,7 +533,7 @@ class _Evaluation:
             return lax.broadcast_in_dim(mask, local.shape, dims)
 
         fold = _Collective("sum", plan.rows, plan.before, plan.makes[0])
-        summed = _folded(jnp.where(along(has), found, jnp.zeros((), found.dtype)), fold)
+        summed = _folded(jnp.where(along(has), found, jnp.zeros((), found.dtype)), fold, self.mesh)
         if op["mode"] != "fill":
             return summed
         index = _wide(self.read(op.inputs[1], tuple(plan.makes[0][d] for d in dims)))  # of the rows that stay here
@@ -623,14 +632,22 @@ class _Evaluation:
         return lax.all_to_all(x, have[a][-1], split_axis=b, concat_axis=a, tiled=True)
 
 
-def _folded(array: Any, fold: _Collective) -> Any:
+def _folded(array: Any, fold: _Collective, mesh: Mesh) -> Any:
     """The parts of a value folded over the devices; of a sum that is wanted in parts, one to each."""
     axes = fold.axes
     for d, (before, after) in enumerate(zip(fold.before, fold.after, strict=True)):
         if (more := after[len(before) :]) and fold.how == "sum":
             array = lax.psum_scatter(array, more, scatter_dimension=d, tiled=True)
             axes = tuple(a for a in axes if a not in more)
-    return _FOLDED[fold.how](array, axes) if axes else array
+    if not axes:
+        return array
+    if fold.how == "prod":
+        return _compat.product_over_devices(array, {a: mesh[a] for a in axes})
+    collective = _FOLDED.get(fold.how) or (_FOLDED_BOOLS.get(fold.how) if array.dtype == np.bool_ else None)
+    if collective is not None:
+        return collective(array, axes)
+    out = Value(array.shape, name_of(array.dtype))
+    return OPS[f"reduce_{fold.how}"].evaluate({"axes": (0,)}, lax.all_gather(array, axes), out=out)
 
 
 def _wide(index: Any) -> Any:

@@ -80,6 +80,29 @@ def test_sharded_keys_move_what_the_documentation_says(name: str, kind: str, ele
     assert collectives(text) == Counter({kind: len(moved)}) + Counter()
 
 
+def test_products_and_bits_are_folded_in_parts() -> None:
+    """XLA has no collective for the bits of integers on a CPU, so their parts are gathered."""
+
+    def folded(x: Any, index: Any) -> tuple[Any, ...]:
+        both = jnp.bitwise_and.reduce(index | 64, 0), jnp.bitwise_xor.reduce(index, 0)
+        return jnp.prod(x, 0), jax.ops.segment_prod(x, index[:, 0], 5), both
+
+    rng = np.random.default_rng(0)
+    x, index = (1 + rng.standard_normal((402, 32)) / 16).astype(np.float32), rng.integers(0, 5, (402, 8)).astype(np.int32)
+    program = Sharded(folded, (x, index), (P(), P()))
+
+    def divided(*args: Any) -> Any:  # in parts of 101, of which the last is padded
+        on = NamedSharding(mesh(), P("data"))
+        return pipelined(program)(*(jax.lax.with_sharding_constraint(a, on) for a in args))
+
+    ours, args = compiled(program, divided)
+    assert re.findall(r"= s32\[([\d,]+)\]\S* all-gather\(", ours.as_text()) == ["4,8", "4,8"]
+    assert collectives(ours.as_text()) == Counter({"all-gather": 2, "all-reduce": 1}) + Counter()
+    segments = np.stack([np.prod(x[index[:, 0] == k], 0) for k in range(5)])
+    want = np.prod(x, 0), segments, (np.bitwise_and.reduce(index | 64, 0), np.bitwise_xor.reduce(index, 0))
+    close(ours(*args), want, 1e-4)
+
+
 @pytest.mark.parametrize("name", ["tensor parallel", "gradient of tensor parallel", "batch over both axes"])
 @pytest.mark.parametrize(
     ("shape", "names", "order"),

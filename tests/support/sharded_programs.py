@@ -116,6 +116,12 @@ def checks(x: Any, w: Any) -> tuple[Any, Any]:
     return jnp.any(y > 0.5), jnp.all(jnp.isfinite(y), 1)
 
 
+def multiplied(x: Any, index: Any) -> tuple[Any, Any]:
+    """``index``: the segment of each row."""
+    y = 1 + x / 16
+    return jnp.prod(y, 0), jax.ops.segment_prod(y, index, 3)
+
+
 def recurrent(xs: Any, wx: Any, wh: Any) -> Any:
     def step(h: Any, x: Any) -> Any:
         h = jnp.tanh(x @ wx + h @ wh)
@@ -196,6 +202,7 @@ PROGRAMS: dict[str, Sharded] = {
     "one-hot rows": Sharded(looked_up, (np.arange(64, dtype=np.int32) % 32, _normal(32, 24)), (P("data"), P()), wrt=(1,)),
     "encoded positions": Sharded(encoded, (_normal(64, 3), _normal(18, 32)), (P("data"), P()), wrt=(0, 1)),
     "any and all": Sharded(checks, (_MLP[0], _MLP[1]), (P("data"), P(None, "model"))),
+    "multiplied up": Sharded(multiplied, (_MLP[0], np.arange(48, dtype=np.int32) % 3), (P("data"), P("data"))),
     "recurrent": Sharded(
         recurrent, (_normal(10, 64, 16), _normal(16, 32), _normal(32, 32)), (P(None, "data"), P(), P()), wrt=(0, 1, 2)
     ),
