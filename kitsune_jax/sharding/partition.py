@@ -104,14 +104,14 @@ def plan_graph(graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequenc
     """The plan of ``graph`` for operands of these shardings. ``wanted``: the sharding that is asked for of each result, or None; a
     result has it where that takes no gather. A sum of which all readers want a part is scattered to them."""
     plan = _forward(graph, inputs, mesh, wanted, {})
-    parts_wanted = _parts_wanted(graph, plan, mesh)
+    parts_wanted = _parts_wanted(graph, plan, mesh, wanted or [None] * len(graph.outputs))
     return _forward(graph, inputs, mesh, wanted, parts_wanted) if parts_wanted else plan
 
 
 def _forward(
     graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None], parts_wanted: Mapping[int, Spec]
 ) -> GraphPlan:
-    """``parts_wanted``: values that their makers scatter, with the shardings that they shall have."""
+    """``parts_wanted``: values that their makers scatter or make in parts, with the shardings that they shall have."""
     specs: list[Spec | None] = [None] * len(graph.values)
     for v, spec in zip(graph.inputs, inputs, strict=True):
         specs[v] = spec
@@ -128,8 +128,8 @@ def _forward(
         if op.body is not None:
             plan = _plan_loop(op, graph, specs, mesh, parts_wanted)
         else:
-            plan = _plan_op(op, graph, offered, mesh)
             (v,) = op.outputs
+            plan = _plan_op(op, graph, offered, mesh, parts_wanted.get(v))
             if v in parts_wanted and _scatters(op, graph, plan, parts_wanted[v], mesh):
                 plan = _in_parts(op, graph, plan, parts_wanted[v])
         plans.append(plan)
@@ -140,11 +140,12 @@ def _forward(
     return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
 
 
-def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh) -> dict[int, Spec]:
-    """The sums, and results of loops, of which all readers take the same part, which ops that keep elements in place hand back."""
+def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Spec | None]) -> dict[int, Spec]:
+    """The sums, products, and results of loops, of which all readers take the same part, which ops that keep elements in place hand
+    back."""
     asked: dict[int, set[Spec | None]] = {}
-    for v, spec in zip(graph.outputs, plan.outputs, strict=True):
-        asked.setdefault(v, set()).add(spec)
+    for v, spec, want in zip(graph.outputs, plan.outputs, wanted, strict=True):
+        asked.setdefault(v, set()).add(spec if want is None else want)
     found: dict[int, Spec] = {}
     for op, made in zip(reversed(graph.ops), reversed(plan.ops), strict=True):
         wants = [next(iter(asked[v])) if len(asked.get(v, ())) == 1 else None for v in op.outputs]
@@ -155,7 +156,7 @@ def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh) -> dict[int, Spec]:
         for v, want, have in zip(op.outputs, wants, made.makes, strict=True):
             if want is None or want == have:
                 continue
-            if op.body is not None or _scatters(op, graph, made, want, mesh):
+            if op.body is not None or op.kind == "dot_general" or _scatters(op, graph, made, want, mesh):
                 found[v] = want
         for k, v in enumerate(op.inputs):
             reads: Spec | None = made.reads[k]
@@ -236,7 +237,9 @@ def _result_spec(value: Value, made: Spec | None, wanted: Spec | None, mesh: Mes
     return whole(value) if made is None else made
 
 
-def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> OpPlan:
+def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wanted: Spec | None = None) -> OpPlan:
+    """``wanted``: the sharding in which all readers take the result. Of two operands of a product that are divided along the same
+    axes, the larger one stays so, unless the other one's division is wanted and a gather of the larger moves less."""
     operands = (*op.inputs, *op.outputs)
     shapes = [graph.values[v].shape for v in operands]
     n_in = len(op.inputs)
@@ -253,7 +256,13 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh) -> 
 
     order = {"parallel": 0, "reshaped": 0, "contracted": 1}
     asked = [(r, *proposed(r)) for r in relations if r.role in order]
-    asked.sort(key=lambda x: (order[x[0].role], -x[1]))
+    largest = max((size for _, size, axes in asked if axes), default=0.0)
+
+    def gathers_less(relation: DimRelation, size: float, axes: Axes) -> bool:
+        made = wanted is not None and bool(axes) and any(k == n_in and wanted[d] == axes for k, d in relation.members)
+        return made and largest <= size + graph.values[op.outputs[0]].size
+
+    asked.sort(key=lambda x: (order[x[0].role], not gathers_less(*x), -x[1]))
     used = set[str]()
     chosen: dict[tuple[int, int], Axes] = {}
     folded: Axes = ()

@@ -137,6 +137,7 @@ def until_large(x: Any, w: Any) -> Any:
 # --- arguments --------------------------------------------------------------------------------------------------------------------
 
 _MLP = (_normal(48, 32), _normal(32, 64), _normal(64), _normal(64, 16))
+_FEW = (_normal(64, 128), _normal(128), _normal(128, 32))
 _QKV = tuple(_normal(8, 16, 4, 8) for _ in range(3))
 _LAYER = (_normal(8, 16, 32), *(_normal(32, 32) for _ in range(4)), _normal(32, 64), _normal(64, 32))
 _LAYERS = (_LAYER[0], *(np.stack([w, -w, w / 2]) for w in _LAYER[1:]))
@@ -161,6 +162,9 @@ PROGRAMS: dict[str, Sharded] = {
     "tensor parallel, silu": Sharded(activated(jax.nn.silu), _MLP, _TENSOR_MLP, wrt=(0, 1, 2, 3)),
     "contracted": Sharded(mlp, _MLP, (P(None, "model"), P("model"), P(), P())),
     "fully sharded": Sharded(mlp, _MLP, (P("data"), P("data"), P(), P("data")), wrt=(1, 3)),
+    "few rows, fully sharded by columns": Sharded(
+        mlp, (_normal(16, 64), *_FEW), (P("data"), P(None, "data"), P("data"), P(None, "data")), wrt=(1, 2, 3)
+    ),
     "train step": Sharded(train_step, _MLP, (P("data"), P(), P(), P())),
     "attention over batches": Sharded(attention, _QKV, (P("data"),) * 3, wrt=(0, 1, 2)),
     "attention over batches and heads": Sharded(attention, _QKV, (P("data", None, "model"),) * 3, wrt=(0, 1, 2)),
@@ -226,6 +230,7 @@ PROGRAMS: dict[str, Sharded] = {
     ),
 }
 PROGRAMS |= {f"gradient of {name}": _grad(program) for name, program in PROGRAMS.items() if program.wrt}
-for _name in ("fully sharded", "layer, fully sharded", "layers, fully sharded", *(n for n in PROGRAMS if n.startswith("tables"))):
+_PARAMETERS = "fully sharded", "few rows, fully sharded by columns", "layer, fully sharded", "layers, fully sharded"
+for _name in (*_PARAMETERS, *(n for n in PROGRAMS if n.startswith("tables"))):
     _program = PROGRAMS[_name]
     PROGRAMS[f"gradient of {_name}, sharded as the parameters"] = _grad(_program, tuple(_program.specs[k] for k in _program.wrt))
