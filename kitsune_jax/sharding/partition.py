@@ -25,7 +25,7 @@ from kitsune_jax import _compat
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.reduce import filling, identity
-from kitsune_jax.ops.spec import DimRelation, name_of, np_dtype
+from kitsune_jax.ops.spec import DimRelation, Shapes, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 
 Axes: TypeAlias = tuple[str, ...]  # the mesh axes that divide one dimension, major first
@@ -35,6 +35,7 @@ Mesh: TypeAlias = Mapping[str, int]  # axis -> number of devices along it
 # Of bools "and" is the minimum. XLA's CPU client has no collective for the bits of integers: their parts are gathered.
 _FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 _FOLDED_BOOLS = {"and": lax.pmin, "or": lax.pmax}
+_INDEX_OF = {"argmax": "max", "argmin": "min"}
 _GATHERED = frozenset({"and", "or", "xor"})
 # A row that a table lacks here is 0 in a sum over devices: reading a sharded table costs the rows that are read, not the table.
 _READ_BY_PARTS = 2.0
@@ -243,7 +244,7 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
     operands = (*op.inputs, *op.outputs)
     shapes = [graph.values[v].shape for v in operands]
     n_in = len(op.inputs)
-    relations = OPS[op.kind].relate(op, tuple(shapes[:n_in]), tuple(shapes[n_in:]))
+    relations = _relations(op, tuple(shapes[:n_in]), tuple(shapes[n_in:]))
 
     def proposed(relation: DimRelation) -> tuple[float, Axes]:
         """(elements of the array that asks, its axes) for the largest array that is sharded along the dimension."""
@@ -286,12 +287,22 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
     return _from_parts(op, graph, specs, mesh, plan) if op.kind == "take" else plan
 
 
+def _relations(op: Op, ins: Shapes, outs: Shapes) -> tuple[DimRelation, ...]:
+    """The relations of ``op``, with the dimension of an ``argmax`` as contracted: each device finds the extreme of its part."""
+    found = OPS[op.kind].relate(op, ins, outs)
+    if op.kind not in _INDEX_OF:
+        return found
+    return tuple(dataclasses.replace(r, role="contracted") if r.role == "mixed" else r for r in found)
+
+
 def _folds_parts(op: Op, graph: Graph, parts: int) -> bool:
     """Does each device fold its part, of so many ``parts``, and then the devices the results? Where these are gathered, they must
     not be more than the operands."""
     fold, made = OPS[op.kind].fold, graph.values[op.outputs[0]]
     if op.kind == "scatter_exp_sum":
         return False
+    if op.kind in _INDEX_OF:
+        return 2 * parts * made.size <= graph.values[op.inputs[0]].size
     if fold in _FOLDED or fold == "prod" or (made.dtype == "bool" and fold in _FOLDED_BOOLS):
         return True
     return fold in _GATHERED and parts * made.size <= sum(graph.values[v].size for v in op.inputs)
@@ -463,7 +474,7 @@ class _Evaluation:
         else:
             results = [self._op(op, plan, arrays)]
         for v, spec, made in zip(op.outputs, plan.makes, results, strict=True):
-            if not plan.folded:
+            if not plan.folded or op.kind in _INDEX_OF:
                 self._keep(v, spec, made)
                 continue
             fold = _Collective(OPS[op.kind].fold, plan.folded, plan.before, spec)
@@ -504,6 +515,8 @@ class _Evaluation:
             return self._update_part(op, plan, arrays, params, local)
         if plan.folded:
             arrays = self._without_padding(op, plan, arrays)
+        if plan.folded and op.kind in _INDEX_OF:
+            return self._index_of_extreme(op, plan, arrays[0], local)
         if plan.rows:  # an index of a row that another device has is out of range
             params["n"] = local.shape[op["axis"]]
             arrays[1] = self._from_here(arrays[1], params["n"], op["n"], plan.rows)
@@ -511,8 +524,8 @@ class _Evaluation:
 
     def _without_padding(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
         """The operands with the identity of the fold in the padding of contracted dimensions."""
-        fold = OPS[op.kind].fold
-        relations = OPS[op.kind].relate(op, self._shapes(op.inputs), self._shapes(op.outputs))
+        fold = _INDEX_OF.get(op.kind, OPS[op.kind].fold)
+        relations = _relations(op, self._shapes(op.inputs), self._shapes(op.outputs))
         contracted = {member for relation in relations if relation.role == "contracted" for member in relation.members}
         found = []
         for k, (v, array) in enumerate(zip(op.inputs, arrays, strict=True)):
@@ -527,6 +540,17 @@ class _Evaluation:
                     array = jnp.where(inside, array, np.asarray(fill, dtype))
             found.append(array)
         return found
+
+    def _index_of_extreme(self, op: Op, plan: OpPlan, x: Any, local: Value) -> Any:
+        """The index of the first extreme element along a divided dimension, from each device's extreme and where that is."""
+        dtype = name_of(x.dtype)
+        most = OPS[f"reduce_{_INDEX_OF[op.kind]}"].evaluate({"axes": (op["axis"],)}, x, out=Value(local.shape, dtype))
+        at = OPS[op.kind].evaluate(dict(op.params), x, out=local)
+        at = at + (self._position(plan.folded) * x.shape[op["axis"]]).astype(at.dtype)
+        most, at = (lax.all_gather(part, plan.folded) for part in (most, at))
+        which = OPS[op.kind].evaluate({"axis": 0}, most, out=Value(local.shape, "int32"))
+        mine = lax.broadcasted_iota(np.int32, at.shape, 0) == which
+        return jnp.sum(jnp.where(mine, at, 0), 0, dtype=at.dtype)
 
     def _take_parts(self, op: Op, plan: OpPlan, arrays: list[Any], params: dict[str, Any], local: Value) -> Any:
         """The rows of a table of which each device has a part: those that it has, and zeros, summed over the devices."""

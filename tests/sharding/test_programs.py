@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
 from tests.support.checks import TARGET, close, count, in_float64
-from tests.support.sharded_programs import PROGRAMS, Sharded, layer, mlp, train_step
+from tests.support.collectives import bytes_sent, collectives
+from tests.support.sharded_programs import PROGRAMS, Sharded, enlarged, layer, mlp, train_step
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax")  # a fall-back to plain HLO is a failure here
 
@@ -35,12 +36,6 @@ def compiled(program: Sharded, function: Any, on: Any = None, donate: tuple[int,
     args = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(program.args, program.specs, strict=True)]
     wanted = {} if program.results is None else {"out_shardings": jax.tree.map(lambda s: NamedSharding(on, s), program.results)}
     return jax.jit(function, donate_argnums=donate, **wanted).lower(*args).compile(), args
-
-
-def collectives(text: str) -> Counter[str]:
-    """How many collectives of each kind there are."""
-    kinds = "all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter"
-    return Counter({kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds})
 
 
 def pipelined(program: Sharded, **options: Any) -> Any:
@@ -59,6 +54,7 @@ def test_a_sharded_program(name: str) -> None:
     for k, kind in enumerate(order):
         ours_from, usual_from = (sum(n[other] for other in order[k:]) for n in (found, usual))
         assert ours_from <= usual_from, f"{kind}: {found}, and with jax.jit {usual}"
+    assert bytes_sent(ours.as_text()) <= 1.001 * bytes_sent(plain.as_text())
     tol = 2e-2 if args[0].dtype == jnp.bfloat16 else 2e-4
     by_xla = "tables" in name or "sharded as the parameters" in name or "loop" in name
     close(ours(*args), in_float64(program.function, *program.args, by_xla=by_xla), tol)
@@ -101,6 +97,22 @@ def test_products_and_bits_are_folded_in_parts() -> None:
     segments = np.stack([np.prod(x[index[:, 0] == k], 0) for k in range(5)])
     want = np.prod(x, 0), segments, (np.bitwise_and.reduce(index | 64, 0), np.bitwise_xor.reduce(index, 0))
     close(ours(*args), want, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [404, 402, 5])
+def test_extremes_are_found_in_parts(rows: int) -> None:
+    """The first of equal ones, not-a-number before all, and no row that pads a shard."""
+
+    def extremes(x: Any) -> Any:
+        return [(jnp.argmax(x, d), jnp.argmin(x, d)) for d in (0, 1)]
+
+    x = np.random.default_rng(0).integers(0, 3, (rows, 8)).astype(np.float32)
+    x[rows // 2, 2], x[:, 3], x[:, 4] = np.nan, -np.inf, np.inf
+
+    def divided(x: Any) -> Any:
+        return kj.pipeline(extremes, force=True)(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(("data", "model")))))
+
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(divided)(x), extremes(x))
 
 
 @pytest.mark.parametrize("name", ["tensor parallel", "gradient of tensor parallel", "batch over both axes"])
@@ -242,23 +254,32 @@ def test_donated_parameters_are_updated_in_place() -> None:
     assert all(x.is_deleted() for x in args[1:])
 
 
-LITTLE_MEMORY = [
-    *("gradient of data parallel", "gradient of tensor parallel", "gradient of layers, recomputed"),
-    *(f"gradient of tensor parallel, {name}" for name in ("gelu", "exact gelu", "silu")),
-]
+# Programs whose calls need more, and why: how many times as much as the code of ``jax.jit``.
+MORE_MEMORY = {
+    "attention over keys": (1.51, "scores and exponentials are results of two calls; XLA overwrites the scores"),
+    "a softmax over columns": (17.1, "the same, and XLA keeps the only array in the memory of the result"),
+    "recurrent, hidden": (1.26, "the step reads its carry and writes the next one; XLA runs the loop in place"),
+    "gradient of layers, fully sharded": (1.06, "a call returns all residuals of a layer at once; XLA copies one after the other"),
+    "gradient of layers, fully sharded, sharded as the parameters": (1.06, "the same"),
+}
 
 
-@pytest.mark.parametrize("name", LITTLE_MEMORY)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_device_needs_no_more_memory_than_with_jit(name: str) -> None:
-    """At sizes at which arrays and not the scratch of a call count."""
-    program = PROGRAMS[name]
-    few = name.endswith("recomputed")
-    args = tuple(
-        np.tile(x, (8, 16, 1) if few and k == 0 else (400, 1) if k == 0 else (1,) * np.ndim(x)) for k, x in enumerate(program.args)
+    """At sizes at which arrays and not the scratch of a call (4 KiB) count. With ``force``: the model leaves some to XLA."""
+    large, on = enlarged(PROGRAMS[name], 512), mesh()
+    types = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, spec))
+        for x, spec in zip(large.args, large.specs, strict=True)
+    ]
+    wanted = {} if large.results is None else {"out_shardings": jax.tree.map(lambda s: NamedSharding(on, s), large.results)}
+    ours, plain = (
+        jax.jit(f, **wanted).lower(*types).compile().memory_analysis().temp_size_in_bytes
+        for f in (pipelined(large), large.function)
     )
-    large = dataclasses.replace(program, args=args)
-    ours, plain = (compiled(large, f)[0].memory_analysis().temp_size_in_bytes for f in (pipelined(large), large.function))
-    assert ours <= 1.01 * plain
+    most, _ = MORE_MEMORY.get(name, (1.01, ""))
+    assert ours <= most * plain + 4096
+    assert name not in MORE_MEMORY or ours > 1.01 * plain  # else the table is out of date
 
 
 DIVIDED_TABLES = [

@@ -20,18 +20,28 @@ def _normal(*shape: int, scale: float = 0.3) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """``specs``: of the arguments. ``results``: of the results, if the user asks. ``wrt``: arguments to differentiate."""
+    """``specs``: of the arguments. ``results``: of the results, if the user asks. ``wrt``: arguments to differentiate. ``rows``:
+    the dimensions (argument, dimension) of its samples, edges or tokens, which may be any number."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     specs: tuple[Any, ...]
     results: Any = None
     wrt: tuple[int, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
 def _grad(program: Sharded, results: Any = None) -> Sharded:
     loss = lambda *args: jnp.mean(program.function(*args) ** 2)  # noqa: E731
     return dataclasses.replace(program, function=jax.grad(loss, program.wrt), results=results)
+
+
+def enlarged(program: Sharded, times: int) -> Sharded:
+    """``program`` with so many times as many rows."""
+    args = list(program.args)
+    for k, d in program.rows:
+        args[k] = np.tile(args[k], [times if e == d else 1 for e in range(np.ndim(args[k]))])
+    return dataclasses.replace(program, args=tuple(args))
 
 
 # --- functions --------------------------------------------------------------------------------------------------------------------
@@ -229,6 +239,17 @@ PROGRAMS: dict[str, Sharded] = {
         (P("data"), P(None, "model"), P("model")),
     ),
 }
+_ROWS = {
+    "attention": ((0, 0), (1, 0), (2, 0)),
+    "edges": ((1, 0), (2, 0)),
+    "graph": ((1, 0), (2, 0)),
+    "tables": ((1, 0),),
+    "a token": tuple((k, 0) for k in range(5)),
+    "multiplied": ((0, 0), (1, 0)),
+    "recurrent": ((0, 1),),
+}
+for _start, _rows in _ROWS.items():
+    PROGRAMS |= {n: dataclasses.replace(p, rows=_rows) for n, p in PROGRAMS.items() if n.startswith(_start)}
 PROGRAMS |= {f"gradient of {name}": _grad(program) for name, program in PROGRAMS.items() if program.wrt}
 _PARAMETERS = "fully sharded", "few rows, fully sharded by columns", "layer, fully sharded", "layers, fully sharded"
 for _name in (*_PARAMETERS, *(n for n in PROGRAMS if n.startswith("tables"))):
