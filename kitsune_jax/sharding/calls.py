@@ -28,7 +28,8 @@ from kitsune_jax.ops.table import OPS
 from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
 from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
 
-TARGET = "kitsune_region"
+# XLA's error names the call where an exported program runs without the package: "No registered implementation for ...".
+TARGET = "kitsune_region (import kitsune_jax)"
 # A part of a function without any of these has nothing to stream.
 _WORTH = frozenset({"dot", "reduce", "scatter", "gather", "cumulative", "loop"})
 
@@ -163,7 +164,7 @@ def _subgraph(graph: Graph, ops: Iterable[int], wanted: Sequence[int], producers
 
 
 def _region_primitive() -> Any:
-    primitive = _compat.new_primitive(TARGET)
+    primitive = _compat.new_primitive("kitsune_region")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
@@ -309,8 +310,11 @@ class _Partitioner:
             mesh, specs = _compat.common_mesh([*shardings, *results], automatic or None)
             return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
         except Exception as error:
-            if options.strict:
-                raise
+            if options.strict:  # XLA makes a JaxRuntimeError of it, with this text behind a traceback
+                raise RuntimeError(
+                    f"kitsune_jax could not pipeline {found['name']} for one of its devices, and strict=True forbids to leave "
+                    f"that to XLA: {type(error).__name__}: {error}"
+                ) from error
             record(found["name"], Failure.of(error, "the partition of a call"))
             return self._module(graph, {"a0": 1}, [None] * n, [None] * len(graph.outputs), shapes, result_shape, found, None)
 

@@ -27,7 +27,7 @@ pytestmark = [
 
 def _config(text: str) -> str:
     """The configuration of the only call in a module."""
-    (line,) = (line for line in text.splitlines() if "@kitsune_region" in line)
+    (line,) = (line for line in text.splitlines() if '@"kitsune_region (import kitsune_jax)"' in line)
     escaped = line.split('backend_config = "', 1)[1].split('", ', 1)[0].split('"}', 1)[0]
     return escaped.replace("\\22", '"').replace("\\5C", "\\").replace("\\0A", "\n")
 

@@ -454,6 +454,19 @@ def test_a_failure_of_the_partitioner_costs_the_pipelines_only(monkeypatch: pyte
     close(ours(*args), in_float64(lambda *a: mlp(*a) + 1, *program.args))
 
 
+def test_a_strict_failure_of_the_partitioner_names_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kitsune_jax.sharding import calls
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(calls._compat, "common_mesh", broken)
+    program = dataclasses.replace(PROGRAMS["tensor parallel"], function=lambda *a: mlp(*a) + 2)
+    jax.clear_caches()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"could not pipeline .*lambda.*strict=True.*ValueError: a bug"):
+        compiled(program, pipelined(program))
+
+
 def test_a_jax_without_partitioners_costs_the_pipelines_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("kitsune_jax._compat.sharding"), "_registered", set())
     program = PROGRAMS["tensor parallel"]
