@@ -23,7 +23,7 @@ from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure, record
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.loops import evaluate_jax
-from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.ops.spec import COMPARISONS, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
 from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
@@ -32,6 +32,9 @@ from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph
 TARGET = "kitsune_region (import kitsune_jax)"
 # A part of a function without any of these has nothing to stream.
 _WORTH = frozenset({"dot", "reduce", "scatter", "gather", "cumulative", "loop"})
+
+# Families of ops that a part may repeat instead of reading their results.
+_REPEATED = frozenset({"pointwise", "convert", "broadcast"})
 
 # --- a Graph as text -------------------------------------------------------------------------------------------------------------
 
@@ -104,13 +107,20 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
         for v in op.inputs:
             read.setdefault(v, []).append(i)
     nodes: list[Subgraph | int] = []
-    for k in range(max((*of_op, 0)) + 1):
-        mine = [i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind != "opaque"]
-        if any(OPS[graph.ops[i].kind].family in _WORTH for i in mine):
-            inside = set(mine)
+    levels = [[i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind != "opaque"] for k in range(max((*of_op, 0)) + 1)]
+    worth = [any(OPS[graph.ops[i].kind].family in _WORTH for i in mine) for mine in levels]
+    again = [_repeated(graph, of_op, k, read, producers) if worth[k] else set[int]() for k in range(len(levels))]
+    readers = {v: set(ops) for v, ops in read.items()}  # of values, without those that make them again
+    for mine, more in zip(levels, again, strict=True):
+        for v in {v for i in more for v in graph.ops[i].outputs}:
+            readers[v].difference_update(mine)
+    outside = [{v for i in more for v in graph.ops[i].inputs if producers.get(v) not in more} for more in again]
+    for k, mine in enumerate(levels):
+        if worth[k]:
+            inside, later = set(mine), set().union(*outside[k + 1 :])
             made = [v for i in mine for v in graph.ops[i].outputs]
-            wanted = [v for v in made if v in graph.outputs or not inside.issuperset(read.get(v, ()))]
-            nodes.append(_subgraph(graph, mine, wanted, producers, of_op))
+            wanted = [v for v in made if v in graph.outputs or v in later or not inside.issuperset(readers.get(v, ()))]
+            nodes.append(_subgraph(graph, [*again[k], *mine], wanted, producers, of_op))
         else:
             nodes += mine
         nodes += [i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind == "opaque" and i not in constants]
@@ -124,6 +134,59 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
     }
     alone |= {i for v in graph.outputs for i in _made_of_nothing(v, graph, producers, of_op)}
     return [*constants, *sorted(alone), *nodes]
+
+
+def _repeated(
+    graph: Graph, of_op: Sequence[int], k: int, read: Mapping[int, Sequence[int]], producers: Mapping[int, int]
+) -> set[int]:
+    """Pointwise ops of earlier parts that part ``k`` repeats, so that fewer bytes lie between the parts: those of all values that
+    only it reads, or of those that are made of values which lie in memory anyway."""
+    ops, values = graph.ops, graph.values
+
+    def lies_in_memory(v: int) -> bool:
+        others = [i for i in read.get(v, ()) if ops[i].kind == "opaque" or of_op[i] > of_op[producers[v]]]
+        return bool(others) or v in graph.outputs
+
+    def chain_of(v: int) -> tuple[set[int], set[int]] | None:
+        """(ops, values in memory) that make ``v``; None where its bits may be compared with those that another part makes."""
+        chain, sources, work = set[int](), set[int](), [v]
+        while work:
+            w = work.pop()
+            i = producers.get(w)
+            if values[w].literal is not None or i in chain or (i is not None and of_op[i] < 0):
+                continue
+            if i is None or not _is_repeated(ops[i]) or (w != v and lies_in_memory(w)):
+                sources.add(w)
+                continue
+            if any(
+                ops[j].kind in COMPARISONS or OPS[ops[j].kind].fold in ("max", "min") for j in read[w] if ops[j].kind != "opaque"
+            ):
+                return None
+            chain.add(i)
+            work += ops[i].inputs
+        return chain, sources
+
+    read_here = {v for i, at in enumerate(of_op) if at == k and ops[i].kind != "opaque" for v in ops[i].inputs}
+    crossing = [v for v in read_here if v in producers and 0 <= of_op[producers[v]] < k]
+    alone = [v for v in crossing if v not in graph.outputs and all(of_op[i] in (of_op[producers[v]], k) for i in read[v])]
+    alone = [v for v in alone if all(ops[i].kind != "opaque" for i in read[v]) and _is_repeated(ops[producers[v]])]
+    chains = {v: chain for v in alone if (chain := chain_of(v)) is not None}
+    kept = {v for v in crossing if v not in chains}
+
+    def more(v: int) -> set[int]:
+        _, sources = chains[v]
+        return {w for w in sources if w in producers and w not in kept and not (lies_in_memory(w) and w not in chains)}
+
+    def size(ids: Iterable[int]) -> int:
+        return sum(values[v].size * np_dtype(values[v].dtype).itemsize for v in ids)
+
+    free = [v for v in chains if not more(v)]
+    found = chains if size(set().union(*map(more, chains))) < size(chains) else free
+    return set().union(*(chains[v][0] for v in found))
+
+
+def _is_repeated(op: Op) -> bool:
+    return op.kind != "opaque" and op.body is None and OPS[op.kind].family in _REPEATED and op.kind not in COMPARISONS
 
 
 def _made_of_nothing(v: int, graph: Graph, producers: dict[int, int], of_op: Sequence[int]) -> set[int]:

@@ -229,6 +229,23 @@ def test_a_constraint_inside() -> None:
     close(ours(*args), in_float64(mlp, *program.args))
 
 
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu])
+@pytest.mark.parametrize("specs", [(P("data"), P(), P(), P()), (P("data"), P(None, "model"), P("model"), P("model"))])
+def test_parts_of_a_function_store_little_for_each_other(specs: Any, activation: Any) -> None:
+    """A constraint divides the function into calls, and the derivative of the activation could be stored by the first one."""
+
+    def loss(x: Any, w1: Any, b1: Any, w2: Any) -> Any:
+        h = jax.lax.with_sharding_constraint(activation(x @ w1 + b1), NamedSharding(mesh(), P("data", "model")))
+        return jnp.mean((h @ w2) ** 2)
+
+    program = Sharded(jax.grad(loss, (0, 1, 2, 3)), PROGRAMS["data parallel"].args, specs)
+    ours, args = compiled(program, pipelined(program))
+    close(ours(*args), in_float64(program.function, *program.args, by_xla=True))
+    large = enlarged(program, 512)
+    calls, plain = (compiled(large, f)[0].memory_analysis().temp_size_in_bytes for f in (pipelined(large), large.function))
+    assert calls <= 1.35 * plain
+
+
 @pytest.mark.parametrize("rows", [45, 3])
 def test_shards_of_unequal_size(rows: int) -> None:
     """XLA pads them with anything; nothing of that reaches a sum."""
