@@ -121,11 +121,12 @@ inline void pack_tile(const PackSource& s, int64_t k0, int64_t n0, uint32_t* til
 
 inline void tile_pack(Panel p, const PackSource& s, int64_t begin, int64_t end, void* out) {
   if (p != Panel::kTiles) return base().pack(p, s, begin, end, out);
-  uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<char*>(out) + begin * tile_panel_bytes(s.K));
-  for (int64_t n0 = begin * kTilePanel; n0 < end * kTilePanel; n0 += kTilePanel) {
-    for (int64_t k0 = 0; k0 < s.K; k0 += kTileDepth, to += 2 * kTileWords) {
-      pack_tile(s, k0, n0, to);
-      pack_tile(s, k0, n0 + kTileRows, to + kTileWords);
+  const int64_t bytes = tile_panel_bytes(s.K);
+  for (int64_t k0 = 0; k0 < s.K; k0 += kTileDepth) {  // outside, because the panels' parts of a row follow each other in memory
+    for (int64_t p = begin; p < end; ++p) {
+      uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<char*>(out) + p * bytes) + k0 / kTileDepth * 2 * kTileWords;
+      pack_tile(s, k0, p * kTilePanel, to);
+      pack_tile(s, k0, p * kTilePanel + kTileRows, to + kTileWords);
     }
   }
 }
