@@ -17,7 +17,7 @@ from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import lower, memory
 from kitsune_jax.targets.cpu.bytecode import CpuCall
 from kitsune_jax.targets.cpu.lower import lower_program
-from tests.support.lowered import array
+from tests.support.lowered import array, close, run
 from tests.support.tiles import Tiles
 
 HEADS, SIZE, TOKENS = 6, 40, 35
@@ -94,8 +94,34 @@ def test_queries_that_lie_a_multiple_of_a_kibibyte_apart_are_copied_in_front_of_
     assert first and {m.x.ref.space for m in first} == {bc.SCRATCH if far else bc.IN}
 
 
+def test_softmax_of_bfloat16_scores_reads_them_as_the_product_has_scaled_and_stored_them(calls) -> None:
+    q, k, v = (jnp.asarray(np.random.default_rng(s).standard_normal((650, 3, 64)), "bfloat16") for s in range(3))
+    jax.jit(kj.pipeline(attention, force=True, strict=True))(q, k, v)
+    loops = [i for c in calls for p in c.parts for s in p.program.stages for i in s.body if isinstance(i, bc.CpuLoop)]
+    whole = loops[0].body  # blocks that no query's position cuts
+    product = next(i for i in whole if isinstance(i, bc.Matmul))
+    (largest,) = (i for i in whole if isinstance(i, bc.Reduce))
+    (exponential,) = (i for i in whole if isinstance(i, bc.ExpRows))
+    assert bc.ACTIVATIONS[product.activation] == "scale"
+    assert product.out.ref == largest.x.ref == exponential.x.ref and product.out.ref.dtype == bc.DTYPE_CODE["bfloat16"]
+    assert [i.adds for i in whole if isinstance(i, bc.Matmul)] == [False, True]
+
+
 def test_a_program_without_loops_reads_its_rows_where_they_lie() -> None:
     t = Tiles((19,), 8)
     t.store(t.matmul(t.load((19, 512), streams=((0,), ())), t.load((512, 8))), (19, 8), ((0,), ()))
     (product,) = lower_program(t.program(), "test").stages[0].body
     assert isinstance(product, bc.Matmul) and product.x.ref.space == bc.IN
+
+
+def test_a_product_stores_its_columns_in_the_order_in_which_they_are_read() -> None:
+    t = Tiles((19,), 8)
+    y = t.matmul(t.load((19, 5), streams=((0,), ())), t.load((5, 4, 16)))
+    turned = t.op("transpose", y, shape=(16, 4), permutation=(0, 2, 1))
+    t.store(t.op("tanh", turned), (19, 16, 4), ((0,), (), ()))
+    product, vector = lower_program(t.program(), "test").stages[0].body
+    assert isinstance(product, bc.Matmul) and isinstance(vector, bc.CpuVector)
+    assert [o.strides for o in vector.loads] == [(1,)]
+    x, w = array(19, 5), array(5, 4, 16)
+    (got,) = run(t.program(), x, w)
+    close(got, np.tanh(np.einsum("rk,kab->rba", x, w)))

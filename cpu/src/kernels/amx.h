@@ -26,7 +26,9 @@ inline const KernelTable& base() { return KITSUNE_TILE_BASE::table(); }
 
 inline int64_t tile_steps(int64_t K) { return (K + kTileDepth - 1) / kTileDepth; }
 
-// ---- The tiles of this thread. All are whole: what is shorter is padded, so one configuration serves a whole call.
+// ---- The tiles of this thread. All are whole: what is shorter is padded, so one configuration serves a whole call. Products use
+// all eight: on a Xeon (family 6, model 167) that is 1.3 times as fast as four. An Emerald Rapids ran eight live ones at half the
+// speed of four while the core's other hyperthread was busy, because it renames tiles; it has not run these blocks.
 
 static thread_local bool tiles_configured = false;
 
