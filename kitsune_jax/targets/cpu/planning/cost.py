@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.reduce import ONLINE
@@ -176,6 +176,9 @@ _STRIDED_SECONDS = 6e-9
 _PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
 # One more op in a step of a loop, whose operands were found before the first step: 331 ns for 45 ops on a row, 28 for one.
 _STEP_AGAIN = 10e-9
+# An op of a step that is one pass, whose operands and result stay in vector registers, over the same op on arrays in the L1: 42 ops
+# of a CartPole step took 23 ps an element each, passes over arrays 36 (Xeon with AMX). Ops on a few elements wait for each other.
+_IN_REGISTERS, _LEAST_IN_REGISTERS = 0.65, 7e-9
 # A product in a step of a loop, beside its arithmetic, and a step itself: h = w @ h of 8 x 8 took 84 ns a step, of 16 x 16 88.
 _PRODUCT_AGAIN, _LOOP_STEP = 45e-9, 25e-9
 # Short reductions in a step of a loop, over ``picked``: 1.2 to 1.6 ns an element of 6 to 15, 0.5 outside (``picked``: 0.58).
@@ -190,9 +193,10 @@ class CpuWork:
     one pass. ``edges``: elements that come from or go to an op that is not pointwise. ``sums``: results of a reduction.
     ``spreads``: runs of each operand that is repeated inside the row. ``activation``: set for the last op of an activation that the
     matmul before it applies to its accumulators. ``scores``: of an online sum, a row's scores, unless an earlier sum has the same.
-    ``again``: in a step of a loop, whose operands were found before the first. ``narrow``: it concatenates rows of single elements,
-    or folds interleaved ones. ``taken``: it reads rows, or their products, in place from a table. ``still``: in a step of a loop,
-    but the same for all rows: once per tile. ``rounds``: its result is rounded to 16 bits in registers.
+    ``again``: in a step of a loop, whose operands were found before the first. ``in_registers``: in a step that is one pass over
+    its rows. ``narrow``: it concatenates rows of single elements, or folds interleaved ones. ``taken``: it reads rows, or their
+    products, in place from a table. ``still``: in a step of a loop, but the same for all rows: once per tile. ``rounds``: its
+    result is rounded to 16 bits in registers. ``constant``: a division by a number, for which two multiplications may do.
     """
 
     dtype: str
@@ -208,10 +212,12 @@ class CpuWork:
     access: Access | None = None
     scores: int = 0
     again: bool = False
+    in_registers: bool = False
     narrow: bool = False
     taken: bool = False
     still: bool = False
     rounds: bool = False
+    constant: bool = False
 
 
 class CpuCost(RegionCost):
@@ -254,8 +260,9 @@ class CpuCost(RegionCost):
                 found[self.cpu_work(i)] += 1
                 continue
             body = self.body(i)
+            one_pass = body.is_one_pass()
             for work, count in body.kinds(body.region.ops).items():
-                found[dataclasses.replace(work, again=True)] += op["length"] * count
+                found[dataclasses.replace(work, again=True, in_registers=one_pass)] += op["length"] * count
         return dict(found)
 
     def sink_bytes(self, ops: Iterable[int]) -> int:
@@ -299,8 +306,9 @@ class CpuCost(RegionCost):
         picked = family in SCANS and not sink and folds_single_elements(self, i)
         spreads = spreads_short_runs(self, i) if family in _GROUPED else ()
         rounds = family in _GROUPED and not activation and self._rounds(i)
+        constant = op.kind == "div" and work.dtype == "float32" and self.graph.values[op.inputs[1]].literal is not None
         return CpuWork(work.dtype, sink, None, op.kind, family, elements, edges, sums, spreads, activation,
-                       narrow=picked, taken=taken, rounds=rounds)  # fmt: skip
+                       narrow=picked, taken=taken, rounds=rounds, constant=constant)  # fmt: skip
 
     def _by_columns(self, v: int) -> bool:
         """Whether ``v`` lies column by column in a loop's body (``StageLowering._by_columns``), where slices are free."""
@@ -398,10 +406,26 @@ class CpuCost(RegionCost):
         if not work.kind:
             return 0.0
         rows = 1 if work.still else rows
-        passes = max(rows * work.elements, machines.least_elements(work.kind)) * known.vector(work.kind, work.dtype)
+        each = known.vector(work.kind, work.dtype)
+        if work.constant:
+            each = min(each, 2 * known.vector("mul", work.dtype))
+        passes = max(rows * work.elements, machines.least_elements(work.kind)) * each
         passes += rows * work.elements * known.rounding(work.dtype) if work.rounds else 0.0
+        if work.in_registers and not work.spreads:
+            return max(_LEAST_IN_REGISTERS, passes * _IN_REGISTERS)
         spread = sum(n * known.spread(work.dtype, work.elements / n) * (_WITHIN if n > 1 else 1.0) for n in work.spreads)
         return step + passes + rows * (work.edges * known.edge(work.dtype) + spread)
+
+    def second_cache_seconds(self, works: Mapping[CpuWork, int]) -> float:
+        """Seconds beyond those of ``works`` on a row, whose times were measured in the L1, where their operands and results lie in
+        the L2. An LSTM's steps took no longer."""
+        bytes_moved = 0
+        for work, count in works.items():
+            if not work.again and work.dot is None:
+                elements = work.elements if work.family in SCANS else work.edges
+                bytes_moved += count * elements * itemsize(work.dtype)
+        each = 1 / self.machine.place("l2").bandwidth - 1 / self.machine.place("l1").bandwidth
+        return max(0.0, each) * bytes_moved
 
     def _product_seconds(self, work: CpuWork, dot: DotWork, rows: int) -> float:
         known = self.times
@@ -564,6 +588,12 @@ class CpuCost(RegionCost):
         )
 
     def made_row_bytes(self) -> int:
-        """Bytes that the ops write for a row, in all steps of loops."""
+        """Bytes that the ops write to memory for a row, in all steps of loops. Pointwise ops hand results on in registers."""
+
+        def stored(v: int) -> bool:
+            if not self.streamed(v) or self.family(self.producer[v]) not in _GROUPED or v in self.outputs:
+                return self.streamed(v)
+            return not all(self.family(j) in _GROUPED for j in self.readers.get(v, ()))
+
         made = (v for i in self.region.ops if self.graph.ops[i].body is None for v in self.graph.ops[i].outputs)
-        return sum(self.row_bytes(v) for v in made if self.streamed(v)) + sum(n * b.made_row_bytes() for n, _, b in self.loops())
+        return sum(self.row_bytes(v) for v in made if stored(v)) + sum(n * b.made_row_bytes() for n, _, b in self.loops())

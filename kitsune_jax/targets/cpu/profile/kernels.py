@@ -402,10 +402,10 @@ def picker(rows: int, n: int, count: int, workers: int) -> Any:
     return t.function()
 
 
-def multiplier(rows: int, m: int, k: int, n: int, workers: int) -> Any:
-    """A function of x (``rows`` x m x k) and y (``rows`` x k x n): a product for each row."""
+def multiplier(rows: int, m: int, k: int, workers: int) -> Any:
+    """A function of x (``rows`` x m x k): the products of each row's m vectors with each other, as DLRM's features interact."""
     t = _Tiles(rows, workers)
-    x, y = t.load(m, k), t.load(k, n)
-    sides: dict[str, Any] = {"x_contract": (2,), "y_contract": (1,), "x_batch": (), "y_batch": ()}
-    t.store(t.add("dot", (x, y), True, (m, n), accumulate="float32", **sides))
+    x = t.load(m, k)
+    sides: dict[str, Any] = {"x_contract": (2,), "y_contract": (2,), "x_batch": (), "y_batch": ()}
+    t.store(t.add("dot", (x, x), True, (m, m), accumulate="float32", **sides))
     return t.function()

@@ -66,6 +66,7 @@ _FAR = (32749, 65536, 64)
 # Bytes of a table in a core's second level, and in the last one; bytes of rows that a worker reads from it or folds into it.
 _TABLES = {"l2": 256 << 10, "l3": 8 << 20}
 _ACCESSED = 4 << 20
+_MULTIPLIED = 512 << 10  # of small matrices, which lie in the L2 as a tile's do
 _ORDERED = 1 << 17  # indices for each worker
 _PICKED = (729, 351)  # elements of a row, and of those selected: the products of 27 features, each pair once
 _RUN = 8  # consecutive rows with one index
@@ -274,9 +275,8 @@ def _indexed(workers: int) -> Iterator[MeasuredProgram]:
     inside = (((count,), f"ids/{n}"), ((rows, n), f32))
     yield MeasuredProgram("picked", kernels.picker(rows, n, count, workers), inside, rows * count / workers)
     for m, k, n in kernels.SMALL_PRODUCTS:
-        rows = workers * _ACCESSED // (8 * k * (m + n))
-        pairs = (((rows, m, k), f32), ((rows, k, n), f32))
-        yield MeasuredProgram(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, n, workers), pairs, rows / workers)
+        rows = workers * _MULTIPLIED // (4 * m * k)
+        yield MeasuredProgram(f"dot/{m}x{k}x{n}", kernels.multiplier(rows, m, k, workers), (((rows, m, k), f32),), rows / workers)
     for key, (rows, n, width) in {**{str(d[2]): d for d in _INDEXED}, "far": _FAR}.items():
         ids, row = ((rows,), f"ids/{n}"), (width,) if width > 1 else ()
         yield MeasuredProgram(f"xla/gather/{key}", lambda i, x: x[i], (ids, ((n, *row), f32)), rows)
