@@ -76,7 +76,8 @@ def _weight(recipe: WeightRecipe, value: Any) -> list[np.ndarray]:
     if not half:
         w = nearest_tf32(w)
     starts = itertools.accumulate(shape.pieces, initial=0)
-    rows = [_blocks_of_k(w[start : start + piece], half) for start, piece in zip(starts, shape.pieces, strict=False)]
+    pieces = [w[start : start + piece] for start, piece in zip(starts, shape.pieces, strict=False)]
+    rows = [piece if k in recipe.in_place else _blocks_of_k(piece, half) for k, piece in enumerate(pieces)]
     w = rows[0] if len(rows) == 1 else np.concatenate(rows)  # [32 * k_blocks, n]
     lanes = ROW_BYTES // (2 if half else 4)
     w = np.pad(w, ((0, shape.k_chunks * lanes - w.shape[0]), (0, 0)))

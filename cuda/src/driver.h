@@ -62,6 +62,17 @@ enum CUlaunchAttributeID : int {
   CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
 };
 
+// What a tensor map says of its array and of its boxes (cuTensorMapEncodeTiled).
+enum CUtensorMapDataType : int { CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1 };
+enum CUtensorMapInterleave : int { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
+enum CUtensorMapSwizzle : int { CU_TENSOR_MAP_SWIZZLE_128B = 3 };
+enum CUtensorMapL2promotion : int { CU_TENSOR_MAP_L2_PROMOTION_L2_128B = 2 };
+enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
+// Aligned as from CUDA 13 on; before, 64 were enough.
+struct alignas(128) CUtensorMap {
+  unsigned long long opaque[16];
+};
+
 union CUlaunchAttributeValue {
   char pad[64];
   int cooperative;
@@ -116,6 +127,10 @@ struct CUlaunchConfig {
   X(cuMemFreeAsync, (CUdeviceptr address, CUstream stream))                                                                      \
   X(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                                     \
   X(cuMemsetD8Async, (CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream))                                  \
+  X(cuTensorMapEncodeTiled,                                                                                                      \
+    (CUtensorMap * map, CUtensorMapDataType type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* pitches,  \
+     const uint32_t* box, const uint32_t* strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,                 \
+     CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill))                                                            \
   X(cuLaunchKernelEx, (const CUlaunchConfig* config, CUfunction function, void** params, void** extra))
 
 // What a driver may lack: cuFuncLoad came with CUDA 12.4; five functions are for timelines alone; the rest is the emulator's.

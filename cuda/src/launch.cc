@@ -1,5 +1,7 @@
 #include "launch.h"
 
+#include <cstring>
+
 #include "library.h"
 #include "timeline.h"
 
@@ -278,6 +280,37 @@ void Kernel::pack(const Driver& driver, const Loaded& loaded, const std::vector<
   check(driver, driver.cuLaunchKernelEx(&config.config, loaded.packer, pointers, nullptr), "cuLaunchKernelEx(kitsune_pack)");
 }
 
+CUtensorMap Kernel::tensor_map(const Driver& driver, size_t number, void* address) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Encoded& known : encoded_)
+    if (known.number == number && known.address == address) return known.map;
+  constexpr size_t kMostKnown = 64;  // XLA gives a call few addresses, which return
+  if (encoded_.size() == kMostKnown) encoded_.clear();
+  const Map& of = launch_.maps[number];
+  const uint64_t sizes[] = {static_cast<uint64_t>(of.columns), static_cast<uint64_t>(of.rows)};
+  const uint64_t pitches[] = {2 * sizes[0]};
+  const uint32_t box[] = {64, 64}, strides[] = {1, 1};
+  Encoded made{number, address, {}};
+  check(driver,
+        driver.cuTensorMapEncodeTiled(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, address, sizes, pitches, box, strides,
+                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled");
+  encoded_.push_back(made);
+  return made.map;
+}
+
+std::vector<CUtensorMap> Kernel::with_maps(const Driver& driver, const std::vector<void*>& pointers) {
+  std::vector<CUtensorMap> found;
+  if (launch_.maps.empty()) return found;
+  for (size_t k = 0; k < launch_.maps.size(); ++k)
+    found.push_back(tensor_map(driver, k, pointers[static_cast<size_t>(launch_.maps[k].pointer)]));
+  const size_t bytes = pointers.size() * sizeof(void*);
+  found.resize(found.size() + (bytes + kMapBytes - 1) / kMapBytes);
+  std::memcpy(&found[launch_.maps.size()], pointers.data(), bytes);
+  return found;
+}
+
 void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   check_buffers(buffers);
   const Driver& table = driver();
@@ -303,7 +336,7 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   for (const Part& part : launch_.pointers)
     given.push_back(
         {static_cast<char*>(buffers[static_cast<size_t>(part.buffer)].data) + part.first, static_cast<size_t>(part.bytes)});
-  std::vector<void*> pointers;  // the kernel's one parameter, a struct of pointers
+  std::vector<void*> pointers;  // the kernel's one parameter is a struct of tensor maps and of these
   for (const Buffer& buffer : given) pointers.push_back(buffer.data);
   if (launch_.stamped) {
     bool numbered = number_ < Timelines::kKernels;
@@ -317,7 +350,8 @@ void Kernel::launch(CUstream stream, std::vector<Buffer> buffers) {
   if (table.kitsune_emulator_set_buffers) announce(table, launch_, given, launch_.pointers);
   Config config(launch_, loaded->grid, stream);
   if (launch_.cooperative) config.make_cooperative();
-  void* parameters[] = {pointers.data()};
+  std::vector<CUtensorMap> with = with_maps(table, pointers);
+  void* parameters[] = {with.empty() ? static_cast<void*>(pointers.data()) : with.data()};
   check(table, table.cuLaunchKernelEx(&config.config, loaded->function, parameters, nullptr), "cuLaunchKernelEx");
   done(aligned.after());
 }

@@ -58,6 +58,10 @@ class Kernel {
   const Loaded* find(CUcontext context) const;
   void load_into(const Driver& driver, CUcontext context);
   CUfunction load_packer(const Driver& driver);
+  // Tensor map `number` of an array at `address`, encoded once.
+  CUtensorMap tensor_map(const Driver& driver, size_t number, void* address);
+  // The kernel's parameter: its tensor maps, then its pointers. Empty if it has no maps: the pointers are the parameter.
+  std::vector<CUtensorMap> with_maps(const Driver& driver, const std::vector<void*>& pointers);
   void pack(const Driver& driver, const Loaded& loaded, const std::vector<Buffer>& buffers, CUstream stream) const;
   void check_device(const Driver& driver) const;
   int64_t resident_blocks(const Driver& driver, CUfunction function) const;
@@ -75,6 +79,12 @@ class Kernel {
   KeptMemory kept_;
   mutable std::mutex mutex_;
   std::deque<Loaded> loaded_;  // one per device: a search beats a map
+  struct Encoded {
+    size_t number;
+    void* address;
+    CUtensorMap map;
+  };
+  std::vector<Encoded> encoded_;  // few: a search beats a map here too
 };
 
 }  // namespace kitsune::cuda

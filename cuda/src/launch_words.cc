@@ -15,6 +15,9 @@ constexpr int64_t kMaxCluster = 16;              // non-portable size on Hopper 
 constexpr int64_t kMaxSharedBytes = 227 * 1024;  // compute capability 9.0, the most of any
 constexpr int64_t kMaxParameters = 4096 / 8;     // pointers in the 4 KB of parameters that every driver of CUDA 12 takes
 
+constexpr int64_t kMaxMaps = 16;
+constexpr int64_t kMaxMapRows = std::numeric_limits<int32_t>::max();  // coordinates have 32 bits
+constexpr int64_t kMaxMapColumns = 1 << 16;
 constexpr int64_t kMaxBufferBytes = int64_t{1} << 50;
 
 // A field of an image whose place was checked.
@@ -107,7 +110,8 @@ Launch parse_launch(const int64_t* words, size_t count) {
   launch.block = checked("the block", words[3], kWarp, kMaxBlock);
   launch.cluster = checked("the cluster", words[4], 1, kMaxCluster);
   launch.shared_bytes = checked("the shared memory", words[5], 0, kMaxSharedBytes);
-  const int64_t flags = checked("the flags (1: cooperative, 2: stamped)", words[6], 0, 3);
+  const int64_t flags = checked("the flags (1: cooperative, 2: stamped, 4 for each tensor map)", words[6], 0, 4 * kMaxMaps + 3);
+  const int64_t maps = flags / 4;
   launch.cooperative = (flags & 1) != 0;
   launch.stamped = (flags & 2) != 0;
   launch.instance = checked("the blocks of an instance", words[7], 0, launch.grid);
@@ -119,24 +123,45 @@ Launch parse_launch(const int64_t* words, size_t count) {
   require(launch.instance == 0 || launch.grid % launch.instance == 0, "the grid is not a multiple of an instance");
   require(launch.instance % launch.cluster == 0, "an instance is not a multiple of the cluster");
   require(launch.sm == kSm90a || launch.cluster == 1, "clusters need architecture 900");
-  require(launch.operands + launch.results + 2 * launch.stamped <= kMaxParameters,
-          "more operands and results than a kernel has parameters");
+  const int64_t beside = 2 * launch.stamped + maps * (kMapBytes / 8);
+  require(launch.operands + launch.results + beside <= kMaxParameters, "more operands and results than a kernel has parameters");
+  require(launch.sm == kSm90a || maps == 0, "tensor maps need architecture 900");
+  const size_t map_words = static_cast<size_t>(maps) * 3;
+  if (maps > 0 && count < kLaunchWords + map_words)
+    throw std::invalid_argument("launch words: those of " + std::to_string(maps) + " tensor maps are missing");
+  count -= map_words;
   size_t buffers = static_cast<size_t>(launch.operands + launch.results), sized = kLaunchWords + buffers;
   bool packs = count > sized && (count - sized) % 3 == 2;
   if (count != kLaunchWords && count != sized && !packs)
-    throw std::invalid_argument("launch words: there are " + std::to_string(count) + ", not " + std::to_string(kLaunchWords) +
-                                ", or " + std::to_string(sized) + " with the bytes of every buffer, or 2 and 3 for each pointer" +
-                                " more with a packing kernel");
+    throw std::invalid_argument("launch words: there are " + std::to_string(count + map_words) + ", not " +
+                                std::to_string(kLaunchWords) + ", or " + std::to_string(sized) +
+                                " with the bytes of every buffer, or 2 and 3 for each pointer" + " more with a packing kernel");
   for (size_t i = kLaunchWords; i < std::min(count, sized); ++i)
     launch.bytes.push_back(checked("the size of a buffer", words[i], 0, kMaxBufferBytes));
   if (!launch.bytes.empty())
     require(launch.workspace_zero_bytes <= launch.bytes.back(), "the zeroed part of the workspace is larger than the workspace");
-  if (!packs) return launch;
+  auto read_maps = [&](int64_t pointers) {
+    require(maps == 0 || !launch.bytes.empty(), "tensor maps without the bytes of the buffers");
+    for (size_t i = count; i < count + map_words; i += 3) {
+      Map map{};
+      map.pointer = checked("the pointer of a tensor map", words[i], 0, pointers - 1);
+      map.columns = checked("the columns of a tensor map", words[i + 1], 8, kMaxMapColumns);
+      map.rows = checked("the rows of a tensor map", words[i + 2], 1, kMaxMapRows);
+      const auto at = static_cast<size_t>(map.pointer);
+      const int64_t bytes = launch.pointers.empty() ? launch.bytes[at] : launch.pointers[at].bytes;
+      require(map.columns % 8 == 0, "the rows of a tensor map are not a multiple of 16 bytes");
+      require(map.columns * 2 * map.rows <= bytes, "a tensor map is larger than its array");
+      launch.maps.push_back(map);
+    }
+  };
+  if (!packs) {
+    read_maps(launch.operands + launch.results);
+    return launch;
+  }
   require(static_cast<int64_t>(buffers) < kMaxParameters, "more operands and results than the packing kernel has parameters");
   launch.pack_blocks = checked("the grid of the packing kernel", words[sized], 1, kMaxGrid);
   launch.table = checked("the operand with the table of the packing kernel", words[sized + 1], 0, launch.operands - 1);
-  checked("the number of the kernel's pointers", static_cast<int64_t>((count - sized - 2) / 3), 1,
-          kMaxParameters - 2 * launch.stamped);
+  checked("the number of the kernel's pointers", static_cast<int64_t>((count - sized - 2) / 3), 1, kMaxParameters - beside);
   for (size_t i = sized + 2; i < count; i += 3) {
     Part part{};
     part.buffer = checked("the buffer of a pointer", words[i], 0, launch.operands + launch.results - 1);
@@ -145,6 +170,7 @@ Launch parse_launch(const int64_t* words, size_t count) {
     part.bytes = checked("the bytes of a pointer", words[i + 2], 0, bytes - part.first);
     launch.pointers.push_back(part);
   }
+  read_maps(static_cast<int64_t>(launch.pointers.size()));
   return launch;
 }
 

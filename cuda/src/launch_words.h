@@ -3,11 +3,11 @@
 // Comes in: words from a compiled program, which may come from a file. Goes out: a Launch within the limits of every device that
 // its architecture names, or std::invalid_argument. What depends on the device at hand is checked when the kernel is loaded.
 //
-// Words: version, sm, grid, block, cluster, shared bytes, flags (1: cooperative, 2: stamped), blocks of an instance, operands,
-// results, zeroed bytes of the workspace; then the bytes of each operand and of each result, which a custom call must name and a
-// kernel outside of XLA may leave out. Where a packing kernel writes parts of the workspace first (cuda/include/kitsune/pack.h):
-// its blocks, the operand that holds its table, and (buffer, first byte, bytes) of each pointer of the kernel. Else these are the
-// buffers.
+// Words: version, sm, grid, block, cluster, shared bytes, flags (1: cooperative, 2: stamped, 4 for each tensor map), blocks of an
+// instance, operands, results, zeroed bytes of the workspace; then the bytes of each operand and of each result, which a custom
+// call must name and a kernel outside of XLA may leave out. Where a packing kernel writes parts of the workspace first
+// (cuda/include/kitsune/pack.h): its blocks, the operand that holds its table, and (buffer, first byte, bytes) of each pointer of
+// the kernel. Else these are the buffers. Last (pointer, columns, rows) of each tensor map.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +19,7 @@ namespace kitsune::cuda {
 
 inline constexpr int64_t kLaunchVersion = 6;
 inline constexpr size_t kLaunchWords = 11;
+inline constexpr int64_t kMapBytes = 128;  // of a tensor map
 inline constexpr int64_t kSm90a = 900;     // exactly compute capability 9.0
 inline constexpr int64_t kPortable = 800;  // 8.0 and later
 inline constexpr int64_t kPortableCluster =
@@ -27,6 +28,12 @@ inline constexpr int64_t kPortableCluster =
 // Bytes of a buffer that the kernel has a pointer to.
 struct Part {
   int64_t buffer, first, bytes;
+};
+
+// A tensor map that the kernel gets in front of its pointers: of `rows` rows of `columns` 16-bit elements without gaps, which begin
+// at pointer `pointer`, in boxes of 64 by 64 with the 128-byte swizzle (cuda/include/kitsune/stage/rows.h).
+struct Map {
+  int64_t pointer, columns, rows;
 };
 
 struct Launch {
@@ -40,6 +47,7 @@ struct Launch {
   int64_t pack_blocks;           // of the packing kernel; 0: there is none
   int64_t table;                 // the operand that holds its table
   std::vector<Part> pointers;    // of the kernel; empty: to every buffer
+  std::vector<Map> maps;
 };
 
 // Well-formed UTF-8, as names in messages must be.

@@ -93,6 +93,7 @@ nb::dict launch_info(const Words& words) {
   d["pack_blocks"] = launch.pack_blocks;
   d["table"] = launch.table;
   d["pointers"] = launch.pointers.size();
+  d["maps"] = launch.maps.size();
   return d;
 }
 

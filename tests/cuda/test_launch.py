@@ -44,6 +44,8 @@ GOOD = dict(zip(FIELDS, (6, 900, 132, 384, 2, 1024, 0, 0, 2, 3, 64), strict=True
 
 
 PACKS = [7, 1, 0, 0, 4096, 4, 16, 48]  # blocks and table of the packing kernel; two pointers
+MAPS = [0, 64, 31, 1, 8, 3]  # pointer, columns and rows of two tensor maps
+WITH_MAPS = [4096, 128, 64, 32, 64, *PACKS, *MAPS]
 
 
 def words(**changes: int) -> np.ndarray:
@@ -119,13 +121,16 @@ def run(program: str, library_path: pathlib.Path | None = None, fake: str = "", 
 
 def test_launch_words_are_named() -> None:
     want = {name: value for name, value in GOOD.items() if name != "version"}
-    want |= {"cooperative": False, "stamped": False, "bytes": [], "pack_blocks": 0, "table": 0, "pointers": 0}
+    want |= {"cooperative": False, "stamped": False, "bytes": [], "pack_blocks": 0, "table": 0, "pointers": 0, "maps": 0}
     assert _cuda.check_launch(words()) == ""
     assert _cuda.launch_info(words()) == want
     sizes = [4096, 128, 64, 32, 64]
     assert _cuda.launch_info(np.append(words(), sizes)) == want | {"bytes": sizes}
     packed = {"bytes": sizes, "pack_blocks": 7, "table": 1, "pointers": 2}
     assert _cuda.launch_info(np.append(words(), [*sizes, *PACKS])) == want | packed
+    with_maps = np.append(words(cooperative=8), WITH_MAPS)
+    assert _cuda.launch_info(with_maps) == want | packed | {"maps": 2}
+    assert _cuda.launch_info(np.append(words(cooperative=4), [*sizes, 4, 8, 4])) == want | {"bytes": sizes, "maps": 1}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,8 @@ def test_launch_words_are_named() -> None:
         ({"sm": 800}, "clusters need"),
         ({"shared_bytes": -1}, "shared memory"),
         ({"shared_bytes": 232449}, "shared memory"),
-        ({"cooperative": 4}, "the flags (1: cooperative, 2: stamped)"),
+        ({"cooperative": 68}, "the flags (1: cooperative, 2: stamped, 4 for each tensor map)"),
+        ({"cooperative": 4}, "those of 1 tensor maps are missing"),
         ({"instance": -2}, "an instance"),
         ({"instance": 134}, "an instance"),
         ({"instance": 8}, "the grid is not a multiple of an instance"),
@@ -185,6 +191,28 @@ def test_sizes_of_buffers_out_of_range_are_refused(size: int, message: str) -> N
 def test_words_of_the_packing_kernel_out_of_range_are_refused(word: int, value: int, message: str) -> None:
     packs = [*PACKS[:word], value, *PACKS[word + 1 :]]
     assert message in _cuda.check_launch(np.append(words(), [4096, 128, 64, 32, 64, *packs]))
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (0, 2, "the pointer of a tensor map"),
+        (1, 0, "the columns of a tensor map"),
+        (1, 68, "a multiple of 16 bytes"),
+        (2, 33, "a tensor map is larger than its array"),
+        (2, 2**31, "the rows of a tensor map"),
+        (5, 4, "a tensor map is larger than its array"),  # pointer 1 has 48 bytes
+    ],
+)
+def test_words_of_tensor_maps_out_of_range_are_refused(word: int, value: int, message: str) -> None:
+    maps = [*MAPS[:word], value, *MAPS[word + 1 :]]
+    assert message in _cuda.check_launch(np.append(words(cooperative=8), [*WITH_MAPS[: -len(MAPS)], *maps]))
+
+
+def test_tensor_maps_need_the_sizes_of_buffers_and_sm_90() -> None:
+    assert "without the bytes of the buffers" in _cuda.check_launch(np.append(words(cooperative=4), [0, 8, 1]))
+    old = words(cooperative=8, sm=800, cluster=1, grid=132)
+    assert "tensor maps need architecture 900" in _cuda.check_launch(np.append(old, WITH_MAPS))
 
 
 def cuda_header() -> pathlib.Path | None:
@@ -333,6 +361,45 @@ def test_what_is_packed_is_packed_on_the_same_stream_in_front_of_the_kernel(fake
         f"launch grid=7 block=256 shared=0 stream=100 context=0 first={0x20000}",  # the table
         f"launch grid=132 block=384 shared=1024 stream=100 context=0 first={0x10000}",
     ]
+
+
+@needs_compiler
+def test_tensor_maps_are_encoded_at_the_first_launch_on_an_address(fake_driver: pathlib.Path) -> None:
+    """The kernel's parameter is its maps, then its pointers; an address that returns needs no new map."""
+    sizes = [4096] * 5 + PACKS + MAPS
+    program = f"""
+    k = kernel(sizes={sizes}, packer=b"pack", cluster=1, cooperative=8)
+    k.load(100)
+    n = len(journal())
+    k.launch(buffers(), 100)
+    k.launch([(0x90000, 4096), *buffers()[1:]], 100)
+    k.launch(buffers(), 100)
+    print(json.dumps([line for line in journal()[n:] if line.startswith(("encode", "launch"))]))
+    """
+    lines = run(program, fake_driver)
+    box = "box=64x64 swizzle=3"
+
+    def encoded(shape: str, pitch: int, at: int) -> str:
+        return f"encode type=1 rank=2 {shape} pitch={pitch} {box} at={at}"
+
+    def launches(address: int) -> list[str]:
+        geometry = "grid=7 block=256 shared=0", "grid=132 block=384 shared=1024"
+        return [f"launch {g} stream=100 context=0 first={at}" for g, at in zip(geometry, (0x20000, address), strict=True)]
+
+    first, second, third = launches(0x10000), launches(0x90000), launches(0x10000)
+    maps = [encoded("31x64", 128, 0x10000), encoded("3x8", 16, 0x50000 + 16)]  # of pointers 0 and 1
+    assert lines == [
+        *[first[0], *maps, first[1]],
+        *[second[0], encoded("31x64", 128, 0x90000), second[1]],
+        *third,
+    ]
+    text = run(
+        f"k = kernel(sizes={sizes}, packer=b'pack', cluster=1, cooperative=8); k.load(100); "
+        "print(json.dumps(error(lambda: k.launch(buffers(), 100))))",
+        fake_driver,
+        "encode=1",
+    )
+    assert "cuTensorMapEncodeTiled failed" in text and "mlp (train.py:12)" in text
 
 
 @needs_compiler

@@ -26,7 +26,7 @@ from kitsune_jax.program.ir import ArrayType, Instr, StageProgram, TileProgram, 
 from kitsune_jax.targets.cuda import compile, hostcc, lower, packing, runtime, sources
 from kitsune_jax.targets.cuda.pack import VectorRecipe, WeightRecipe, WeightSlice
 from kitsune_jax.targets.cuda.packing import CallResult, CallWorkspace, PackedImage, Pointer, Stationary, custom_call
-from kitsune_jax.targets.cuda.tiles import WeightShape
+from kitsune_jax.targets.cuda.tiles import WeightShape, in_boxes
 from reference import packed
 from tests.support.cuda_run import kernel_cache
 
@@ -119,7 +119,7 @@ def same(got: np.ndarray, want: Any, dtype: str) -> None:
 
 # -- weights
 
-SIZES = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 27, 31, 32, 33, 40, 64, 67, 101])
+SIZES = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 27, 31, 32, 33, 40, 64, 67, 101, 128])
 
 
 @st.composite
@@ -151,7 +151,9 @@ def weights(draw: st.DrawFn) -> tuple[list[tuple[WeightRecipe, int]], np.ndarray
     array = list(block)
     if split == 1 and draw(st.booleans()):
         slices, array = draw(sliced(block))
-    recipe = WeightRecipe(0, inverse, len(contracted), shape, slices, groups, runs)
+    whole = [p for p, size in enumerate(pieces) if split == 1 and in_boxes(size, dtype)]
+    in_place = tuple(p for p in whole if draw(st.booleans()))
+    recipe = WeightRecipe(0, inverse, len(contracted), shape, slices, groups, runs, in_place)
     chunks = [(recipe, c) for c in range(split * len(shape.chunks))]
     parts = [(recipe, -1)] if slices is None and draw(st.booleans()) else draw(st.permutations(chunks))
     return parts, numbers(array, dtype, draw(st.integers(0, 99)))

@@ -25,6 +25,8 @@ from kitsune_jax.targets.cuda.planning.machines import H200
 from kitsune_jax.targets.cuda.planning.planner import candidates
 from reference.interpret import interpret
 from tests.support.checks import in_float64
+from tests.support.cuda_cases import FAMILIES
+from tests.support.cuda_compilers import COMPILERS, folder_of
 from tests.support.cuda_run import Kernel, arrangements, by_hand, kernel_cache, runner, subject
 from tests.support.tiles import Tiles
 
@@ -97,6 +99,25 @@ def test_rows_come_through_the_ring(rows: int, widths: tuple[int, ...], dtype: s
     check(made, lanes=lanes, resident=resident, replicas=1)
 
 
+@pytest.mark.parametrize("rows", [1, 67, 131])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_columns_of_boxes_are_read_beside_products(rows: int, dtype: str) -> None:
+    """Single columns, in either box, and columns from a third of a box on."""
+    rng = np.random.default_rng(rows)
+    x, w = (jnp.asarray(rng.standard_normal(s) * s[1] ** -0.5, dtype) for s in ((rows, 192), (192, 64)))
+
+    def function(x: Any, w: Any) -> Any:
+        return jax.nn.relu(x @ w) * x[:, 67:68] + x[:, 33:97] * x[:, 5:6] + x[:, 128:]
+
+    of = subject(function, x, w)
+    kernel = Kernel(of, arrangements(of)["sm90-vertical-resident-lanes2"])
+    source = kernel.code.kernel.source
+    assert "BoxSource" in source and "box_address(ring0_row[0], 67)" in source
+    want = in_float64(function, x, w)
+    for seed in range(3):
+        assert np.abs(kernel(seed=seed)[0].astype(np.float64) - want).max() < 2e-2 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_tiles_of_a_lane_may_be_consecutive(replicas: int) -> None:
     """Sums by sorted indices: a lane at the end of the stream has fewer tiles than others, whose entries come after."""
@@ -152,16 +173,53 @@ _BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", _BUGS)
+_BOX_BUGS = {
+    "a read before the boxes are there": (_BUGS["a read before the tile is there"][0], "written|in flight|race"),
+    "boxes that are free before the product has read them": (
+        lambda s: re.sub(r"(    product_\w+\.commit\(\);\n)", rf"\1{_RELEASE}", s.replace(_RELEASE, ""), count=1),
+        "race|in flight",
+    ),
+    "fewer bytes of boxes expected than come": (
+        lambda s: s.replace("tiles.begin(i, tile, kRows, 0, 49152)", "tiles.begin(i, tile, kRows, 0, 40960)"),
+        "race|written|in flight|deadlock|bytes",
+    ),
+    "no bytes of boxes expected": (
+        lambda s: s.replace("tiles.begin(i, tile, kRows, 0, 49152)", "tiles.begin(i, tile, kRows, 0)"),
+        "race|written|in flight|deadlock|bytes",
+    ),
+    "boxes where the swizzle's pattern does not begin": (
+        lambda s: s.replace("tiles.fetch_boxes(i, 0, ", "tiles.fetch_boxes(i, 128, "),
+        "not aligned to 1024 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", [*_BUGS, *_BOX_BUGS])
 def test_the_emulator_finds_a_planted_bug(bug: str) -> None:
-    program, arrays = edge_update(300, (384,), "bfloat16")
-    change, message = _BUGS[bug]
+    program, arrays = edge_update(300, (384,), "bfloat16") if bug in _BOX_BUGS else edge_update(300, (192,), "float32")
+    change, message = {**_BUGS, **_BOX_BUGS}[bug]
     source = generated(program)
     assert change(source) != source
     with pytest.raises(FAILED, match=message):
         run = runner(program, *arrays, lanes=2, change=change)
         for seed in range(8):
             run(seed)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        ("kInBoxes", "kInRing"),  # a residual that is read as if its rows had no swizzle
+        ("{ring0_boxes}", "{ring0_boxes + 128}"),  # a product that begins at the second row, with another pattern
+        ("tile, 2);", "tile + 1, 2);"),  # the boxes of another tile
+    ],
+)
+def test_numbers_tell_boxes_that_are_read_in_another_way(planted: tuple[str, str]) -> None:
+    program, arrays = edge_update(300, (128, 256), "bfloat16")
+    source = generated(program)
+    assert source.replace(*planted) != source
+    run, want = runner(program, *arrays, lanes=2, change=lambda s: s.replace(*planted)), interpret(program, arrays)
+    assert not np.array_equal(run(0)[0], want[0])
 
 
 def test_lanes_share_no_full_barrier() -> None:
@@ -239,6 +297,42 @@ def test_wide_rows_of_whole_pieces_have_a_ring(widths: tuple[int, ...], dtype: s
 
 
 @pytest.mark.parametrize(
+    "widths, dtype, lanes, boxes",
+    [
+        ((64,), "bfloat16", 2, ["BoxSource<Bf16, 64>"]),
+        ((128, 256), "float16", 3, ["BoxSource<F16, 128>", "BoxSource<F16, 256>"]),
+        ((64, 40), "float16", 2, ["BoxSource<F16, 64>"]),  # the other comes in rows, to the same entry
+        ((96,), "bfloat16", 2, []),  # half of the second box would be empty
+        ((128,), "float32", 2, []),  # tf32 is rounded on the way
+    ],
+)
+def test_tensor_maps_bring_whole_boxes(widths: tuple[int, ...], dtype: str, lanes: int, boxes: list[str]) -> None:
+    program, _ = edge_update(300, widths, dtype)
+    made = lower.generate_kernel(program, by_hand(program, 900, lanes, 1), "program")
+    assert re.findall(r"BoxSource<\w+, \d+>", made.source) == boxes
+    assert made.source.count("TensorMap map") == len(boxes)
+    places = [made.launch[len(made.launch) - 3 * len(boxes) :][3 * k : 3 * k + 3] for k in range(len(boxes))]
+    assert places == [(k, widths[k], 300) for k in range(len(boxes))], "pointer, columns and rows"
+    assert made.launch[6] == 4 * len(boxes)
+
+
+def test_a_product_behind_the_release_reads_no_boxes() -> None:
+    """It would need the entry to the end: x is read again from memory by the second product, so both read rows."""
+    t, rows = Tiles((300,), tiles.TILE_ROWS), 300
+    x = t.load((rows, 384), "bfloat16", ROW)
+    h = t.matmul(x, t.load((384, 64), "bfloat16"))
+    h = t.op("max", h, t.broadcast(t.literal(0.0, "bfloat16"), (64,), ()))
+    g = t.matmul(h, t.load((64, 64), "bfloat16"))
+    t.store(t.op("mul", g, t.matmul(x, t.load((384, 64), "bfloat16"))), (rows, 64), ROW)
+    program = t.program()
+    shapes = ((rows, 384), (384, 64), (64, 64), (384, 64))
+    arrays = [numbers(*s, dtype="bfloat16", share=0.05) for s in shapes]
+    source = generated(program, 3)
+    assert ("BoxSource" in source) == ("in0_row" not in source)
+    check((program, arrays), lanes=3)
+
+
+@pytest.mark.parametrize(
     "widths, dtype, where",
     [
         ((64, 64), "bfloat16", "ring"),
@@ -250,13 +344,13 @@ def test_wide_rows_of_whole_pieces_have_a_ring(widths: tuple[int, ...], dtype: s
 def test_a_residual_stays_on_the_chip_if_there_is_room(widths: tuple[int, ...], dtype: str, where: str) -> None:
     """Otherwise it is read again, so that the entry is free for the next tile while the lane works on."""
     source = generated(edge_update(300, widths, dtype, 64)[0])
-    body = source[source.index("void consume0") : source.index("void load0")]
+    body, boxed = source[source.index("void consume0") : source.index("void load0")], dtype == "bfloat16"
     front, back = body.split("tiles.rd_release(entry);")
-    assert "kInRing" in front and "kInRing" not in back
+    assert ("BoxSource" if boxed else "kInRing") in front and "kInRing" not in back and "kInBoxes" not in back
     assert ("in0_row[h]" in back) == (where == "memory") and "in1_row" not in body
     assert ("kept0[b]" in back) == (where == "registers")
-    assert ("complete(" in front) == (where == "ring")
-    assert source.count("tiles.fetch(") == 2 and "prefetch_tile" not in source
+    assert ("product_9.feed" in front) == (where == "ring")
+    assert source.count("tiles.fetch_boxes(" if boxed else "tiles.fetch(") == 2 and "prefetch_tile" not in source
 
 
 def test_no_room_means_rows_are_read_where_they_lie() -> None:
@@ -276,19 +370,20 @@ def dense(x: Any, w: Any, v: Any) -> Any:
 @pytest.mark.parametrize("width, dtype", [(128, "bfloat16"), (384, "bfloat16"), (384, "float32"), (100, "bfloat16")])
 def test_the_planner_counts_with_the_rings_that_kernels_have(width: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject(dense, *(jnp.zeros(s, dtype) for s in ((20_000, width), (width, 128), (128, 128))))
-    found, choose = dict[str, bool](), planner._ring
+    found, choose = dict[str, tuple[bool, bool]](), planner._ring
 
     def chosen(cost: GpuCost, ops: Any, lanes: int, weights: Any, free: int) -> Any:
         made = choose(cost, ops, lanes, weights, free)
-        found[f"{'resident' if weights.resident else f'streamed-cluster{weights.cluster}'}-lanes{lanes}"] = bool(made.values)
+        name = f"{'resident' if weights.resident else f'streamed-cluster{weights.cluster}'}-lanes{lanes}"
+        found[name] = bool(made.values), bool(made.boxed)
         return made
 
     monkeypatch.setattr(planner, "_ring", chosen)
     for plan in candidates(GpuCost(of.graph, of.region, H200)):
         name, program = kind_of(plan, False).removeprefix("sm90-vertical-"), of.program(plan)
         if name in found and lower.check(program, plan, "program") is None:
-            has = ring(lower.generate_kernel(program, arrangement_of(plan, program), "program").source) is not None
-            assert found.pop(name) == has, name
+            source = lower.generate_kernel(program, arrangement_of(plan, program), "program").source
+            assert found.pop(name) == (ring(source) is not None, "BoxSource" in source), name
     assert len(found) <= 3, "most plans have a kernel"
 
 
@@ -302,14 +397,26 @@ def test_a_ring_shortens_the_time_of_memory() -> None:
     assert pieces.bound == "dram" and rings.seconds < 0.8 * pieces.seconds
 
 
+def test_boxes_shorten_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the edge update: its lanes load a third of the bytes that they loaded, the residual's, and no two rows from the same
+    banks."""
+    function, args = gpu_model._of_rows("mgn", jnp.bfloat16, 200_000)
+    graph, regions = gpu_model._regions(function, args)
+    region = max(regions, key=lambda r: len(r.ops))
+    boxes = candidates(GpuCost(graph, region, H200))[0]
+    monkeypatch.setattr(planner, "_reads_in_boxes", lambda *_: 0)
+    rows = candidates(GpuCost(graph, region, H200))[0]
+    assert boxes.bound == rows.bound != "dram" and boxes.seconds < 0.97 * rows.seconds
+
+
 # --- Machine code -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("lanes", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_machine_code(lanes: int) -> None:
-    """One bulk copy brings a tile, a product loads its rows from shared memory, and the residual is kept, without a spill or a
-    hazard."""
+def test_machine_code(lanes: int, compiler: str) -> None:
+    """Tensor maps bring a tile, the tensor core reads it in place, and the residual is kept, without a spill or a hazard."""
     t = Tiles((300,), tiles.TILE_ROWS)
     x, e = (t.load((300, n), "bfloat16", ROW) for n in (128, 256))
     h = t.matmul(t.concat(x, e, dimension=1), t.load((384, 128), "bfloat16"))
@@ -317,10 +424,39 @@ def test_machine_code(lanes: int) -> None:
     t.store(t.op("add", t.matmul(h, t.load((128, 128), "bfloat16")), x), (300, 128), ROW)
     source = generated(t.program(), lanes)
     assert "kept0[b]" in source
-    code = sass.disassemble(compilers.cubin(source, "sm_90a").cubin, "kitsune_region")
+    made = compilers.cubin(source, "sm_90a", folder_of(compiler))
+    code = sass.disassemble(made.cubin, "kitsune_region")
+    assert not code.has_local_memory and "C75" not in made.log
+    assert code.count("UBLKCP.S.G") == 2, "two weights"
+    assert code.count("UTMALDG.2D") == 6, "boxes of 64 columns"
+    assert code.count("LDS.128") == 2 * 128 // 32, "of the residual"
+    assert code.count("WARPGROUP.DEPBAR") == {2: 2, 3: 3}[lanes], "a product waits for its end, not for its loads"
+    assert code.count("LDG") == 0
+    paths = flow(code.instructions)
+    assert not in_flight(paths).hazards and not skipped(paths)
+
+
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_products_of_boxes_with_streamed_weights_are_not_serialised(compiler: str) -> None:
+    """With two chunks of columns in flight ptxas would wait after each of the 64 instructions (C7518)."""
+    of = subject(FAMILIES["wide"].function, *FAMILIES["wide"].shapes(2003, "bfloat16"))
+    plan = arrangements(of)["sm90-vertical-streamed-cluster2-lanes1"]
+    program = of.program(plan)
+    source = lower.generate_kernel(program, arrangement_of(plan, program), "program").source
+    assert "BoxSource" in source
+    made = compilers.cubin(source, "sm_90a", folder_of(compiler))
+    code = sass.disassemble(made.cubin, "kitsune_region")
+    assert "C75" not in made.log and code.count("WARPGROUP.DEPBAR") == 4 and not code.has_local_memory
+
+
+@pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")
+def test_machine_code_of_rows() -> None:
+    """float32: one bulk copy brings a tile, and a product loads its rows from shared memory, without a spill or a hazard."""
+    program, _ = edge_update(300, (128, 64), "float32")
+    code = sass.disassemble(compilers.cubin(generated(program, 2), "sm_90a").cubin, "kitsune_region")
     assert not code.has_local_memory
     assert code.count("UBLKCP.S.G") == 4, "two weights, and the tile of each input"
-    assert 2 * 384 // 32 <= code.count("LDS.128") <= 2 * (384 + 128) // 32, "two rows of twelve blocks, and the residual's"
-    assert code.count("LDG") == 0
+    assert code.count("LDS.128") >= 2 * 192 // 16 and code.count("UTMALDG") == 0
     paths = flow(code.instructions)
     assert not in_flight(paths).hazards and not skipped(paths)

@@ -282,6 +282,19 @@ EXPORT int cuFuncGetAttribute(int* value, int attribute, void* function) {
 }
 EXPORT int cuFuncLoad(void* function) { return function ? kSuccess : kInvalidHandle; }
 
+// --- tensor maps
+
+// Of 16-bit elements in two dimensions, with the 128-byte swizzle. The limits are those of the driver.
+EXPORT int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* address, const u64* sizes, const u64* pitches,
+                                  const unsigned* box, const unsigned* strides, int interleave, int swizzle, int, int fill) {
+  constexpr int kUint16 = 1, kSwizzle128 = 3;
+  if (!map || type != kUint16 || rank != 2 || strides[0] != 1 || strides[1] != 1 || interleave || swizzle != kSwizzle128 || fill)
+    return kInvalidValue;
+  if (pitches[0] < 2 * sizes[0] || !sizes[0] || !sizes[1]) return kInvalidValue;
+  *map = make_tensor_map(address, TileType::b16, sizes[0], sizes[1], pitches[0], box[0], box[1], true);
+  return map->opaque[0] ? kSuccess : kInvalidValue;
+}
+
 // --- launches
 
 EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* function, int block, size_t shared_bytes) {

@@ -87,8 +87,19 @@ KITSUNE_DEVICE float rounded_to(float v) {
 // How many bytes an access to a row has (`Bytes`): 16, or as many as the pitch and the width of the array allow. Rows that a lane
 // has brought to shared memory first (stage/rows.h) start on any byte of theirs, and are read word by word.
 constexpr int kStaged = 0;
-// Rows of an entry of the ring of tiles, whose pitch allows 16 bytes at once.
+// Rows of an entry of the ring of tiles, whose pitch allows 16 bytes at once: as they lie in memory, or in boxes (`box_address`).
 constexpr int kInRing = -16;
+constexpr int kInBoxes = -17;
+
+// A box of 64 columns of 16 bits by the rows of a tile, as a tensor map with the 128-byte swizzle brings it: an operand of wgmma.
+// It starts on 1024 bytes. Wider tiles are boxes side by side.
+constexpr int kBoxColumns = 64;
+constexpr u32 kBoxBytes = 8192;
+// The place of `column`, and of the others of its 16 bytes, in the row that starts at `row` of the first box.
+KITSUNE_DEVICE const u16* box_address(const void* row, int column) {
+  const u64 at = reinterpret_cast<u64>(row) + column / kBoxColumns * kBoxBytes + column % kBoxColumns * 2;
+  return reinterpret_cast<const u16*>(at ^ (at >> 7 & 7) << 4);
+}
 
 template <int Bytes>
 struct Access;
@@ -175,6 +186,12 @@ KITSUNE_DEVICE void load_ring_words(u32* out, const Bits* row, int column, int c
     Access<16>::split(out + 4 * i, inside ? v : U4{});
   }
 }
+// The same of a row in boxes, which are as wide as the row.
+template <int C>
+KITSUNE_DEVICE void load_box_words(u32* out, const void* row, int column) {
+  static_assert(C == 8, "a thread's columns of a block are 16 bytes");
+  Access<16>::split(out, ld_shared(reinterpret_cast<const U4*>(box_address(row, column))));
+}
 
 // C columns of a row of 16-bit elements, as C / 2 pairs.
 template <int C, int Bytes>
@@ -183,6 +200,8 @@ KITSUNE_DEVICE void load_halves(u32 (&out)[C / 2], const void* row, int column, 
     load_staged_halves<C>(out, static_cast<const u16*>(row), column, columns);
   } else if constexpr (Bytes == kInRing) {
     load_ring_words<u16, C>(out, static_cast<const u16*>(row), column, columns);
+  } else if constexpr (Bytes == kInBoxes) {
+    load_box_words<C>(out, row, column);
   } else if constexpr (Bytes == 2) {
     const u16* const from = static_cast<const u16*>(row) + column;
     KITSUNE_UNROLL

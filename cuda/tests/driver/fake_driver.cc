@@ -9,7 +9,7 @@
 //                                                                                          many clusters fit
 //   active, records                                                                        is a device in use; the parameter with
 //                                                                                          the buffer of a timeline
-//   init, load, kernel, launch, set, allocate, synchronize
+//   init, load, kernel, launch, encode, set, allocate, synchronize
 //                                              error numbers to return
 //   current=0                                                                              no context is current
 //   capturing=1                                                                            every stream is being captured
@@ -358,6 +358,18 @@ EXPORT CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t
 #else
   (void)value;
 #endif
+  return 0;
+}
+// A map that says of which array it is: its address, its rows and its columns.
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, uint32_t rank, void* address,
+                                       const uint64_t* sizes, const uint64_t* pitches, const uint32_t* box, const uint32_t*,
+                                       CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                                       CUtensorMapFloatOOBfill) {
+  if (long error = setting("encode", 0)) return static_cast<CUresult>(error);
+  *map = {{reinterpret_cast<uint64_t>(address), sizes[1], sizes[0]}};
+  note("encode type=" + std::to_string(type) + " rank=" + std::to_string(rank) + " " + std::to_string(sizes[1]) + "x" +
+       std::to_string(sizes[0]) + " pitch=" + std::to_string(pitches[0]) + " box=" + std::to_string(box[1]) + "x" +
+       std::to_string(box[0]) + " swizzle=" + std::to_string(swizzle) + " at=" + std::to_string(map->opaque[0]));
   return 0;
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params, void**) {

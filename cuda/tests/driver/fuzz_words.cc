@@ -27,6 +27,12 @@ bool kept(const Launch& l) {
   for (const Part& p : l.pointers)
     sized &= p.buffer >= 0 && p.buffer < l.operands + l.results && p.first >= 0 && p.bytes >= 0 &&
              p.first + p.bytes <= l.bytes[static_cast<size_t>(p.buffer)];
+  for (const Map& m : l.maps) {
+    const auto at = static_cast<size_t>(m.pointer);
+    const bool there = m.pointer >= 0 && at < (l.pointers.empty() ? l.bytes.size() : l.pointers.size());
+    sized &= there && m.columns > 0 && m.rows > 0 && m.rows <= INT32_MAX &&
+             2 * m.columns * m.rows <= (l.pointers.empty() ? l.bytes[at] : l.pointers[at].bytes);
+  }
   sized &= l.pack_blocks == 0 || (l.pack_blocks > 0 && l.table >= 0 && l.table < l.operands && !l.pointers.empty());
   return sized && l.grid >= 1 && l.grid <= INT32_MAX && l.block >= 32 && l.block <= 1024 && l.grid % l.cluster == 0 &&
          l.shared_bytes <= 227 * 1024 && l.operands + l.results <= 512 && l.workspace_zero_bytes >= 0;
@@ -41,12 +47,15 @@ int main(int argc, char** argv) {
   const std::vector<int64_t> plain{6, 900, 132, 384, 2, 1024, 0, 2, 2, 3, 64, 4096, 128, 64, 32, 64};
   std::vector<int64_t> packs = plain;  // with a packing kernel and two pointers
   packs.insert(packs.end(), {7, 1, 0, 0, 4096, 4, 16, 48});
+  std::vector<int64_t> maps = packs;  // and with a tensor map
+  maps[6] = 4;
+  maps.insert(maps.end(), {0, 64, 31});
   int launches = 0, images = 0;
   for (int m = 0; m < kMutations; ++m) {
     std::mt19937_64 rng(static_cast<uint64_t>(m));
-    const std::vector<int64_t>& words = rng() % 2 ? packs : plain;
+    const std::vector<int64_t>& words = rng() % 2 ? packs : rng() % 2 ? plain : maps;
     std::vector<int64_t> w = words;
-    if (rng() % 4 == 0) w.resize(rng() % 28);
+    if (rng() % 4 == 0) w.resize(rng() % 31);
     for (size_t edits = rng() % 3; edits > 0 && !w.empty(); --edits)
       w[rng() % w.size()] =
           rng() % 2 ? static_cast<int64_t>(kValues[rng() % 12]) : w[rng() % w.size()] + static_cast<int64_t>(rng() % 3) - 1;

@@ -27,6 +27,13 @@ SAME_FIELD(CUlaunchAttributeValue, clusterDim);
 SAME_FIELD(CUlaunchAttributeValue, clusterDim.z);
 static_assert(sizeof(ours::CUdeviceptr) == sizeof(::CUdeviceptr) && sizeof(ours::CUresult) == sizeof(::CUresult));
 
+static_assert(sizeof(ours::CUtensorMap) == sizeof(::CUtensorMap) && alignof(ours::CUtensorMap) == alignof(::CUtensorMap));
+
+SAME_VALUE(CU_TENSOR_MAP_DATA_TYPE_UINT16);
+SAME_VALUE(CU_TENSOR_MAP_INTERLEAVE_NONE);
+SAME_VALUE(CU_TENSOR_MAP_SWIZZLE_128B);
+SAME_VALUE(CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+SAME_VALUE(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 SAME_VALUE(CUDA_SUCCESS);
 SAME_VALUE(CUDA_ERROR_NO_DEVICE);
 SAME_VALUE(CUDA_ERROR_INVALID_IMAGE);

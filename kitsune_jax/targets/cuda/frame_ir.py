@@ -305,12 +305,12 @@ class StagedArray(Node):
 
 class TileRing(Node):
     """The ring of tiles of inputs: ``depth`` entries of ``bytes`` from byte ``at`` of the CTA's shared memory on. ``arrays``:
-    (input, its byte in an entry, bytes of its row)."""
+    (input or its tensor map, its byte in an entry, bytes of its row, is it in boxes?)."""
 
     depth: int
     bytes: int
     at: int
-    arrays: tuple[tuple[Constant, int, int], ...]
+    arrays: tuple[tuple[Constant, int, int, bool], ...]
 
     @property
     def type(self) -> str:
@@ -337,6 +337,19 @@ class RingRows(Node):
     code = (
         "const u8* const {ref}_row[2] = {{tiles.row(entry, {at}, lane.row, {bytes}, valid[0]), "
         "tiles.row(entry, {at}, lane.row + 8, {bytes}, valid[1])}};",
+    )
+
+
+class RingBoxes(Node):
+    """The address of an input's boxes at byte ``at`` of the entry of the lane's tile, and those of the thread's rows there."""
+
+    ref: Ref
+    at: int
+
+    code = (
+        "const u8* const {ref}_boxes = tiles.entry(entry) + {at};",
+        "const u8* const {ref}_row[2] = {{tiles.box_row(entry, {at}, lane.row), tiles.box_row(entry, {at}, lane.row + 8)}};",
+        "(void){ref}_row;",
     )
 
 
@@ -668,14 +681,19 @@ class LoadTiles(Node):
     consecutive: bool
 
     def lines(self, at: Spelling) -> list[str]:
-        whole = sum(size for _, _, size in self.ring.arrays)
+        rows = sum(size for _, _, size, boxed in self.ring.arrays if not boxed)
+        boxes = tiles.TILE_ROWS * sum(size for _, _, size, boxed in self.ring.arrays if boxed)
         round_, worker = "static_cast<i64>(i / kLanes)", "(share.block * kLanes + i % kLanes)"
         tile = f"{worker} * static_cast<i64>(rounds) + i / kLanes" if self.consecutive else f"{round_} * workers + {worker}"
         body = [f"const i64 tile = {tile};"]
         if self.uniform:
             body = [f"const i64 own = {tile};", "const i64 tile = own < kTiles ? own : kTiles - 1;"]
-        body += [f"const u32 count = tiles.begin(i, tile, kRows, {whole});", "if (count == 0) continue;"]
-        body += [f"tiles.fetch(i, {to}, {at.constant(array)}, tile, count, {size});" for array, to, size in self.ring.arrays]
+        body += [f"const u32 count = tiles.begin(i, tile, kRows, {rows}{f', {boxes}' if boxes else ''});"]
+        body += ["if (count == 0) continue;"]
+        for array, to, size, boxed in self.ring.arrays:
+            of = at.constant(array)
+            whole_boxes = f"tiles.fetch_boxes(i, {to}, {of}, tile, {size // 2 // tiles.BOX_COLUMNS});"
+            body.append(whole_boxes if boxed else f"tiles.fetch(i, {to}, {of}, tile, count, {size});")
         head = [*self.ring.lines(at), _workers(0), "const u32 rounds = rounds_of(workers, kTiles);"]
         loop = ["KITSUNE_NO_UNROLL", "for (u32 i = 0; i < rounds * kLanes; ++i) {", *indented(body), "}"]
         return ["if (fetches_tiles()) {", *indented((*head, *loop, "return;")), "}"]

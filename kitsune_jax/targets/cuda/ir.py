@@ -160,7 +160,8 @@ def number(name: str, key: Hashable, value: int, type_: str = "u32") -> Constant
 
 
 def parameter(role: str, k: int) -> Constant:
-    """A pointer to rows: input ("in"), table ("table") or output ("out") ``k`` of the kernel's parameters."""
+    """A pointer to rows: input ("in"), table ("table") or output ("out") ``k`` of the kernel's parameters; or the tensor map
+    ("map") of an input."""
     type_ = "void*" if role == "out" else "const void*"
     return Constant(role, k, f"{role}{k}", f"{type_} Params::*{{}}", "Params")
 

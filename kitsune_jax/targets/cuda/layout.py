@@ -7,6 +7,7 @@ ring that streams them), then each lane's memory (``fitting.LaneMemory``), then 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -31,6 +32,7 @@ from kitsune_jax.targets.cuda.packing import (
     PackedImage,
     Pointer,
     Stationary,
+    TensorMap,
     custom_call,
 )
 from kitsune_jax.targets.cuda.stage import facts, fitting, inputs, simplify, split
@@ -171,12 +173,20 @@ class Layout:
         return [*found, Pointer("workspace", CallWorkspace(), self.workspace.bytes)]
 
     @property
+    def maps(self) -> tuple[TensorMap, ...]:
+        """The tensor maps of the kernel's ``Params``."""
+        boxed = [] if self.ring is None or self.reads is None else zip(self.reads.arrays, self.ring.arrays, strict=True)
+        rows = self.program.rows
+        return tuple(TensorMap(f"map{k}", f"in{k}", size // 2, rows) for k, (_, _, size, in_boxes) in boxed if in_boxes)
+
+    @property
     def call(self) -> CustomCall:
         """The custom call: its operands, and how ``cuda/src`` launches the kernel."""
         a = self.a
-        geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, flags_of(a.cooperative, self.stamped), a.ctas
+        flags = flags_of(a.cooperative, self.stamped, len(self.maps))
+        geometry = a.sm, self.grid, a.threads, a.cluster, self.shared_bytes, flags, a.ctas
         part = self.stationary(range(len(self.program.inputs)))
-        return custom_call(self.pointers, [part], geometry, self.workspace.zero_bytes)
+        return custom_call(self.pointers, [part], geometry, self.workspace.zero_bytes, self.maps)
 
     def stationary(self, reads: Sequence[int]) -> Stationary:
         """The weights and vectors to pack; ``reads``: for each input of the program, the number of the call's operand."""
@@ -184,9 +194,9 @@ class Layout:
         return Stationary(self.program, weights, self.operands.vectors, tuple(reads))
 
 
-def flags_of(cooperative: bool, stamped: bool) -> int:
-    """The flags among the words with which ``cuda/src`` launches a kernel."""
-    return int(cooperative) + 2 * int(stamped)
+def flags_of(cooperative: bool, stamped: bool, maps: int = 0) -> int:
+    """The flags among the words with which ``cuda/src`` launches a kernel, and its number of tensor maps."""
+    return int(cooperative) + 2 * int(stamped) + 4 * maps
 
 
 def is_added(instr: Instr) -> bool:
@@ -220,7 +230,26 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
     # The loader of a later phase would have to wait for what the phases before it make.
     arrays = inputs.ring_arrays(program, a) if alone else ()
     versions = (program,) if simpler == program else (simpler, program)
-    fits = [fitting.StageFit(versions, s, a) for s in range(len(program.stages))]
+    boxed = inputs.boxed_arrays(program, arrays)
+    if boxed:
+        with contextlib.suppress(CannotLower):
+            found = _laid_out(versions, a, name, beside, arrays, boxed)
+            if found.reads is not None and inputs.multiplies_boxes(found.reads.nodes, boxed):
+                return found
+    return _laid_out(versions, a, name, beside, arrays, frozenset())
+
+
+def _laid_out(
+    versions: Sequence[TileProgram],
+    a: Arrangement,
+    name: str,
+    beside: int,
+    arrays: Sequence[int],
+    boxed: frozenset[int],
+) -> Layout:
+    """The layout, with a ring of as many of ``arrays`` as have room; of those that are ``boxed`` in boxes."""
+    program = versions[-1]
+    fits = [fitting.StageFit(versions, s, a, boxed) for s in range(len(program.stages))]
     for staging in (True, False):
         header = tiles.aligned(beside + barrier_bytes(program, a, staging) + (tiles.RING_BARRIER_BYTES if arrays else 0))
         stages = tuple(fit.fit(header, staging) for fit in fits)
@@ -236,11 +265,11 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
     ring, reads = None, None
     # Fewer arrays where all have no room; held to the end of a tile where the ring has entries for that.
     for count, held in itertools.product(range(len(arrays), 0, -1), (True, False)):
-        reads = _ring_reads(stages[0], a, arrays[:count], held)
-        stage, entries = _with_ring(fits[0], stages[0], header, staging, inputs.entry_bytes(program, reads.arrays))
+        reads = _ring_reads(stages[0], a, arrays[:count], held, boxed)
+        stage, entries = _with_ring(fits[0], stages[0], header, staging, inputs.entry_bytes(program, reads.arrays), bool(boxed))
         if entries >= (tiles.held_entries(a.lanes) if held else 1):
-            stages, reads = (stage,), _ring_reads(stage, a, arrays[:count], held)
-            ring = _ring(program, reads.arrays, entries, tiles.aligned(_end(stage, a, header), 128))
+            stages, reads = (stage,), _ring_reads(stage, a, arrays[:count], held, boxed)
+            ring = _ring(program, reads.arrays, entries, _ring_at(_end(stage, a, header), bool(boxed)), boxed)
             shared = ring.at + ring.depth * ring.bytes
             break
     for found in stages:
@@ -252,9 +281,9 @@ def lay_out(program: TileProgram, a: Arrangement, name: str, beside: int = 0, al
     return Layout(program, a, name, stages, header, shared, queue_at, *made, ring=ring, reads=reads if ring else None)
 
 
-def _ring_reads(stage: Fitted, a: Arrangement, arrays: Sequence[int], held: bool) -> inputs.RingReads:
+def _ring_reads(stage: Fitted, a: Arrangement, arrays: Sequence[int], held: bool, boxed: frozenset[int]) -> inputs.RingReads:
     room = inputs.room_for_kept(a.lanes, stage.lowered.liveness)
-    return inputs.through_ring(stage.lowered.nodes, arrays, held, room)
+    return inputs.through_ring(stage.lowered.nodes, arrays, held, room, boxed)
 
 
 def _end(stage: Fitted, a: Arrangement, header: int) -> int:
@@ -262,7 +291,7 @@ def _end(stage: Fitted, a: Arrangement, header: int) -> int:
     return header + stage.weight_bytes + a.lanes * stage.memory.bytes
 
 
-def _with_ring(fit: fitting.StageFit, stage: Fitted, header: int, staging: bool, entry: int) -> tuple[Fitted, int]:
+def _with_ring(fit: fitting.StageFit, stage: Fitted, header: int, staging: bool, entry: int, boxed: bool) -> tuple[Fitted, int]:
     """(the fit of the only stage beside a ring of tiles with entries of ``entry`` bytes, the ring's entries or 0).
 
     Resident weights leave what they leave. Lanes that multiply weight gradients together need an entry each: one must not wait for
@@ -274,7 +303,7 @@ def _with_ring(fit: fitting.StageFit, stage: Fitted, header: int, staging: bool,
     if not entry:
         return stage, 0
     if stage.resident:
-        entries = tiles.ring_entries(entry, a.lanes, a.shared_bytes - tiles.aligned(_end(stage, a, header), 128))
+        entries = tiles.ring_entries(entry, a.lanes, a.shared_bytes - _ring_at(_end(stage, a, header), boxed))
         return stage, 0 if in_setup(stage, frame.GradientStart) and entries < a.lanes else entries
     needed = max(fitting.STAGED_DEPTH, 2 * max((r.shape.k_chunks for r in stage.lowered.weights), default=0))
     for entries in dict.fromkeys((2 * a.lanes, max(2, a.lanes))):
@@ -282,16 +311,23 @@ def _with_ring(fit: fitting.StageFit, stage: Fitted, header: int, staging: bool,
             found = fit.fit(header + entries * entry, staging)
         except CannotLower:
             continue
-        if found.shape == stage.shape and found.depth >= min(stage.depth, needed):
+        fits = _ring_at(_end(found, a, header), boxed) + entries * entry <= a.shared_bytes
+        if fits and found.shape == stage.shape and found.depth >= min(stage.depth, needed):
             return found, entries
     return stage, 0
 
 
-def _ring(program: TileProgram, arrays: Sequence[int], entries: int, at: int) -> frame.TileRing:
+def _ring_at(end: int, boxed: bool) -> int:
+    """The first byte of the ring of tiles behind byte ``end`` of shared memory. Boxes need the alignment of their swizzle."""
+    return tiles.aligned(end) if boxed else tiles.aligned(end, 128)
+
+
+def _ring(program: TileProgram, arrays: Sequence[int], entries: int, at: int, boxed: frozenset[int]) -> frame.TileRing:
     """The ring of tiles of ``arrays``, which lie one behind the other in an entry."""
     sizes = {k: frame.row_bytes(program.inputs[k]) for k in arrays}
-    places, size = offsets((k, tiles.TILE_ROWS * n) for k, n in sizes.items())
-    return frame.TileRing(entries, size, at, tuple((parameter("in", k), places[k], n) for k, n in sizes.items()))
+    places, size = offsets((k, tiles.TILE_ROWS * n) for k, n in sizes.items())  # each a multiple of 1024 bytes
+    found = tuple((parameter("map" if k in boxed else "in", k), places[k], n, k in boxed) for k, n in sizes.items())
+    return frame.TileRing(entries, size, at, found)
 
 
 def barrier_bytes(program: TileProgram, a: Arrangement, staging: bool = True) -> int:
@@ -441,7 +477,9 @@ def _tile_nodes(at: Layout, s: int) -> tuple[Node, ...]:
         return (*prologue, *nodes)
     unread = {Ref("in", k) for k in at.reads.arrays if k not in at.reads.others}
     kept = [node for node in prologue if not (isinstance(node, ir.RowAddresses) and node.ref in unread)]
-    rows = [frame.RingRows(Ref("ring", k), to, size) for k, (_, to, size) in zip(at.reads.arrays, at.ring.arrays, strict=True)]
+    rows = list[Node]()
+    for k, (_, to, size, boxed) in zip(at.reads.arrays, at.ring.arrays, strict=True):
+        rows.append(frame.RingBoxes(Ref("ring", k), to) if boxed else frame.RingRows(Ref("ring", k), to, size))
     return (*kept, *rows, *at.reads.nodes)
 
 

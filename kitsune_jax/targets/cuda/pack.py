@@ -130,7 +130,8 @@ class WeightRecipe:
     free...), of which the first ``contracted`` flatten to K. ``shape``: of the matrices of all CTAs side by side. ``slices``: the
     weight is one block of many, whose dimensions these are. ``groups``: groups of columns; a slab is a slab of each group.
     ``runs``: runs of columns of the operand of a partial product; a CTA has its slab of each run, and the rows of the matrix for
-    these columns."""
+    these columns. ``in_place``: pieces of K whose rows are in the order of memory, as the tensor core reads an operand in boxes
+    (``BoxSource`` of ``stage/matmul.h``)."""
 
     value: int
     permutation: tuple[int, ...]
@@ -139,6 +140,7 @@ class WeightRecipe:
     slices: WeightSlice | None = None
     groups: int = 1
     runs: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:

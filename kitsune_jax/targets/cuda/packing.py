@@ -85,6 +85,17 @@ class Pointer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A tensor map of the kernel's ``Params``, of the array at ``pointer``: ``rows`` of ``columns`` 16-bit elements each, in boxes
+    of 64 by 64."""
+
+    name: str
+    pointer: str
+    columns: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Stationary:
     """The packed operands of a part. ``reads``: the call's operand that each input of ``program`` is."""
 
@@ -116,7 +127,13 @@ _MOST_BLOCKS = 5 * 132  # of the packing kernel: a multiprocessor holds five of 
 _WARPS = 8  # of its blocks
 
 
-def custom_call(pointers: Sequence[Pointer], parts: Sequence[Stationary], geometry: Sequence[int], zero_bytes: int) -> CustomCall:
+def custom_call(
+    pointers: Sequence[Pointer],
+    parts: Sequence[Stationary],
+    geometry: Sequence[int],
+    zero_bytes: int,
+    maps: Sequence[TensorMap] = (),
+) -> CustomCall:
     """The custom call of a kernel with these ``pointers``. ``geometry``: its launch words behind the version, up to the blocks of
     an instance. Raises ``CannotLower`` where an array is too large for the table."""
     (space,) = (p for p in pointers if isinstance(p.of, CallWorkspace))
@@ -148,6 +165,8 @@ def custom_call(pointers: Sequence[Pointer], parts: Sequence[Stationary], geomet
         launch += [word for p, at in zip(pointers, places, strict=True) for word in (*at, p.bytes)]
     else:
         assert [*places] == [(number, 0) for number in range(len(buffers))], "the kernel's pointers are the buffers"
+    numbers = {p.name: number for number, p in enumerate(pointers)}
+    launch += [word for m in maps for word in (numbers[m.pointer], m.columns, m.rows)]
     recipes = table.encoded(where) if table.entries else b""
     return CustomCall(tuple(arrays), recipes, tuple(launch), end, tuple(p.name for p in pointers), places)
 
@@ -520,7 +539,8 @@ def _chunks(recipe: WeightRecipe, chunk: int, matrix: _MatrixPlace, at: int, ste
 def k_offsets(recipe: WeightRecipe, slab: int, offsets: np.ndarray) -> np.ndarray:
     """``offsets`` of the rows of a matrix in the order in which instructions read a slab's chunks of K; -1 is padding.
 
-    The rows of a piece lie block by block, in the order of the fragments (``cuda/include/kitsune/layout.h``). A block is 32 rows.
+    The rows of a piece lie block by block, in the order of the fragments (``cuda/include/kitsune/layout.h``), or as they are where
+    the piece is read in place. A block is 32 rows.
     """
     shape = recipe.shape
     half = is_half(shape.dtype)
@@ -529,7 +549,8 @@ def k_offsets(recipe: WeightRecipe, slab: int, offsets: np.ndarray) -> np.ndarra
         each = [(start + slab * (run // shape.split), run // shape.split) for start, run in runs]
         offsets = np.concatenate([offsets[start : start + size] for start, size in each])
     starts = itertools.accumulate(shape.pieces, initial=0)
-    blocks = [_blocks_of_k(offsets[start : start + piece], half) for start, piece in zip(starts, shape.pieces, strict=False)]
+    pieces = [offsets[start : start + piece] for start, piece in zip(starts, shape.pieces, strict=False)]
+    blocks = [piece if k in recipe.in_place else _blocks_of_k(piece, half) for k, piece in enumerate(pieces)]
     return _padded(np.concatenate(blocks), shape.k_chunks * (ROW_BYTES // (2 if half else 4)))
 
 

@@ -82,7 +82,8 @@ def _listed(word: str, numbers: Sequence[int]) -> str:
 def source(at: Layout, kinds: list[Kind]) -> str:
     """The source of the kernel ``kitsune_region``."""
     head = f"// {at.name}: {summary(at)}\n{_includes(at.stamped)}constexpr int kLanes = {at.a.lanes};\n{constants(at)}"
-    fields = [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # their memory becomes that of the results
+    fields = [f"TensorMap {m.name};" for m in at.maps]
+    fields += [*params(at), *(f"const void* filled{k};" for k, _ in at.filled)]  # their memory becomes that of the results
     fields += [f"void* out{k};" for k in range(len(at.program.outputs))]
     fields += ["u8* workspace;", *_stamp_params(at.stamped), "KITSUNE_DEVICE u8* zeroed() const { return workspace; }"]
     return "\n".join([head, struct("Params", fields), *roles(at, kinds, True), "}  // namespace\n", _entry(at)])

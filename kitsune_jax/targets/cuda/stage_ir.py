@@ -40,9 +40,11 @@ class LoadRow(RowStatement):
     def lines(self, at: Spelling) -> list[str]:
         dtype, behind = self.rows.dtype, self.column * pointwise.ITEM_SIZE[self.rows.dtype]
         starts = [f"{self.rows.name(at)}[{h}]" for h in range(2)]
-        if behind:
+        if self.rows.access == "kInBoxes":
+            starts = [f"box_address({start}, {self.column})" for start in starts]
+        elif behind:
             starts = [f"static_cast<const u8*>({start}) + {behind}" for start in starts]
-        shared = ", true" if self.rows.access in ("kInRing", "kStaged") else ""
+        shared = ", true" if self.rows.access in ("kInBoxes", "kInRing", "kStaged") else ""
         loads = [f"load_one<{pointwise.ELEMENT[dtype]}{shared}>({start}, valid[{h}])" for h, start in enumerate(starts)]
         return [f"const {pointwise.COMPUTE[dtype]} {at.name(self.ref)}[2] = {{{', '.join(loads)}}};"]
 
@@ -491,9 +493,10 @@ class PushRow(Node):
 
 
 class Operand(Node):
-    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the product)
-    or "image". ``dtype``: of the product. ``owner``: the object that must stay alive until the product is complete. ``awaited``:
-    the image is an entry of ring ``owner``, and this is the first wait for it. ``one_row``: a thread has one row of it, not two."""
+    """``kind``: "registers", "copy" (registers of an entry's copy), "array" (rows in registers), "rows" (loaded during the
+    product), "boxes" (rows where they lie in the ring of tiles) or "image". ``dtype``: of the product. ``owner``: the object
+    that must stay alive until the product is complete. ``awaited``: the image is an entry of ring ``owner``, and this is the
+    first wait for it. ``one_row``: a thread has one row of it, not two."""
 
     kind: str
     ref: Ref
@@ -518,6 +521,8 @@ class Operand(Node):
             return f"image_source<{type_}, {self.width}>([&](int i) {{ return {at.vectors(self.ref, 'get')}(i); }})"
         if self.rows is None:
             return f"RegisterSource<{type_}, {self.width}>{{{at.name(self.ref)}}}"
+        if self.kind == "boxes":
+            return f"BoxSource<{type_}, {self.width}>{{{at.name(self.rows.ref)}_boxes}}"
         row, element = self.rows.name(at), pointwise.ELEMENT[self.rows.dtype]
         where = f"{{{row}[0], {row}[1]}}, {{valid[0], valid[1]}}, {self.rows.columns}, lane"
         return f"RowSource<{type_}, {element}, {self.width}, {self.rows.access}>{{{where}}}"

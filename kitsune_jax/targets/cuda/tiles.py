@@ -176,6 +176,19 @@ def tops_bytes(columns: int) -> int:
     return 4 * (16 * columns + TILE_ROWS * (columns | 1))
 
 
+BOX_COLUMNS = 64  # of a box: 128 bytes, the width of the swizzle with which a tensor map brings it
+MOST_BOXED_ROWS = (1 << 31) - TILE_ROWS  # a tensor map counts them in 32 bits
+
+
+def in_boxes(columns: int, dtype: str) -> bool:
+    """May a tile come in boxes, of which none is in part empty?
+
+    >>> in_boxes(384, "bfloat16"), in_boxes(96, "float16"), in_boxes(128, "float32")
+    (True, False, False)
+    """
+    return is_half(dtype) and columns % BOX_COLUMNS == 0
+
+
 RING_ENTRIES = 16  # most entries of a ring of tiles
 KEPT_REGISTERS = 32  # most registers of a thread for rows that are kept when their entry is released: 128 columns of 16 bits
 RING_BARRIER_BYTES = 8 * (2 * RING_ENTRIES + 2)  # its barriers: with three lanes there are up to two more full ones than entries
@@ -197,16 +210,28 @@ def ring_entries(entry_bytes: int, lanes: int, free: int) -> int:
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputRing:
     """A ring of tiles by the planner's estimate: of the inputs ``values``, of each of which it has what a lane reads first, or,
-    ``held``, all of it. ``bytes``: of the ring."""
+    ``held``, all of it. ``bytes``: of the ring. ``boxed``: values that products read in boxes, each with how often they do, a chunk
+    of columns at a time."""
 
     values: tuple[int, ...] = ()
     held: bool = False
     bytes: int = 0
+    boxed: tuple[tuple[int, int], ...] = ()
 
     def rest(self, loads: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
         """Those of ``loads``, by (value, step), that are from memory."""
         first = {v: min(step for w, step in loads if w == v) for v in self.values}
         return {(v, step): size for (v, step), size in loads.items() if v not in first or (not self.held and step > first[v])}
+
+    def loaded(self, loads: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+        """Those of ``loads``, by (value, step), that a lane makes: what products read in boxes comes to no register."""
+        boxed = {v: min(step for w, step in loads if w == v) for v, _ in self.boxed}
+        return {(v, step): size for (v, step), size in loads.items() if boxed.get(v) != step}
+
+    def times_read(self, v: int) -> float:
+        """How often the bytes of value ``v`` in the ring pass through shared memory: twice in rows a multiple of 128 bytes apart,
+        of which two are in the same banks."""
+        return dict(self.boxed).get(v, 2.0)
 
 
 NO_RING = InputRing()

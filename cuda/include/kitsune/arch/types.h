@@ -26,8 +26,8 @@ struct Mbar {
   u64 bits;
 };
 
-// A CUtensorMap: 128 opaque bytes that the driver encodes. The driver API wants 64-byte alignment.
-struct alignas(64) TensorMap {
+// A CUtensorMap: 128 opaque bytes that the driver encodes, aligned as CUDA 13 declares it (before, 64 were enough).
+struct alignas(128) TensorMap {
   u64 opaque[16];
 };
 

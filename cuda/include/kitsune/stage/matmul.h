@@ -1,9 +1,9 @@
 // A matmul of a tile with stationary weights: 64 rows x K by K x N, accumulated in float registers.
 //
-// Comes in: the tile's K columns in pieces (a concatenation costs nothing), and packed weights. Goes out: accumulators in the tile
-// layout. The weights are packed into *chunks* of 128 bytes of K (64 16-bit or 32 tf32 values) by N columns with the 128-byte
-// swizzle, which wgmma reads through a descriptor and mma.sync through ldmatrix alike. They stay in shared memory
-// (`ResidentWeights`) or pass through it (`StreamedWeights`).
+// Comes in: the tile's K columns in pieces (a concatenation costs nothing), in registers or where they lie in shared memory, and
+// packed weights. Goes out: accumulators in the tile layout. The weights are packed into *chunks* of 128 bytes of K (64 16-bit or
+// 32 tf32 values) by N columns with the 128-byte swizzle, which wgmma reads through a descriptor and mma.sync through ldmatrix
+// alike. They stay in shared memory (`ResidentWeights`) or pass through it (`StreamedWeights`).
 //
 // `Product` is one block of N <= 256 columns in flight: feed it pieces, then `complete` it. Between the two its accumulators belong
 // to the tensor core, and so do the registers of A. A `Rolling` product waits as it goes, for operands that are fetched on the way
@@ -148,11 +148,38 @@ KITSUNE_DEVICE OneRow<Source> one_row(const Source& source) {
   return {source};
 }
 
+// Are operands read where they lie in shared memory?
+template <class Source>
+constexpr bool kInPlace = false;
+
+#if KITSUNE_SM >= 900
+
+// Boxes of a tile in shared memory, which the tensor core reads where they lie. Their columns are in the order of memory, and so
+// are the rows of the weights that they are multiplied with.
+template <class T, int W>
+struct BoxSource {
+  static_assert(W % kBoxColumns == 0);
+  using Type = T;
+  static constexpr int kBlocks = W / 32, kStepsPerBlock = 2;
+  static constexpr bool kFetched = false;
+  const u8* boxes;
+
+  // Of step `s` of block `b`. An address ends far below the upper word, whose bits the compiler knows.
+  KITSUNE_DEVICE u64 descriptor(int b, int s) const {
+    const u64 first = desc_k128(boxes);
+    return first >> 32 << 32 | static_cast<u32>(first + b / 2 * (kBoxBytes / 16) + b % 2 * 4 + 2 * s);
+  }
+};
+template <class T, int W>
+constexpr bool kInPlace<BoxSource<T, W>> = true;
+
+#endif
+
 // --- where B comes from: chunks of K in order. `N`: columns of a chunk.
 
 template <int N>
 struct ResidentWeights {
-  static constexpr bool kAwaited = false;
+  static constexpr bool kAwaited = false, kStreamed = false;
   const u8* image;
   KITSUNE_DEVICE const u8* next(int c) { return image + c * N * 128; }
   KITSUNE_DEVICE void finish() {}
@@ -162,7 +189,7 @@ struct ResidentWeights {
 // A consumer's place in the ring of weights: chunks are taken in order, and given back in the same order, later.
 template <class Queue>
 struct StreamedWeights {
-  static constexpr bool kAwaited = false;
+  static constexpr bool kAwaited = false, kStreamed = true;
   Queue queue;
   typename Queue::At taken = {};
   typename Queue::At returned = {};
@@ -184,7 +211,7 @@ struct StreamedWeights {
 // ends as one group, which a wait can leave in flight as a whole.
 template <int Chunks, class Weights>
 struct AwaitedWeights {
-  static constexpr bool kAwaited = true;
+  static constexpr bool kAwaited = true, kStreamed = true;
   const u8* chunk[Chunks];
 
   KITSUNE_DEVICE explicit AwaitedWeights(Weights& weights) {
@@ -308,11 +335,7 @@ struct Product {
       feed_rolling<First, Done, 0>(source);
     } else {
       KITSUNE_UNROLL
-      for (int b = 0; b < Source::kBlocks; ++b) {
-        u32 a[Source::kStepsPerBlock][4];
-        source.block(a, b);
-        issue(a, First + b);
-      }
+      for (int b = 0; b < Source::kBlocks; ++b) issue_from(source, b, First + b);
     }
   }
 
@@ -322,17 +345,41 @@ struct Product {
   }
 
  private:
-  template <int Steps>
-  KITSUNE_DEVICE void issue(const u32 (&a)[Steps][4], int block) {
+  // Block `b` of a source, which is the product's block `block`.
+  template <class Source>
+  KITSUNE_DEVICE void issue_from(const Source& source, int b, int block) {
+    if constexpr (kInPlace<Source>) {
+      u64 a[Source::kStepsPerBlock];
+      KITSUNE_UNROLL
+      for (int s = 0; s < Source::kStepsPerBlock; ++s) a[s] = source.descriptor(b, s);
+      issue(a, block);
+    } else {
+      u32 a[Source::kStepsPerBlock][4];
+      source.block(a, b);
+      issue(a, block);
+    }
+  }
+
+  // `a`: of each step the four words of a thread, or a descriptor.
+  template <class A, int Steps>
+  KITSUNE_DEVICE void issue(const A (&a)[Steps], int block) {
     const int half = block % kPerChunk;
     if (half == 0) chunk = weights.next(block / kPerChunk);
 #if KITSUNE_SM >= 900
     // The wait for weights is a loop, and ptxas moves copies of A across it: the constructor's fence no longer orders them, and
-    // ptxas would put its own into the loop, where it may not stand (C7519: every wgmma serialised).
-    if (Rolling || (half == 0 && !Weights::kAwaited)) wgmma_fence();
+    // ptxas would put its own into the loop, where it may not stand (C7519: every wgmma serialised). Without a wait and without
+    // registers of A it is left out: each fence ends a group.
+    constexpr bool kCopies = sizeof(A) != sizeof(u64);
+    if (Rolling || (half == 0 && !Weights::kAwaited && (kCopies || Weights::kStreamed))) wgmma_fence();
     const u64 b = desc_k128(chunk) + half * 4;
     KITSUNE_UNROLL
-    for (int s = 0; s < Steps; ++s) wgmma_rs<T, N>(d, a[s], b + 2 * s, Started || block != 0 || s != 0);
+    for (int s = 0; s < Steps; ++s) {
+      const bool adds = Started || block != 0 || s != 0;
+      if constexpr (kCopies)
+        wgmma_rs<T, N>(d, a[s], b + 2 * s, adds);
+      else
+        wgmma_ss<T, N, false, false>(d, a[s], b + 2 * s, adds);
+    }
 #else
     multiply_block<T, N, Steps>(d, a, chunk, half);
 #endif
@@ -349,11 +396,7 @@ struct Product {
   KITSUNE_DEVICE void feed_rolling(const Source& source) {
     KITSUNE_UNROLL
     for (int b = From; b < From + kGroup; ++b)
-      if (b < Source::kBlocks) {
-        u32 a[Source::kStepsPerBlock][4];
-        source.block(a, b);
-        issue(a, First + b);
-      }
+      if (b < Source::kBlocks) issue_from(source, b, First + b);
     close_group();
 #if KITSUNE_SM >= 900
     wgmma_wait<1>();  // the accumulators themselves are still in flight: no pin

@@ -108,8 +108,9 @@ struct TileRing {
   KITSUNE_DEVICE Mbar& empty(u32 i) const { return barriers->empty[i % Depth]; }
 
   // By the loader's thread: waits until entry i is free, and expects the rows of `tile` that lie within the stream, `row_bytes` of
-  // all arrays together. Returns their number. 0: the tile is beyond the stream, and no lane will ask for it.
-  KITSUNE_DEVICE u32 begin(u32 i, i64 tile, i64 rows, u32 row_bytes) const {
+  // all arrays together that are copied in rows, and `box_bytes` of the others: a box is as large at the stream's end. Returns the
+  // number of rows. 0: the tile is beyond the stream, and no lane will ask for it.
+  KITSUNE_DEVICE u32 begin(u32 i, i64 tile, i64 rows, u32 row_bytes, u32 box_bytes = 0) const {
     mbar_wait(empty(i), i / Depth & 1 ^ 1);
     const i64 left = rows - tile * kTileRows;
     if (left <= 0) {
@@ -118,13 +119,19 @@ struct TileRing {
       return 0;
     }
     const u32 count = left < kTileRows ? static_cast<u32>(left) : kTileRows;
-    mbar_expect_tx(full(i), count * row_bytes);
+    mbar_expect_tx(full(i), count * row_bytes + box_bytes);
     return count;
   }
   // The rows of one array, to byte `at` of entry i.
   KITSUNE_DEVICE void fetch(u32 i, u32 at, const void* array, i64 tile, u32 count, u32 row_bytes) const {
     const u8* const from = static_cast<const u8*>(array) + tile * kTileRows * row_bytes;
     bulk_load(entry(i) + at, from, count * row_bytes, full(i));
+  }
+  // The same of an array by its tensor map, as `boxes` boxes. Rows beyond the stream are zeros there.
+  KITSUNE_DEVICE void fetch_boxes(u32 i, u32 at, const TensorMap& map, i64 tile, u32 boxes) const {
+    KITSUNE_UNROLL
+    for (u32 b = 0; b < boxes; ++b)
+      tma_load_2d(map, full(i), entry(i) + at + b * kBoxBytes, b * kBoxColumns, static_cast<i32>(tile) * kTileRows);
   }
 
   // By a lane.
@@ -138,6 +145,8 @@ struct TileRing {
   KITSUNE_DEVICE const u8* row(u32 i, u32 at, u32 r, u32 row_bytes, bool valid) const {
     return entry(i) + at + (valid ? r : 0) * row_bytes;
   }
+  // Row r of the array in boxes there.
+  KITSUNE_DEVICE const u8* box_row(u32 i, u32 at, u32 r) const { return entry(i) + at + r * (kBoxBytes / kTileRows); }
 };
 
 #endif

@@ -862,7 +862,7 @@ def tile_work(
         rate = machine.rate(machine.tensor_rates, dot.dtype) * (1.0 if itemsize(dot.dtype) == 2 else _WARP_MATMUL)
         tensor += 2.0 * TILE_ROWS * round_up(dot.m, TILE_ROWS) * padded(dot.n) / split / rate
     slots, special = _slots(cost, ops, split)
-    crossing = TILE_ROWS * (sum(cost.loads_of(tuple(ops)).values()) + _stored_bytes(cost, ops) / split)
+    crossing = TILE_ROWS * (sum(ring.loaded(cost.loads_of(tuple(ops))).values()) + _stored_bytes(cost, ops) / split)
     slots += (crossing + storage.image_traffic) / 16 * _MOVE_SLOTS
     moved = float(weights + storage.image_traffic)
     for i in row_products_of(cost, ops):
@@ -870,7 +870,7 @@ def tile_work(
         tensor += flops / (machine.rate(machine.tensor_rates, cost.work(i).dtype) * _WARP_MATMUL)
         slots, moved, cycles = slots + issued, moved + shared, cycles + waited
     issue = max(slots, special * SPECIAL_SLOTS) / machine.rate(machine.simt_rates, "other")
-    moved += TILE_ROWS * sum(map(cost.row_bytes, ring.values)) * 2.0  # rows a multiple of 128 bytes apart: two to a bank
+    moved += TILE_ROWS * sum(cost.row_bytes(v) * ring.times_read(v) for v in ring.values)
     alone = cycles / machine.clock + load_seconds(cost, ops, place, ring)
     work = TileWork(tensor / efficiency, issue, moved / machine.place("smem").bandwidth, alone)
     for steps, body in loops_of(cost, ops):

@@ -381,8 +381,25 @@ def _ring(cost: GpuCost, ops: Ops, lanes: int, weights: _Weights, free: int) -> 
             entries = next((n for n in (2 * lanes, max(2, lanes)) if n * entry <= room), 0)
         least = lanes if gradients_of(cost, ops) else 1
         if entries >= (tiles.held_entries(lanes) if held else least):
-            return InputRing(values, held or _is_kept(cost, loads, values, first), entries * entry)
+            boxed = tuple((v, reads) for v in values if (reads := _reads_in_boxes(cost, ops, v)))
+            return InputRing(values, held or _is_kept(cost, loads, values, first), entries * entry, boxed)
     return NO_RING
+
+
+def _reads_in_boxes(cost: GpuCost, ops: Ops, v: int) -> int:
+    """How many chunks of columns the products have that read input ``v`` where a tensor map brings it (``stage/inputs.py``)."""
+    value, found, todo = cost.graph.values[v], 0, [v]
+    if not tiles.in_boxes(cost.row_size(v), value.dtype) or cost.region.space.rows > tiles.MOST_BOXED_ROWS:
+        return 0
+    while todo:
+        x = todo.pop()
+        for i in cost.readers.get(x, ()):
+            op, dot = cost.graph.ops[i], cost.work(i).dot
+            if i in ops and op.kind == "concatenate":
+                todo += op.outputs
+            elif i in ops and dot is not None and not dot.per_row and i not in cost.sinks and op.inputs[0] == x:
+                found += -(-tiles.padded(dot.n) // tiles.CHUNK_COLUMNS)
+    return found
 
 
 def _is_kept(cost: GpuCost, loads: Mapping[tuple[int, int], int], values: Sequence[int], first: Mapping[int, int]) -> bool:

@@ -31,7 +31,7 @@ class Shape:
     """Choices that make a stage fit. ``columns``: most columns of a chunk; ``overlap``: two chunks of a product may be in flight;
     ``ahead``: a loop loads the rows of the next step; ``late``: a loop may issue its second product an iteration later; ``copies``:
     matmuls of several chunks read a queue's entry from registers; ``images``: values kept in shared memory; ``staged``: input
-    arrays whose tiles are copied to shared memory."""
+    arrays whose tiles are copied to shared memory; ``boxed``: those that products read in boxes there."""
 
     columns: int = tiles.CHUNK_COLUMNS
     overlap: bool = True
@@ -40,6 +40,7 @@ class Shape:
     images: frozenset[int] = frozenset()
     staged: frozenset[int] = frozenset()
     late: bool = False
+    boxed: frozenset[int] = frozenset()
 
 
 def read_by(home: st.Home | None) -> tuple[int, ...]:
@@ -331,6 +332,9 @@ class StageCodeBuilder:
         if isinstance(home, st.Multiply) and not home.operands:  # preparing another product may have done so
             one_row = self.program.tile_rows == tiles.HALF_TILE_ROWS
             operands = tuple(dataclasses.replace(self._operand(p, home.shape), one_row=one_row) for p in home.pieces)
+            in_place = tuple(k for k, o in enumerate(operands) if o.kind == "boxes")
+            if in_place:
+                self.weights[home.weight] = dataclasses.replace(self.weights[home.weight], in_place=in_place)
             self.settle(v, dataclasses.replace(home, operands=operands))
 
     def single_column(self, v: int) -> None:
@@ -350,6 +354,8 @@ class StageCodeBuilder:
             self.evaluate(width, [Keep(v, ref, value.form, push=True)])
             return st.Operand("copy", ref, width, dtype, ref)
         if isinstance(home, st.InArray) and not value.row:
+            if home.rows.ref.of in self.shape.boxed and self.root(v) not in self.facts.kept_rows:
+                return st.Operand("boxes", home.rows.ref, width, dtype, home.rows.ref, home.rows)
             if tiles.blocks(width) <= _NARROW:
                 ref = self._name_of_copy(v)
                 self.evaluate(width, [Keep(v, ref, value.form, push=True)])

@@ -144,6 +144,8 @@ class _Chunks:
             return False
         if any(o.kind == "copy" for o in p.operands) or all(o.kind in ("array", "rows") for o in p.operands):
             return False  # ptxas (13.0, 13.5) would put a wait between the two, or serialise the whole kernel (C7517, C7518)
+        if not self.resident and any(o.kind == "boxes" for o in p.operands):
+            return False  # the same, where a wait for weights parts the instructions
         return self.resident or 2 * shape.k_chunks <= self.depth
 
     def _issue(self, p: st.Multiply) -> None:
@@ -164,8 +166,9 @@ class _Chunks:
         state.done = done
         if p.start is not None:
             self._start(p, chunk)
-        # Fragments of one operand at a time: a product waits for those of one operand before it loads the next.
-        fragments = any(o.fetched for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
+        # Fragments of one operand at a time: a product waits for those of one operand before it loads the next. As many for an
+        # operand in boxes: with three lanes ptxas needs them for descriptors, or spills 38 words (256 x 256 after 256 columns).
+        fragments = any(o.fetched or o.kind == "boxes" for o in p.operands) * (32 if tiles.is_half(shape.dtype) else 64)
         ref = _accumulators(p, chunk)
         registers = columns // 2 + fragments
         product = p.weight, chunk, shape.k_chunks, registers, p.start is not None

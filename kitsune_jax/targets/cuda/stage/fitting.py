@@ -274,10 +274,10 @@ class Fitted:
 class StageFit:
     """Fits stage ``s`` of the first of ``programs``, which are equivalent, or of a later one that needs less memory for images,
     because it computes values again instead of keeping them. A stage is fitted into several amounts of memory: what it needs in a
-    shape is worked out once."""
+    shape is worked out once. ``boxed``: the inputs that products read in boxes."""
 
-    def __init__(self, programs: Sequence[TileProgram], s: int, a: Arrangement):
-        self.programs, self.s, self.a = programs, s, a
+    def __init__(self, programs: Sequence[TileProgram], s: int, a: Arrangement, boxed: frozenset[int] = frozenset()):
+        self.programs, self.s, self.a, self.boxed = programs, s, a, boxed
         self._fitters: list[_Fitter] = []  # of the first programs
 
     def fit(self, header_bytes: int, staging: bool) -> Fitted:
@@ -286,7 +286,7 @@ class StageFit:
         best, why = None, None
         for k, program in enumerate(self.programs):
             if k == len(self._fitters):
-                self._fitters.append(_Fitter(program, self.s, self.a))
+                self._fitters.append(_Fitter(program, self.s, self.a, self.boxed))
             staged = staged_arrays(program, self.s) if staging else frozenset[int]()
             try:
                 found = self._fitters[k].fitted(staged, self.a.shared_bytes - header_bytes)
@@ -317,7 +317,8 @@ def most_chunks(program: TileProgram) -> int:
 
 
 class _Fitter:
-    def __init__(self, program: TileProgram, s: int, a: Arrangement):
+    def __init__(self, program: TileProgram, s: int, a: Arrangement, boxed: frozenset[int]):
+        self.boxed = boxed
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
         self.facts = Facts(program, s, a.split[s], a.lanes)
         self.slab_queues = a.slab_queues(program)
@@ -414,7 +415,7 @@ class _Fitter:
         copying = (True, False) if self.a.lanes < 3 else (False,)  # three lanes have no registers for a copied operand
         recurs = any(i.block is not None and i.block.carries for i in walk(self.instrs))
         for copies, (overlap, columns), ahead in itertools.product(copying, self._shapes(), (True, False) if recurs else (False,)):
-            shape = Shape(columns, overlap, ahead, copies, staged=staged)
+            shape = Shape(columns, overlap, ahead, copies, staged=staged, boxed=self.boxed)
             needs = self.needs(shape)
             found = needs.liveness
             if best is None or found.peak < best[1].liveness.peak:

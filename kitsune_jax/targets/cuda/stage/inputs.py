@@ -1,7 +1,8 @@
 """Inputs through a ring of tiles: which arrays, how deep the ring is, and the stage's nodes that read it.
 
 Comes in: the nodes of a fitted stage, which read rows where they lie in global memory. Goes out: nodes that read them from an entry
-of the ring (``TileRing`` of stage/rows.h). A deep ring is read for all that the stage needs. An entry of a shallow one has to be
+of the ring (``TileRing`` of stage/rows.h). Rows of whole boxes that products read come by tensor maps, and the tensor core reads
+them in the entry; others come by bulk copies. A deep ring is read for all that the stage needs. An entry of a shallow one has to be
 free for a tile to come while the lane works on, so it is read up to the last product that multiplies with it; what the stage
 reads later, such as a residual, is kept in registers if these are few, or still comes from global memory.
 """
@@ -31,6 +32,32 @@ def ring_arrays(program: TileProgram, a: Arrangement) -> tuple[int, ...]:
     return tuple(k for k in sorted(loads) if frame.is_in_pieces(program, program.inputs[k]))
 
 
+def boxed_arrays(program: TileProgram, arrays: Collection[int]) -> frozenset[int]:
+    """Those of ``arrays`` that tensor maps may bring: of 16-bit elements and whole boxes, and an operand of a product, alone or
+    beside others."""
+    body, rows = program.stages[0].body, program.rows
+    makers = {v: i for i in body for v in i.outputs}
+    found, todo = set[int](), [i.inputs[0] for i in body if i.kind == "matmul"]
+    while todo:
+        maker = makers.get(todo.pop())
+        if maker is not None and maker.kind == "concatenate":
+            todo += maker.inputs
+        elif maker is not None and maker.kind == "load" and maker["array"] in arrays:
+            array = program.inputs[maker["array"]]
+            if tiles.in_boxes(frame.columns_of(array).n, array.dtype) and rows <= tiles.MOST_BOXED_ROWS:
+                found.add(maker["array"])
+    return frozenset(found)
+
+
+def multiplies_boxes(nodes: Sequence[Node], boxed: Collection[int]) -> bool:
+    """Is each of ``boxed`` an operand of a product in the ring of tiles, and of none in global memory, or in a loop over layers,
+    whose weights have one form?"""
+    found = [o for node in nodes if isinstance(node, st.Issue) for o, _, _ in node.feeds if o.kind == "boxes"]
+    every = [x for node in nodes for x in ir.within(node) if isinstance(x, st.Operand) and x.kind == "boxes"]
+    refs = {o.rows.ref for o in found if o.rows is not None}
+    return len(every) == len(found) and refs == {Ref("ring", k) for k in boxed}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingReads:
     """The ``nodes`` of a stage of which some read the ring's ``arrays``; ``others``: those of ``arrays`` that are read from global
@@ -51,21 +78,29 @@ def room_for_kept(lanes: int, liveness: Liveness) -> int:
     return min(tiles.KEPT_REGISTERS, _MOST_REGISTERS[lanes] - liveness.peak)
 
 
-def through_ring(nodes: Sequence[Node], arrays: Collection[int], held: bool, room: int) -> RingReads:
+def through_ring(nodes: Sequence[Node], arrays: Collection[int], held: bool, room: int, boxed: Collection[int] = ()) -> RingReads:
     """``nodes`` with a wait for the entry before the first read of ``arrays`` and its release behind the last one; if it is not
-    ``held`` so long, behind the last one before a product that reads none of them. ``room``: registers for rows that are kept."""
+    ``held`` so long, behind the last one before a product that reads none of them. A product reads ``boxed`` arrays until it is
+    complete. ``room``: registers for rows that are kept."""
     refs, found, last = {Ref("in", k) for k in arrays}, dict[int, set[int]](), -1
+    flying = dict[Ref, set[int]]()  # products that read boxes, by their accumulators
     for n, node in enumerate(nodes):
-        if read := {x.ref.of for x in _rows_in(node) if x.ref in refs}:
+        read = {x.ref.of for x in _rows_in(node) if x.ref in refs}
+        if isinstance(node, st.Complete):
+            read = flying.pop(node.ref, set())
+        if read:
             found[n], last = read, n
-        elif isinstance(node, st.Issue | st.LayerLoop) and last >= 0 and not held:
+        elif isinstance(node, st.Issue | st.LayerLoop) and last >= 0 and not (held or flying):
             break
+        if isinstance(node, st.Issue) and read.intersection(boxed):
+            flying[node.ref] = read
     if last < 0:
         return RingReads(tuple(nodes), (), frozenset())
 
     def change(x: Any) -> Any:
         if isinstance(x, ir.Rows) and x.ref in refs:
-            return dataclasses.replace(x, ref=Ref("ring", x.ref.of), access="kInRing")
+            access = "kInBoxes" if x.ref.of in boxed else "kInRing"
+            return dataclasses.replace(x, ref=Ref("ring", x.ref.of), access=access)
         return x
 
     front = [ir.rebuild(node, change) if n in found else node for n, node in enumerate(nodes[: last + 1])]
@@ -112,5 +147,5 @@ def _rows_in(node: Node) -> list[ir.Rows]:
 
 
 def entry_bytes(program: TileProgram, arrays: Collection[int]) -> int:
-    """Bytes of an entry with the rows of ``arrays``."""
+    """Bytes of an entry with the rows of ``arrays``, in boxes or not."""
     return tiles.TILE_ROWS * sum(frame.row_bytes(program.inputs[k]) for k in arrays)
