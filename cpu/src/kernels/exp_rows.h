@@ -8,13 +8,18 @@ namespace kitsune::cpu::KITSUNE_ISA {
 
 // e^x; where the CPU has no instruction that scales by a power of two, results below the normal numbers are 0, as XLA's threads,
 // which flush them, have it.
-// kCoarse: with a relative error of 2^-13, for results that are rounded to bfloat16.
+// kCoarse: with a relative error of 2^-17, for results that are rounded to bfloat16.
 template <bool kCoarse>
 KITSUNE_INLINE VF exp_of_scores(VF x) {
 #if defined(__AVX512F__)
+  if constexpr (kCoarse) {              // 2^u: the instruction that scales takes the whole part of u, infinite or not
+    constexpr int kMinusFloor = 1 | 8;  // and no exception
+    static const float c[] = {1.0000026226f, 6.9300383329e-1f, 2.4144275486e-1f, 5.2011460066e-2f, 1.3534167781e-2f};
+    const VF u = x * 1.44269504088896341f;
+    return scale_by_power(polynomial((VF)_mm512_reduce_ps((__m512)u, kMinusFloor), c), u);
+  }
   const VF near = (VF)_mm512_min_ps((__m512)splat<VF>(89.0f), _mm512_max_ps((__m512)splat<VF>(-104.0f), (__m512)x));
   const VF n = (near * 1.44269504088896341f + kFloatMagic) - kFloatMagic;
-  if constexpr (kCoarse) return scale_by_power(polynomial(near - n * 0.69314718056f, kCoarseExp), n);
   const VF r = near - n * 0.693359375f;
   return scale_by_power(exp_reduced(r - n * -2.12194440e-4f), n);
 #elif defined(__AVX2__)
@@ -58,7 +63,7 @@ KITSUNE_INLINE void store_some(T* to, VF v, __mmask16 mask) {
   }
 }
 
-// out[j] <- e^(x[j] factor - shift) for j < n, and their sum; `out` may be `x`, if both have one type. Rounded results have 13 bits
+// out[j] <- e^(x[j] factor - shift) for j < n, and their sum; `out` may be `x`, if both have one type. Rounded results have 17 bits
 // before they are rounded to 8.
 template <class X, class Out>
 float exp_row(int64_t n, const void* x_, float factor, float shift, void* out_) {
