@@ -119,6 +119,7 @@ bool pack_transposed(const PackSource& s, int64_t n0, int64_t width, int64_t col
       if (here < kWords || run < kRun) __builtin_memset(by_column, 0, sizeof by_column);
       for (int64_t j = 0; j < here; ++j) {
         const From* column = src + n_offset[j0 + j] + k0;
+        if (n0 + j0 + kWords + j < s.N) __builtin_prefetch(src + n_offset[j0 + kWords + j] + k0);  // of the next block
         To* to = reinterpret_cast<To*>(by_column + j * kWords);
         if constexpr (kSame<To, From>) {
           if (run == kRun) {  // a copy of constant size is one vector
@@ -137,6 +138,14 @@ bool pack_transposed(const PackSource& s, int64_t n0, int64_t width, int64_t col
     }
   }
   return true;
+}
+
+constexpr int64_t kRowsAhead = 16;  // of a weight that is packed: its rows may lie far from each other
+
+template <class T>
+KITSUNE_INLINE void prefetch_elements(const T* from, int64_t n) {
+  constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+  for (int64_t j = 0; j < n; j += kLine) __builtin_prefetch(from + j);
 }
 
 template <int Depth, class To, class From>
@@ -176,8 +185,11 @@ void pack_panel(const PackSource& s, int64_t n0, int64_t width, int64_t depth, T
     for (int64_t k = done; k < s.K; ++k) {
       const From* row = src + s.k_offset[k] + n_offset[0];
       To* to = out + panel_offset<Depth>(k, 0, width);
+      if (k + kRowsAhead < s.K) prefetch_elements(src + s.k_offset[k + kRowsAhead] + n_offset[0], columns);
       if constexpr (Depth > 1) {
         for (int64_t j = 0; j < columns; ++j) to[Depth * j] = convert<To>(row[j]);
+      } else if (kSame<To, From> && columns == kPanelFloats) {  // a copy of constant size is a few vectors
+        __builtin_memcpy(static_cast<void*>(to), row, kPanelFloats * sizeof(To));
       } else {
         convert_dense(columns, to, row);
       }
