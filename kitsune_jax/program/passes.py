@@ -113,7 +113,8 @@ class Flow:
 
 
 def simplified(program: TileProgram) -> TileProgram:
-    """``program`` without copies, common subexpressions (layer norms compute ``x - x.mean()`` twice) and dead code.
+    """``program`` without copies, common subexpressions (layer norms compute ``x - x.mean()`` twice), ops that change nothing
+    (``jnp.tril`` adds 0 to an index and selects True where a condition is true) and dead code.
 
     An instruction whose value an earlier one of the same body, or of a body around it, has computed is replaced by that value."""
     once: dict[object, int] = {}
@@ -122,10 +123,12 @@ def simplified(program: TileProgram) -> TileProgram:
 
 
 class _Names:
-    """``names``: value -> the earlier value that it equals. ``roots``: value -> the one that it is another name of."""
+    """``names``: value -> the earlier value that it equals. ``roots``: value -> the one that it is another name of. ``constants``:
+    value -> the number that all of its elements are."""
 
     def __init__(self, program: TileProgram, names: dict[int, int]):
         self.program, self.names, self.roots = program, names, dict[int, int]()
+        self.constants = dict(program.literals)
 
     def body(self, body: Sequence[Instr], known: dict[object, int]) -> tuple[Instr, ...]:
         """``known``: instructions that have been computed before ``body`` -> their values."""
@@ -149,6 +152,10 @@ class _Names:
     def _before(self, instr: Instr, made: int, known: dict[object, int]) -> int:
         """The value that ``made`` equals: an earlier one, or itself."""
         t = self.program.values[made]
+        if instr.kind in VIEWS and instr.inputs[0] in self.constants:
+            self.constants[made] = self.constants[instr.inputs[0]]
+        if (operand := self._unchanged(instr)) is not None and self.program.values[operand] == t:
+            return operand
         key: object = (instr.kind, instr.inputs, instr.params, t)
         if is_other_name(self.program.values, instr):
             root = self.roots[made] = self.roots.get(instr.inputs[0], instr.inputs[0])
@@ -156,6 +163,14 @@ class _Names:
                 return root
             key = (root, t)
         return known.setdefault(key, made)
+
+    def _unchanged(self, instr: Instr) -> int | None:
+        """The operand that ``instr`` computes again: x of x + 0, for integers, or c of ``select_n(c, False, True)``."""
+        x, *others = instr.inputs or (-1,)
+        constants = [self.constants.get(v) for v in others]
+        if instr.kind == "add" and self.program.values[x].dtype.startswith(("int", "uint")):
+            return x if constants == [0] else others[0] if self.constants.get(x) == 0 else None
+        return x if instr.kind == "select_n" and constants == [0, 1] and self.program.values[others[0]].dtype == "bool" else None
 
 
 def live(body: Sequence[Instr], results: Sequence[int] = ()) -> tuple[Instr, ...]:

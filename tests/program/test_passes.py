@@ -65,6 +65,23 @@ def test_what_is_computed_twice_or_for_nobody_is_gone() -> None:
     assert kinds(made) == ["load", "reduce_sum", "broadcast_in_dim", "sub", "mul", "store"]
 
 
+def test_ops_that_change_nothing() -> None:
+    """``jnp.tril`` adds 0 to an index, and selects True where a condition is true."""
+    t = Tiles((10,), 4)
+    index, zero = t.index((0,), (6,)), t.broadcast(t.literal(0, "int32"), (6,), ())
+    seen = t.op("ge", t.op("add", index, zero), t.op("add", zero, t.iota((6,), 1)), dtype="bool")
+    false, true = (t.broadcast(t.literal(x, "bool"), (6,), ()) for x in (False, True))
+    same, turned = t.op("select_n", seen, false, true, dtype="bool"), t.op("select_n", seen, true, false, dtype="bool")
+    t.store(t.op("convert_element_type", same, dtype="int32", new_dtype="int32"), (10, 6), ((0,), ()))
+    t.store(t.op("convert_element_type", turned, dtype="int32", new_dtype="int32"), (10, 6), ((0,), ()))
+    made = simplified(t.program())
+    verify(made)
+    kinds = [i.kind for i in made.stages[0].body]
+    assert kinds.count("select_n") == 1 and "add" not in kinds
+    for got, want in zip(interpret(made, []), interpret(t.program(), []), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_loop_reads_what_the_code_around_it_has_computed_and_not_the_other_way() -> None:
     t = Tiles((9,), 4)
     x = t.load((9, 6), streams=ROW)
