@@ -290,6 +290,8 @@ class _Bodies:
             axis, step, _, _, which = within
             fits = self.program.batch_axes <= axis < len(self.program.axes) and step > 0 and which in WITHIN
             need(fits and self.program.order is None, f"the bounds of its numbers are {within}")
+        together = instr.get("together", 1)
+        need(together == 1 or within is not None and together > 1, f"{together} of its numbers are whole together")
         if (shifted := instr.get("shifted")) is not None:
             array, sign, guard, _ = shifted
             fits = within is not None and sign in (-1, 1) and guard in ("rows", "elements")

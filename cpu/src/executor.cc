@@ -373,7 +373,8 @@ void limit_memory(size_t bytes, const std::vector<Array>& operands, const std::v
 Address::Address(const Ref& ref, int64_t row_stride) : space(ref.space), index(static_cast<int32_t>(ref.index)) {
   int64_t item = static_cast<int64_t>(item_size(ref.dtype));
   offset_bytes = ref.offset * item;
-  row_bytes = space == Space::kIn || space == Space::kOut ? row_stride * item : 0;
+  row_bytes = row_stride * item;
+  of_tile = space != Space::kIn && space != Space::kOut;
   for (int64_t s : ref.loop_strides) loop_bytes.push_back(s * item);
   for (int64_t s : ref.batch_strides) batch_bytes.push_back(s * item);
   moves = !loop_bytes.empty() || !batch_bytes.empty();

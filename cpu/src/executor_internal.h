@@ -35,6 +35,7 @@ struct Context {
   const char** packed_from;  // per slot of it: where that came from
   char* temp;                // Step::temp_bytes() bytes, 64-byte aligned
   bool first_of_strand = false;
+  int64_t skipped = 0;  // rows of the tile before row0: an iteration of a loop may run on a part of its rows
 };
 
 // Where an operand of a tile starts: resolved form of a Ref whose row stride is `row_bytes`.
@@ -43,11 +44,12 @@ struct Address {
   bool moves;  // with loops or batches
   int32_t index;
   int64_t offset_bytes;
-  int64_t row_bytes;  // 0 where rows count from the tile's start
+  int64_t row_bytes;
+  bool of_tile;  // rows count from the tile's start, not from the batch's
   std::vector<int64_t> loop_bytes, batch_bytes;
   Address(const Ref& ref, int64_t row_stride);
   char* of(const Context& c) const {
-    int64_t at = offset_bytes + c.row0 * row_bytes;
+    int64_t at = offset_bytes + (of_tile ? c.skipped : c.row0) * row_bytes;
     if (moves) {
       for (size_t l = 0; l < loop_bytes.size(); ++l) at += c.loops[l] * loop_bytes[l];
       for (size_t a = 0; a < batch_bytes.size(); ++a) at += c.batch[a] * batch_bytes[a];

@@ -273,10 +273,10 @@ Dot read_dot(Reader& r) {
 
 std::optional<Within> read_within(Reader& r) {
   const size_t words = r.length("Loop.within");
-  r.check("Loop.within", words == 0 || words == 6, "it has neither 0 nor 6 numbers");
+  r.check("Loop.within", words == 0 || words == 7, "it has neither 0 nor 7 numbers");
   if (words == 0) return std::nullopt;
   Within x;
-  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high, &x.which}) *field = r.word("Loop.within");
+  for (int64_t* field : {&x.divisor, &x.extent, &x.step, &x.low, &x.high, &x.which, &x.together}) *field = r.word("Loop.within");
   return x;
 }
 

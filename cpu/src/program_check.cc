@@ -272,6 +272,7 @@ void Checker::body(size_t begin, size_t end) {
       bound("length", loop->length, 1, kMaxCount);
       if (loop->within) {
         for (int64_t n : {loop->within->divisor, loop->within->extent, loop->within->step}) bound("within", n, 1, kMaxCount);
+        bound("within", loop->within->together, 1, kMaxCount / loop->within->step);
         for (int64_t n : {loop->within->low, loop->within->high}) bound("within", n, -kMaxCount, kMaxCount);
         bound("within", loop->within->which, 0, 2);
       }

@@ -564,6 +564,7 @@ class LoopStep final : public Step {
   void run(const Context& c) const override {
     Bounds b{0, count_, 0, 0};
     if (within_) b = bounds(c, *within_);
+    Context part = c;
     for (int64_t n = b.first; n < b.end; ++n) {
       const int64_t i = reverse_ ? b.end - 1 - (n - b.first) : n;
       if (b.left_out <= i && i < b.left_out_end) continue;
@@ -572,7 +573,8 @@ class LoopStep final : public Step {
         for (const Step* step : fetching_) step->fetch(c);
       }
       c.loops[depth_] = i;
-      for (const auto& step : body_) step->run(c);
+      if (within_) take_rows(c, *within_, i, part);
+      for (const auto& step : body_) step->run(part);
     }
   }
 
@@ -581,17 +583,46 @@ class LoopStep final : public Step {
     int64_t first, end, left_out, left_out_end;
   };
 
+  // The smallest and the largest index of the tile's rows. `wraps`: all indices, because the tile has the end of the axis in it.
+  struct Span {
+    int64_t x, y;
+    bool wraps;
+  };
+  static Span span(const Context& c, const Within& w) {
+    const int64_t x = c.row0 / w.divisor, y = (c.row0 + c.rows - 1) / w.divisor;
+    if (y - x >= w.extent || x % w.extent > y % w.extent) return {0, w.extent - 1, true};
+    return {x % w.extent, y % w.extent, false};
+  }
+
   Bounds bounds(const Context& c, const Within& w) const {
-    int64_t x = c.row0 / w.divisor, y = (c.row0 + c.rows - 1) / w.divisor;
-    const bool wraps = y - x >= w.extent || x % w.extent > y % w.extent;
-    x = wraps ? 0 : x % w.extent;
-    y = wraps ? w.extent - 1 : y % w.extent;
-    auto up_to = [&](int64_t elements) { return std::clamp<int64_t>(elements < 0 ? 0 : elements / w.step, 0, count_); };
-    const int64_t first = up_to(x + w.low), end = up_to(y + w.high + w.step);
-    const int64_t whole = up_to(y + w.low + w.step - 1), whole_end = std::max(whole, up_to(x + w.high + 1));
+    const auto [x, y, wraps] = span(c, w);
+    auto up_to = [&](int64_t elements, int64_t iterations) {
+      const int64_t n = elements < 0 ? 0 : elements / (w.step * iterations);
+      return std::clamp<int64_t>(n * iterations, 0, count_);
+    };
+    const int64_t first = up_to(x + w.low, 1), end = up_to(y + w.high + w.step, 1);
+    const int64_t whole = up_to(y + w.low + w.step * w.together - 1, w.together);
+    const int64_t whole_end = std::max(whole, up_to(x + w.high + 1, w.together));
     if (w.which == 1) return {whole, whole_end, 0, 0};
     if (w.which == 2) return {first, end, whole, whole_end};
     return {first, end, 0, 0};
+  }
+
+  // The rows of the tile that see an element of iteration i, and others beside them up to whole blocks of products.
+  void take_rows(const Context& c, const Within& w, int64_t i, Context& part) const {
+    constexpr int64_t kUnit = 32;
+    const auto [x, y, wraps] = span(c, w);
+    const int64_t from = std::max(x, i * w.step - w.high), to = std::min(y, (i + 1) * w.step - 1 - w.low);
+    int64_t first = 0, end = c.rows;
+    if (!wraps && w.which != 1 && from <= to) {
+      const int64_t index0 = (c.row0 / w.divisor - x) * w.divisor - c.row0;  // the row of index 0
+      first = std::max<int64_t>(0, index0 + from * w.divisor) / kUnit * kUnit;
+      end = std::min(end, (index0 + (to + 1) * w.divisor + kUnit - 1) / kUnit * kUnit);
+    }
+    part.skipped = c.skipped + first;
+    part.row0 = c.row0 + first;
+    part.first_row = c.first_row + first;
+    part.rows = end - first;
   }
 
   int64_t count_;

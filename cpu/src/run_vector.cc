@@ -235,13 +235,15 @@ void pad(char* strip, int64_t n, int64_t padded) {
 struct Place {
   int64_t offset, row_bytes, loop_bytes = 0;
   int32_t space, index, loop = 0;
+  bool of_tile;
   const Address* more = nullptr;
 
   explicit Place(const Address& a)
       : offset(a.offset_bytes),
         row_bytes(a.row_bytes),
         space(static_cast<int32_t>(a.space)),
-        index(a.space == Space::kScratch ? 0 : a.index) {
+        index(a.space == Space::kScratch ? 0 : a.index),
+        of_tile(a.of_tile) {
     int moved = 0;
     for (size_t l = 0; l < a.loop_bytes.size(); ++l)
       if (a.loop_bytes[l] != 0) loop = static_cast<int32_t>(l), loop_bytes = a.loop_bytes[l], ++moved;
@@ -250,7 +252,8 @@ struct Place {
 
   char* of(const Context& c, char* const* const* bases) const {
     if (more != nullptr) return more->of(c);
-    return bases[space][index] + offset + c.row0 * row_bytes + (loop_bytes != 0 ? c.loops[loop] * loop_bytes : 0);
+    return bases[space][index] + offset + (of_tile ? c.skipped : c.row0) * row_bytes +
+           (loop_bytes != 0 ? c.loops[loop] * loop_bytes : 0);
   }
 };
 

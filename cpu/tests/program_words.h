@@ -141,9 +141,10 @@ class Words {
   void instruction(const Pack& x) { add(x.prep); }
   void instruction(const Dot& x) { add(x.batch), add(x.m), add(x.n), add(x.k), operand(x.x), operand(x.y), operand(x.out); }
   void instruction(const Loop& x) {
-    add(x.count), add(x.reverse), add(x.within ? 6 : 0);
+    add(x.count), add(x.reverse), add(x.within ? 7 : 0);
     if (x.within)
-      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which})
+      for (int64_t n : {x.within->divisor, x.within->extent, x.within->step, x.within->low, x.within->high, x.within->which,
+                        x.within->together})
         add(n);
   }
   void instruction(const Stationary&) {}

@@ -65,7 +65,8 @@ class Reference {
       y = std::max(y, r / w.divisor % w.extent);
     }
     const int64_t first = number * w.step, last = first + w.step - 1;
-    const bool met = x + w.low <= last && first <= y + w.high, whole = y + w.low <= first && last <= x + w.high;
+    const int64_t begin = number / w.together * w.together * w.step, end = begin + w.together * w.step - 1;
+    const bool met = x + w.low <= last && first <= y + w.high, whole = y + w.low <= begin && end <= x + w.high;
     return w.which == 0 ? met : w.which == 1 ? whole : met && !whole;
   }
 

@@ -147,8 +147,10 @@ void test_structure() {
     CHECK(!rejected(encode(p), &why), "%s", why.c_str());
   expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).count = 4; }), "source reads element 949 of input 1");
   expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).count = 0; }), "count is 0");
-  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{0, 1, 1, 0, 0, 0}; }), "within is 0");
-  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{1, 1, 1, 0, 0, 3}; }), "within is 3");
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{0, 1, 1, 0, 0, 0, 1}; }), "within is 0");
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{1, 1, 1, 0, 0, 3, 1}; }), "within is 3");
+  expect(batched(1, [](Program&, Instruction& i) { std::get<Loop>(i).within = Within{1, 1, 2, 0, 0, 0, kMaxCount}; }),
+         "within is ");
   expect(batched(1, [](Program& p, Instruction&) { p.preps[0].source.batch_strides[1] = 1; }), "source reads element 855");
   expect(batched(1, [](Program& p, Instruction&) { p.preps[0].source.batch_strides.pop_back(); }), "1 strides for 2 batch axes");
   expect(batched(1, [](Program& p, Instruction&) { p.batch_axes = 1; }), "2 strides for 1 batch axes");

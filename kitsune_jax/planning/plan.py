@@ -61,8 +61,9 @@ class Plan:
 
     ``arrangement``: "vertical" (one worker group runs the whole chain) or "spatial" (stages on different workers). ``replicas``:
     pipeline instances. ``order``: the graph value, an index of a scatter, by whose order the rows stream. ``blocks``: (graph value,
-    dimension, elements) of a long dimension that is computed in blocks. ``unordered``: ops that may fold by index in any order of
-    rows. ``margin``: the speed-up over XLA that the model must show for a plan without matrix products to be taken.
+    dimension, elements) of a long dimension that is computed in blocks; ``edge``: the elements of those of which a mask hides some,
+    0 for as many. ``unordered``: ops that may fold by index in any order of rows. ``margin``: the speed-up over XLA that the model
+    must show for a plan without matrix products to be taken.
     """
 
     machine: str
@@ -79,6 +80,7 @@ class Plan:
     bound: str  # the limit: a stage's name, "dram" or "l2"
     order: int | None = None
     blocks: tuple[int, int, int] | None = None
+    edge: int = 0
     unordered: tuple[int, ...] = ()
     margin: float = VECTOR_MARGIN
 

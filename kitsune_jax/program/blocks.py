@@ -455,8 +455,9 @@ class Iteration:
 _LINEAR = frozenset({"reduce_sum", "matmul", "dot"})
 
 
-def blocked(program: TileProgram, value: int, dim: int, block: int) -> TileProgram:
+def blocked(program: TileProgram, value: int, dim: int, block: int, edge: int = 0) -> TileProgram:
     """``program``, of one stage, with loops over blocks of ``block`` elements of (rows-first) dimension ``dim`` of ``value``.
+    ``edge``, a divisor of ``block``: the elements of a block where a mask hides some of them; 0: as many as in others.
 
     Raises ``NotBlocked`` with the reason where an instruction cannot be cut there.
     """
@@ -465,7 +466,7 @@ def blocked(program: TileProgram, value: int, dim: int, block: int) -> TileProgr
     if not 0 < block < size:
         raise NotBlocked(f"blocks of {block} elements of {size}")
     inner = inner_dims(program.values, stage.body, value, dim)
-    made = _Blocked(program, stage.body, inner, size, block)
+    made = _Blocked(program, stage.body, inner, size, block, edge or block)
     body, w = tuple(made.run()), made.writer
     return dataclasses.replace(program.with_bodies(lambda _: body), values=tuple(w.types), literals=tuple(w.literals.items()))
 
@@ -511,8 +512,8 @@ class _BlockLoopState:
 
 
 class _Blocked:
-    def __init__(self, program: TileProgram, body: Sequence[Instr], inner: dict[int, int], size: int, block: int):
-        self.program, self.old, self.inner, self.size, self.block = program, body, inner, size, block
+    def __init__(self, program: TileProgram, body: Sequence[Instr], inner: dict[int, int], size: int, block: int, edge: int):
+        self.program, self.old, self.inner, self.size, self.block, self.edge = program, body, inner, size, block, edge
         self.writer = Writer(list(program.values), dict(program.literals))
         self.makers = {v: i for i in body for v in i.outputs}
         self.levels: dict[int, int] = {}
@@ -646,11 +647,16 @@ class _Blocked:
             inside, after = ([w.new(w.types[v]) for v in loop.results] for _ in range(2))
             number = w.new(TileType(False, (), "int32"))
             facts = visible.facts(seen) if seen is not None and which == "whole" else {}
+            # Bounds that are known at run time only may make all blocks edges; all parts of a sink have one length.
+            smaller = which == "edges" and seen is not None and seen.by is None and not loop.sinks
+            size = self.edge if smaller else self.block
             with w.separate_body() as body:
-                results = self._step(loop, inside, number, self.block, self.block, facts)
-            params: dict[str, Param] = {"count": whole, "reverse": False}
+                results = self._step(loop, inside, number, size, size, facts)
+            params: dict[str, Param] = {"count": whole * self.block // size, "reverse": False}
             if seen is not None:
-                params["within"] = seen.axis, self.block, seen.low, seen.high, which
+                params["within"] = seen.axis, size, seen.low, seen.high, which
+            if size < self.block:
+                params["together"] = self.block // size
             if seen is not None and seen.by is not None:
                 params["shifted"] = *seen.by, seen.guard, self.size
             block = LoopBody(number, tuple(inside), tuple(body), tuple(results))

@@ -196,7 +196,7 @@ def build(graph: Graph, region: Region, plan: Plan) -> TileProgram:
     if plan.blocks is None:
         return program
     value, dim, elements = plan.blocks
-    return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements)
+    return blocked(program, builder.made[value], builder.stage(0).dims(value).local(dim), elements, plan.edge)
 
 
 def _sums_of(loop: Op, sums: Mapping[int, Op]) -> dict[int, Op]:

@@ -31,7 +31,8 @@ Instruction kinds:
   ``within``, (axis, step, low, high, which), leaves out iterations. Iteration i covers the elements from ``i * step`` to
   ``(i + 1) * step - 1``, and runs if some are in [x + low, y + high], where x and y are the smallest and the largest index of the
   tile's rows on the stream axis ``axis``, no batch axis; None: no bound on that side. An iteration is whole if all its elements are
-  in [y + low, x + high]; ``which`` of them run: "all", the "whole" ones, or the others, the "edges".
+  in [y + low, x + high]; ``which`` of them run: "all", the "whole" ones, or the others, the "edges". ``together``: only so many
+  neighbours, counted from 0, are whole, all of them; 1 without it.
   ``shifted``, (input, sign, guard, size), adds to both bounds the number in that int32 input array times ``sign``. All iterations
   are edges if a row of the tile would see none of the ``size`` elements (``guard`` "rows"), if no row of the axis would see some
   element ("elements"), or if the number is beyond 2^30, where indices wrap.

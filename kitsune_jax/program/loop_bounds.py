@@ -70,9 +70,11 @@ def _spans(
     def span(first: Any, end: Any, otherwise: int) -> _Span:
         return np.where(holds, np.clip(first, 0, count), 0), np.where(holds, np.clip(end, 0, count), otherwise)
 
-    zero = 0 * x
+    zero, together = 0 * x, instr.get("together", 1)
     seen = zero if low is None else (x + low) // step, zero + count if high is None else (y + high) // step + 1
+    step *= together
     whole = zero if low is None else -(-(y + low) // step), zero + count if high is None else (x + high + 1) // step
+    whole = tuple(end * together for end in whole)
     return span(*seen, count), span(*whole, 0)
 
 

@@ -55,6 +55,20 @@ def test_a_rest_of_one_element(name: str, by: tuple[int, ...]) -> None:
         check(name, 257, by)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["causal", "causal, one head"])
+def test_blocks_that_a_mask_cuts_are_smaller(name: str, dtype: str, programs: list[CpuProgram]) -> None:
+    case, rng = CASES[name], np.random.default_rng(0)
+    operands = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in case.shapes(587)]
+    with planned_as("in blocks", 256):
+        got = jax.jit(kj.pipeline(case.function, strict=True, force=True))(*operands[:-1])
+    jaxpr = jax.make_jaxpr(case.function)(*operands[:-1])
+    (wanted,) = reference.evaluate(jaxpr, operands[:-1], reference.Arithmetic(widen=True))
+    assert np.abs(np.asarray(got, np.float64) - wanted).max() / np.abs(wanted).max() < TOLERANCE[dtype]
+    loops = [i for program in programs for stage in program.stages for i in stage.body if isinstance(i, CpuLoop)]
+    assert [(loop.within[2], loop.within[-1]) for loop in loops] == [(256, 1), (128, 2)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_worked_off_in_blocks(name: str, programs: list[CpuProgram]) -> None:
     gradient, operands = gradient_of(name, 257, subsets(name)[-1], "float32")

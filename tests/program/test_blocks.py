@@ -65,9 +65,11 @@ def operands(program: TileProgram, seed: int = 0) -> list[np.ndarray]:
     return [rng.standard_normal(a.shape).astype(np.dtype(a.dtype)) for a in program.inputs]
 
 
-def check(program: TileProgram, value: int, block: int, arrays: list[np.ndarray], dim: int = 1, bound: float = 3e-6) -> TileProgram:
+def check(
+    program: TileProgram, value: int, block: int, arrays: list[np.ndarray], dim: int = 1, bound: float = 3e-6, edge: int = 0
+) -> TileProgram:
     """The blocked program agrees with the whole one in float64, interpreted and on the CPU."""
-    made = simplified(blocked(program, value, dim, block))
+    made = simplified(blocked(program, value, dim, block, edge))
     verify(made)
     wide = interpret(Program.of(program), arrays, widen=True)
     for got, exact in ((interpret(Program.of(made), arrays, widen=True), 1e-12), (run(made, arrays), bound)):
@@ -116,6 +118,26 @@ def test_hidden_blocks_are_left_out() -> None:
     made = check(program, scores, 8, operands(program))
     whole, edges = ([list(tile_iterations(made, loop, np.asarray(made.rows_of(t)))) for t in range(4)] for loop in loops(made))
     assert [sorted(a + b) for a, b in zip(whole, edges, strict=True)] == [[0, 1], [1, 2, 3], [3, 4, 5], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("queries, keys, tile_rows", [(150, 170, 96), (170, 150, 64), (1, 170, 96), (131, 131, 131)])
+@pytest.mark.parametrize("mask", ["causal", "window", "added"])
+def test_blocks_are_smaller_where_a_mask_cuts_them(mask: str, queries: int, keys: int, tile_rows: int) -> None:
+    for dtype, bound in (("float32", 3e-6), ("bfloat16", 2e-2)):
+        program, scores = attention(queries=queries, keys=keys, mask=mask, window=45, dtype=dtype, tile_rows=tile_rows)
+        made = check(program, scores, 32, operands(program), bound=bound, edge=8)
+        found = [(loop["within"][1], loop.get("together", 1), loop["within"][-1]) for loop in loops(made)]
+        assert found == [(32, 1, "whole"), (8, 4, "edges")]
+
+
+def test_rows_leave_out_blocks_that_they_do_not_see() -> None:
+    """Weights are 0 there, which would make NaN of a value that is NaN."""
+    program, scores = attention(queries=128, keys=128, mask="causal", tile_rows=128)
+    arrays = operands(program)
+    arrays[2][0, 127] = np.nan
+    for edge, rows in ((32, 96), (16, 96), (0, 64)):
+        (got,) = run(simplified(blocked(program, scores, 1, 64, edge)), arrays)
+        assert np.isnan(got[0, rows:]).all() and np.isfinite(got[0, :rows]).all() and np.isfinite(got[1]).all(), edge
 
 
 @pytest.mark.sampled(2)

@@ -221,9 +221,10 @@ struct Dot {
 
 // The iterations of a loop that a tile runs: number i stands for elements i * step to (i + 1) * step - 1, and it runs where those
 // reach into [x + low, y + high], where x and y are the smallest and the largest index of the tile's rows on a stream axis, row /
-// divisor % extent. Those of them whose elements all lie in [y + low, x + high] are whole, the others edges.
+// divisor % extent. Those of them whose elements all lie in [y + low, x + high] are whole, the others edges; whole are only all of
+// `together` neighbours, counted from 0. An iteration that is not whole may leave out rows that see none of its elements.
 struct Within {
-  int64_t divisor, extent, step, low, high, which;  // which: 0 all of them, 1 the whole ones, 2 the edges
+  int64_t divisor, extent, step, low, high, which, together;  // which: 0 all of them, 1 the whole ones, 2 the edges
 };
 
 // The `length` instructions behind these are their body.

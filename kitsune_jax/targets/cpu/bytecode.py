@@ -459,10 +459,11 @@ class Dot:
 class CpuLoop:
     """Runs ``body`` ``count`` times, at least once; with ``reverse``, the iterations' numbers count down to 0.
 
-    ``within``: empty, or (divisor, extent, step, low, high, which). Let x and y be the smallest and the largest row // divisor %
-    extent of the tile's rows, counted from the start of the batch. Iteration i covers the elements i * step to (i + 1) * step - 1;
-    it is skipped unless they overlap [x + low, y + high], and it is whole if all lie in [y + low, x + high]. ``which``: 0 runs all
-    iterations that are not skipped, 1 the whole ones, 2 the others.
+    ``within``: empty, or (divisor, extent, step, low, high, which, together). Let x and y be the smallest and the largest row //
+    divisor % extent of the tile's rows, counted from the start of the batch. Iteration i covers the elements i * step to (i + 1) *
+    step - 1; it is skipped unless they overlap [x + low, y + high], and it is whole if all lie in [y + low, x + high], and those of
+    all ``together`` neighbours, counted from 0. ``which``: 0 runs all iterations that are not skipped, 1 the whole ones, 2 the
+    others. Rows that see no element of an iteration that is not whole may be left out of it.
     """
 
     CODE: ClassVar[int] = 13

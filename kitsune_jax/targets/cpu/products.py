@@ -296,7 +296,8 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
     axis, step, low, high, which = bounds
     unbounded = math.prod(program.axes) + instr["count"] * step
     low, high = -unbounded if low is None else low, unbounded if high is None else high
-    return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which)
+    together = instr.get("together", 1)
+    return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which), together
 
 
 def _written_at_once(stage: StageLowering, block: LoopBody) -> list[int]:
