@@ -78,11 +78,11 @@ def test_intermediates_that_outgrow_the_first_cache_are_read_from_the_second() -
     works = cost.kinds(cost.region.ops).items()
     moved = 4 * sum(count * (work.elements if work.family == "reduce" else work.edges) for work, count in works)
     model = TileModel(cost)
-    assert l2 > l1 and model.waiting_seconds(4) == TileModel(alike).waiting_seconds(64) == 0.0
-    assert model.waiting_seconds(64) == pytest.approx(64 * moved * (l2 - l1) / 2) and moved >= 4 * 3 * 512
+    assert l2 > l1 and model.cache_wait_seconds(4) == TileModel(alike).cache_wait_seconds(64) == 0.0
+    assert model.cache_wait_seconds(64) == pytest.approx(64 * moved * (l2 - l1) / 2) and moved >= 4 * 3 * 512
     planned = plan(cost.graph, cost.region, cost.machine)
-    waits = model.waiting_seconds(planned.tile_rows)
-    assert planned.stages[0].tile_seconds == pytest.approx(model.seconds(planned.tile_rows) + waits) and waits > 0
+    waits = model.cache_wait_seconds(planned.tile_rows)
+    assert planned.stages[0].tile_seconds == pytest.approx(model.seconds(planned.tile_rows) + model.weight_wait_seconds() + waits) and waits > 0
 
 
 def test_results_in_registers_are_not_written() -> None:

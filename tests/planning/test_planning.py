@@ -328,6 +328,11 @@ def test_nerf_on_the_cpu_is_one_fused_stage_per_core_on_96_rows():
     assert p.bound == p.stages[0].name
 
 
+def test_tiles_are_taller_where_products_take_no_longer_than_their_weights_need_to_arrive() -> None:
+    rows = {dtype: plan(*block(65536, (512,) * 5, dtype), cpu_model("amx-2")).tile_rows for dtype in ("float32", "bfloat16")}
+    assert rows == {"float32": 96, "bfloat16": 192}
+
+
 @pytest.mark.parametrize(
     ("case", "machine", "tile_rows", "replicas", "seconds"),
     [

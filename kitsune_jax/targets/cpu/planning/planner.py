@@ -40,7 +40,11 @@ from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds, stored
 # --- Rows of a tile ---------------------------------------------------------------------------------------------------------------
 
 # Tile sizes in order of preference, for sizes that the model rates alike (micro-kernels reach their rate at 32 to 128 rows).
-_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 768, 1024, 2048, 4096, 8192)
+_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 192, 256, 512, 768, 1024, 2048, 4096, 8192)
+# The share of the time to fetch weights that products do not hide. Inference in bfloat16 and float32: a transformer layer of 1024
+# tokens took 8.0 and 26.4 ms in tiles of 64 rows, 7.4 and 25.7 of 128; NeRF took 36.9 and 181 of 96, 33.2 and 173 of 192 (Xeon
+# with AMX).
+_WAITED = 0.5
 # The part of a core's L2 for a tile without products, which several passes read and write. Softmaxes of rows of 512 numbers took
 # two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.60 to 0.78 from 128 on (float32, a Xeon with AMX and 2 MB of L2).
 _PASSED = 1 / 10
@@ -82,17 +86,23 @@ class TileModel:
 
     def seconds(self, rows: int) -> float:
         """Seconds of one tile on one worker."""
-        machine = self.cost.machine
-        weights_at = "l2" if self.weights <= machine.local_bytes // 2 else "l3"
         spent = [(work.dot is not None, count * self.cost.seconds(work, rows)) for work, count in self.kinds.items()]
         tensor = sum(seconds for multiplies, seconds in spent if multiplies)
         simt = sum(seconds for multiplies, seconds in spent if not multiplies)
         # A core prefetches while it multiplies, so only fetching beyond the matmuls' time is waited for (a NeRF step with 2 MB of
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32; its matmuls alone take 117).
-        fetched = self.weights / machine.place(weights_at).bandwidth + self._spill_seconds(rows)
+        fetched = self._weight_seconds() + self._spill_seconds(rows)
         return max(tensor, fetched) + simt + self._between + _TILE_SECONDS
 
-    def waiting_seconds(self, rows: int) -> float:
+    def _weight_seconds(self) -> float:
+        place = "l2" if self.weights <= self.cost.machine.local_bytes // 2 else "l3"
+        return self.weights / self.cost.machine.place(place).bandwidth
+
+    def weight_wait_seconds(self) -> float:
+        """Seconds of a tile beyond ``seconds`` in which its worker waits for weights."""
+        return 0.0 if self.packs else _WAITED * self._weight_seconds()
+
+    def cache_wait_seconds(self, rows: int) -> float:
         """Seconds beyond ``seconds`` in which a tile's ops wait for the L2, where intermediates do not fit the L1. They do not
         decide on the rows: tiles that fit took 1 to 9 % longer, as a tile has more costs than are modelled (Xeon with AMX)."""
         if rows * self.live <= self.cost.machine.profile.l1:
@@ -147,7 +157,7 @@ def tile_rows(model: TileModel) -> int:
 
     @functools.cache
     def seconds(rows: int) -> float:
-        tiles, tile = space.tiles(rows), model.seconds(rows)
+        tiles, tile = space.tiles(rows), model.seconds(rows) + model.weight_wait_seconds()
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
@@ -387,7 +397,7 @@ def _plan_tiles(cost: CpuCost, model: TileModel) -> CpuPlan:
     rows = tile_rows(model)
     tiles = region.space.tiles(rows)
     replicas = max(1, min(machine.workers, tiles))
-    tile = model.seconds(rows) + model.waiting_seconds(rows)
+    tile = model.seconds(rows) + model.weight_wait_seconds() + model.cache_wait_seconds(rows)
     traffic = pipeline_traffic(cost)
     busy = -(-tiles // replicas) * tile
     moving = _moving_seconds(machine, traffic + partial_bytes(cost, replicas))
