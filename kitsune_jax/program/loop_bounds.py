@@ -52,6 +52,21 @@ def mean_iterations(program: TileProgram, instr: Instr) -> float:
     return float(np.mean({"all": seen, "whole": whole, "edges": seen - whole}[which]))
 
 
+def mean_row_iterations(program: TileProgram, instr: Instr) -> float:
+    """As ``mean_iterations``, of a row, where rows leave out the iterations that are not whole and of which they see nothing."""
+    if instr.get("within") is None or instr["within"][-1] == "whole":
+        return mean_iterations(program, instr)
+    axis, step, low, high, which = instr["within"]
+    x, y = _indices(program, axis)
+    (first, end), (whole, whole_end) = _spans(program, instr, x, y)
+    i = np.arange(instr["count"])[:, None]
+    runs = (first <= i) & (i < end) & ((which == "all") | (i < whole) | (whole_end <= i))
+    last = y if low is None else np.minimum(y, (i + 1) * step - 1 - low)
+    rows = last - (x if high is None else np.maximum(x, i * step - high)) + 1
+    rows = np.where((x == 0) & (y == program.axes[axis] - 1), y - x + 1, rows)  # where a tile wraps around, all take part
+    return float(np.mean(np.sum(runs * rows / (y - x + 1), axis=0)))
+
+
 def _spans(
     program: TileProgram, instr: Instr, x: _Index, y: _Index, number: Callable[[int], int] | None = None
 ) -> tuple[_Span, _Span]:

@@ -14,7 +14,7 @@ from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.ops.graph import make_params
 from kitsune_jax.program.build import build
 from kitsune_jax.program.ir import Instr, TileProgram, walk
-from kitsune_jax.program.loop_bounds import mean_iterations, tile_starts
+from kitsune_jax.program.loop_bounds import mean_iterations, mean_row_iterations, tile_starts
 from tests.support.graphs import graph_of
 
 HEADS = [1, 2, 3, 7, 8, 16, 31, 64]
@@ -60,6 +60,22 @@ def test_the_visible_share_where_there_are_more_tiles_than_are_looked_at(axes: t
 def test_the_visible_share_where_a_batch_axis_is_compared() -> None:
     program = program_of((64, 40), 1)
     assert mean_iterations(program, loop(0, 16)) == pytest.approx(seen_blocks(program, 0).mean(), rel=0.02)
+
+
+@pytest.mark.parametrize("low", [None, -9])
+@pytest.mark.parametrize("which, together", [("all", 1), ("edges", 1), ("edges", 2)])
+def test_rows_leave_out_what_they_do_not_see(which: str, together: int, low: int | None) -> None:
+    """Exact, by looking at each element of each row; a block is whole if all rows of its tile see all elements of its group."""
+    tokens, rows, step = 64, 16, 4
+    params = make_params(count=tokens // step, reverse=False, within=(1, step, low, 0, which), together=together)
+    program = TileProgram((2, tokens), rows, (), (), (), (), (), (), (), batch_axes=1)
+    near = np.arange(tokens) - np.arange(tokens)[:, None]  # [row, element]
+    seen = (near <= 0) & (near >= (-tokens if low is None else low))
+    some = seen.reshape(tokens, -1, step).any(-1)
+    whole = seen.reshape(tokens // rows, rows, -1, step * together).all((1, 3)).repeat(together, 1).repeat(rows, 0)
+    exact = (some & ~whole if which == "edges" else some).sum(1).mean()
+    assert mean_row_iterations(program, Instr("loop", (), (), params)) == pytest.approx(exact)
+    assert mean_iterations(program, Instr("loop", (), (), params)) > exact
 
 
 def test_blocks_seen_as_a_whole_and_those_at_the_edge_are_all() -> None:
