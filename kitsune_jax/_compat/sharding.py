@@ -9,19 +9,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+import pathlib
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from kitsune_jax._compat.jaxprs import core, inner_jaxprs, jax_module, mlir, new_primitive, open_parts, register_lowering, x64
+from kitsune_jax._compat.jaxprs import (
+    core,
+    in_avals,
+    inner_jaxprs,
+    jax_module,
+    mlir,
+    new_primitive,
+    open_parts,
+    register_lowering,
+    x64,
+)
 
 sharding_impls = jax_module("jax._src.sharding_impls")
 mesh_lib = jax_module("jax._src.mesh")
 xla_client = jax_module("jax._src.lib").__dict__.get("xla_client")
 xla_bridge = jax_module("jax._src.xla_bridge")
 sharding_rules = jax_module("jax._src.custom_partitioning_sharding_rule")
+compiler = jax_module("jax._src.compiler")
 mlir_lib = jax_module("jax._src.lib.mlir")
 
 
@@ -245,8 +259,7 @@ def _primes(n: int) -> list[int]:
 
 def sharding_of(mesh: dict[str, int], spec: Sequence[Sequence[str]]) -> Any:
     """XLA's sharding of an array whose dimensions are divided by the axes ``spec`` of ``mesh``."""
-    parts = jax.sharding.PartitionSpec(*(tuple(axes) or None for axes in spec))
-    return jax.sharding.NamedSharding(_abstract(mesh), parts)._to_xla_hlo_sharding(len(spec))
+    return jax.sharding.NamedSharding(_abstract(mesh), _partition_spec(spec))._to_xla_hlo_sharding(len(spec))
 
 
 def _abstract(mesh: dict[str, int]) -> Any:
@@ -302,3 +315,79 @@ def module_of(closed: Any, mesh: dict[str, int], platform: str) -> bytes:
 def local_avals(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """The types of one shard of arrays of XLA's ``shapes``."""
     return [core.ShapedArray(s.tile(x).dimensions(), x.numpy_dtype()) for x, s in zip(shapes, shardings, strict=True)]
+
+
+# --- compilations of a program alone ----------------------------------------------------------------------------------------------
+
+# The machine code is never run.
+_FAST: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_gpu_autotune_level": 0,
+}
+_PASS = "spmd-partitioning"
+
+
+def partition_by_xla(closed: Any, mesh: Mapping[str, int], given: Sequence[Any], asked: Sequence[Any], platform: str) -> bytes:
+    """The module of one shard in XLA's own partition of ``closed``, a program of whole arrays. ``given``, ``asked``: the mesh axes
+    of each dimension of the operands and results.
+
+    The module is in no public result of a compilation, so it is read from what XLA can be told to write after a pass.
+    """
+    devices = _devices(mesh, platform)
+    on = jax.sharding.Mesh(np.array(devices).reshape(tuple(mesh.values())), tuple(mesh))
+    places = [[jax.sharding.NamedSharding(on, _partition_spec(spec)) for spec in specs] for specs in (given, asked)]
+    jitted = jax.jit(core.jaxpr_as_fun(closed), in_shardings=tuple(places[0]), out_shardings=places[1], keep_unused=True)
+    with no_mesh(), x64(True):
+        module = jitted.lower(*in_avals(closed)).compiler_ir("stablehlo")
+    with tempfile.TemporaryDirectory(prefix="kitsune") as folder:
+        dumped = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASS, "xla_dump_hlo_as_proto": True}
+        _compiled_alone(module, devices, True, dumped)
+        (after,) = pathlib.Path(folder).glob(f"*after_{_PASS}*.hlo.pb")
+        proto = _first_field(after.read_bytes())
+    return bytes(xla_client._xla.mlir.hlo_to_stablehlo(proto))
+
+
+def compiled_shard(module: bytes, mesh: Mapping[str, int], platform: str) -> tuple[str, int]:
+    """(the text, the bytes of temporary memory) of the compiled ``module`` of one shard."""
+    loaded = _compiled_alone(module, _devices(mesh, platform), False, {})
+    (text,) = (found.to_string() for found in loaded.hlo_modules())
+    return text, loaded.get_compiled_memory_stats().temp_size_in_bytes
+
+
+def _devices(mesh: Mapping[str, int], platform: str) -> list[Any]:
+    """Raises ``RuntimeError`` where the devices of this process may not be those for which the program is compiled: all processes
+    have to come to the same decisions."""
+    count, devices = math.prod(mesh.values()), jax.devices(platform)
+    if len(devices) < count or (jax.process_count() > 1 and len(devices) != count):
+        raise RuntimeError(f"a program of {count} devices cannot be compiled for the {len(devices)} of this process")
+    return devices[:count]
+
+
+def _compiled_alone(module: Any, devices: Sequence[Any], divided: bool, more: Mapping[str, Any]) -> Any:
+    """``divided``: by XLA. To compile a module that is divided already, each device has a replica of the program. JAX's cache of
+    compiled programs is passed by: a program from there was not written by a pass."""
+    backend, ids = devices[0].client, np.array([[d.id for d in devices]])
+    options = compiler.get_compile_options(
+        *((1, len(devices), ids) if divided else (len(devices), 1, ids.T)),
+        {**_FAST, **more},
+        detailed_logging=False,
+        backend=backend,
+    )
+    build = options.executable_build_options
+    build.use_spmd_partitioning, build.use_shardy_partitioner = divided, divided
+    return backend.compile_and_load(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=options)
+
+
+def _first_field(message: bytes) -> bytes:
+    """The first field of a protocol buffer, a message: the ``HloModuleProto`` of an ``HloProto``."""
+    length, shift, at = 0, 0, 1
+    while True:
+        byte = message[at]
+        length, shift, at = length | (byte & 127) << shift, shift + 7, at + 1
+        if byte < 128:
+            return message[at : at + length]
+
+
+def _partition_spec(spec: Sequence[Sequence[str]]) -> Any:
+    return jax.sharding.PartitionSpec(*(tuple(axes) or None for axes in spec))

@@ -19,12 +19,13 @@ from kitsune_jax import _compat, config
 from kitsune_jax.capture.edit import Captured, needed_ops
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import PARTITIONED
-from kitsune_jax.config import Options
+from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, record
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.loops import evaluate_jax
 from kitsune_jax.ops.spec import COMPARISONS, np_dtype
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.sharding.by_xla import smaller_partition
 from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
 from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
 
@@ -409,6 +410,11 @@ class _Partitioner:
             if options is not None:
                 local = self.pipelined(local, options, around["target"], everywhere)
             module = _compat.module_of(local, everywhere, around["platform"])
+        if options is not None and not (options.force or around["manual"]):
+            other = smaller_partition(graph, module, inputs, plan.outputs, mesh, around["platform"])
+            if other is not None:
+                module, why = other
+                logger.debug("%s: XLA divides a part of it: %s", found["name"], why)
         return module, operands, _compat.as_result(result_shape, results)
 
 

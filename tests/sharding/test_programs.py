@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kitsune_jax as kj
+from kitsune_jax.sharding.by_xla import bytes_sent, collectives
 from tests.support.checks import TARGET, close, count, in_float64
-from tests.support.collectives import bytes_sent, collectives
 from tests.support.sharded_programs import PROGRAMS, Sharded, enlarged, layer, mlp, train_step
 
 pytestmark = pytest.mark.filterwarnings("error:kitsune_jax")  # a fall-back to plain HLO is a failure here
@@ -297,6 +297,28 @@ def test_a_device_needs_no_more_memory_than_with_jit(name: str) -> None:
     most, _ = MORE_MEMORY.get(name, (1.01, ""))
     assert ours <= most * plain + 4096
     assert name not in MORE_MEMORY or ours > 1.01 * plain  # else the table is out of date
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["recurrent, hidden", "gradient of tensor parallel, exact gelu", "gradient of layers, fully sharded", "attention over keys"],
+)
+def test_xla_divides_what_would_need_more_memory(name: str) -> None:
+    """Without ``force``. (The first one needs 1.25 times as much with pipelines, the second one 1.56 times.)"""
+    program = PROGRAMS[name]
+    ours, args = compiled(program, kj.pipeline(program.function))
+    close(ours(*args), in_float64(program.function, *program.args))
+    large = enlarged(program, 512)
+    ours, plain = (compiled(large, f)[0] for f in (kj.pipeline(large.function), large.function))
+    assert ours.memory_analysis().temp_size_in_bytes <= 1.01 * plain.memory_analysis().temp_size_in_bytes + 4096
+    assert bytes_sent(ours.as_text()) <= 1.001 * bytes_sent(plain.as_text())
+
+
+def test_the_reason_to_let_xla_divide_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    program = enlarged(PROGRAMS["recurrent, hidden"], 512)
+    with caplog.at_level("DEBUG", "kitsune_jax"):
+        assert count(compiled(program, kj.pipeline(lambda *a: program.function(*a) + 1))[0].as_text()) == 0
+    assert re.search(r"XLA divides a part of it: a device would need [\d,]+ bytes of temporary memory instead of", caplog.text)
 
 
 DIVIDED_TABLES = [

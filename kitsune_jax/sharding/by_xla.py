@@ -1,0 +1,86 @@
+"""XLA's own partition of a Graph, which takes the place of this package's where a device would send or hold more with that.
+
+Comes in: the module of one shard, the whole Graph, and the shardings of its operands and results. Goes out: the module of XLA's
+partition with the reason to take it, or None. Both are compiled alone, without optimization of machine code, and compared by their
+bytes: nothing is timed, so all processes choose the same. A partition for devices that this process does not have is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from kitsune_jax import _compat
+from kitsune_jax.config import logger
+from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.spec import np_dtype
+from kitsune_jax.sharding.partition import Spec, evaluate, plan_graph, shards, whole
+
+KINDS = "all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter"
+_BITS = {"pred": 8, **{f"{kind}{bits}": bits for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)}, "bf16": 16}
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+# Of bytes sent and of memory: what a part of a function takes alone differs a little from what it takes in the function. And a call
+# has some memory of its own.
+_MORE, _MORE_BYTES = 1.05, 4096
+
+
+def smaller_partition(
+    graph: Graph, module: bytes, given: Sequence[Spec], asked: Sequence[Spec], mesh: Mapping[str, int], platform: str
+) -> tuple[bytes, str] | None:
+    """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``module``, or needs less memory."""
+    pairs = [*zip(graph.inputs, given, strict=True), *zip(graph.outputs, asked, strict=True)]
+    if any(n % shards(axes, mesh) for v, spec in pairs for n, axes in zip(graph.values[v].shape, spec, strict=True)):
+        return None  # JAX has no such arguments
+    nothing = [whole(graph.values[v]) for v in graph.inputs]
+    plan = plan_graph(graph, nothing, {})
+    try:
+        with _compat.manual_mesh({}):
+            types = [jax.ShapeDtypeStruct(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
+            plain = jax.make_jaxpr(lambda *arrays: evaluate(graph, plan, arrays, {}, nothing))(*types)
+        other = _compat.partition_by_xla(plain, mesh, given, asked, platform)
+        (text, memory), (own_text, own_memory) = (_compat.compiled_shard(m, mesh, platform) for m in (other, module))
+    except Exception as error:
+        logger.debug("XLA's own partition is not compared: %s", error)
+        return None
+    sent, own_sent = bytes_sent(text), bytes_sent(own_text)
+    if own_sent > _MORE * sent:
+        return other, f"a device would send {own_sent:,.0f} bytes instead of {sent:,.0f}"
+    if own_memory > _MORE * memory + _MORE_BYTES:
+        return other, f"a device would need {own_memory:,} bytes of temporary memory instead of {memory:,}"
+    return None
+
+
+def collectives(text: str) -> Counter[str]:
+    """How many collectives of each kind a compiled module has."""
+    found = Counter(made[2] for line in text.splitlines() if (made := _COLLECTIVE.search(line)))
+    return Counter({kind: found[kind] for kind in KINDS})
+
+
+def bytes_sent(text: str) -> float:
+    """The bytes that each device sends by the ring algorithms, where a step of every loop runs once."""
+    return sum(_bytes_sent(line, *made.groups()) for line in text.splitlines() if (made := _COLLECTIVE.search(line)))
+
+
+def _bytes_sent(line: str, types: str, kind: str) -> float:
+    devices = 2 if kind == "collective-permute" else _devices(line)
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
+    size = sum(_BITS[dtype] // 8 * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
+    others = devices - 1
+    parts = {"all-reduce": 2 * others / devices, "reduce-scatter": others, "collective-permute": 1}  # of the result
+    return size * parts.get(kind, others / devices)
+
+
+def _devices(line: str) -> int:
+    """How many devices take part in a collective: in one of its groups, which are written in three ways."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    if by_mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", by_mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", by_mesh[2]))
+    shape = re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)
+    assert shape is not None, line
+    return int(shape[1])
