@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -23,15 +24,30 @@ from kitsune_jax.sharding.partition import Spec, evaluate, plan_graph, shards, w
 KINDS = "all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter"
 _BITS = {"pred": 8, **{f"{kind}{bits}": bits for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)}, "bf16": 16}
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+_GATHERS = frozenset({"all_gather", "all_to_all", "ppermute"})
+# Some primitives whose results no product reads without an array between.
+_COMPUTED = frozenset(
+    {"dot_general", "tanh", "logistic", "exp", "max", "min", "mul", "add", "sub", "div", "select_n", "integer_pow"}
+)
 # Of bytes sent and of memory: what a part of a function takes alone differs a little from what it takes in the function. And a call
 # has some memory of its own.
 _MORE, _MORE_BYTES = 1.05, 4096
 
 
 def smaller_partition(
-    graph: Graph, module: bytes, given: Sequence[Spec], asked: Sequence[Spec], mesh: Mapping[str, int], platform: str
+    graph: Graph,
+    local: Any,
+    pipelined: Any,
+    module: bytes,
+    given: Sequence[Spec],
+    asked: Sequence[Spec],
+    mesh: Mapping[str, int],
+    platform: str,
 ) -> tuple[bytes, str] | None:
-    """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``module``, or needs less memory."""
+    """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``module``, or needs less memory.
+    ``local``, ``pipelined``: the jaxpr of one shard without and with pipelines, of which ``module`` is made."""
+    if not _gathers(pipelined) and _most_memory(pipelined) <= max(_least_memory(local), _MORE_BYTES):
+        return None  # no partition has less: nothing to compile
     pairs = [*zip(graph.inputs, given, strict=True), *zip(graph.outputs, asked, strict=True)]
     if any(n % shards(axes, mesh) for v, spec in pairs for n, axes in zip(graph.values[v].shape, spec, strict=True)):
         return None  # JAX has no such arguments
@@ -52,6 +68,46 @@ def smaller_partition(
     if own_memory > _MORE * memory + _MORE_BYTES:
         return other, f"a device would need {own_memory:,} bytes of temporary memory instead of {memory:,}"
     return None
+
+
+def _gathers(closed: Any) -> bool:
+    """Does a program of one shard have collectives other than those that reduce?"""
+    jaxpr, _ = _compat.open_parts(closed)
+    return any(eqn.primitive.name in _GATHERS or any(map(_gathers, _compat.inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
+def _most_memory(closed: Any, inside: bool = False) -> int:
+    """The bytes of all values that live at the same time, beside operands and results, if XLA fused nothing. ``inside`` of another
+    program the results count too."""
+    jaxpr, _ = _compat.open_parts(closed)
+    results = set[Any]() if inside else {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    last = {v: k for k, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not _compat.is_literal(v)}
+    last |= dict.fromkeys((v for v in jaxpr.outvars if not _compat.is_literal(v)), len(jaxpr.eqns))
+    size = {v: _bytes(v) for eqn in jaxpr.eqns for v in eqn.outvars if v not in results}
+    live = most = 0
+    for k, eqn in enumerate(jaxpr.eqns):
+        live += sum(size.get(v, 0) for v in eqn.outvars)
+        most = max(most, live + max((_most_memory(inner, True) for inner in _compat.inner_jaxprs(eqn)), default=0))
+        gone = {v for v in (*eqn.invars, *eqn.outvars) if not _compat.is_literal(v) and last.get(v, k) <= k}
+        live -= sum(size.get(v, 0) for v in gone)
+    return most
+
+
+def _least_memory(closed: Any) -> int:
+    """The bytes that some product of a program without pipelines surely needs: for its result and its computed operands."""
+    jaxpr, _ = _compat.open_parts(closed)
+    maker = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
+    results = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    least = [_least_memory(inner) for eqn in jaxpr.eqns for inner in _compat.inner_jaxprs(eqn)]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            operands = {v for v in eqn.invars if not _compat.is_literal(v) and maker.get(v) in _COMPUTED}
+            least.append(sum(map(_bytes, {*operands, *eqn.outvars} - results)))
+    return max(least, default=0)
+
+
+def _bytes(v: Any) -> int:
+    return math.prod(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 1)
 
 
 def collectives(text: str) -> Counter[str]:

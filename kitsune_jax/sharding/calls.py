@@ -407,11 +407,10 @@ class _Partitioner:
 
         with _compat.manual_mesh(everywhere):
             local = _compat.trace_jaxpr(one_shard, _compat.local_avals(shapes, operands), lower=True)
-            if options is not None:
-                local = self.pipelined(local, options, around["target"], everywhere)
-            module = _compat.module_of(local, everywhere, around["platform"])
+            pipelined = local if options is None else self.pipelined(local, options, around["target"], everywhere)
+            module = _compat.module_of(pipelined, everywhere, around["platform"])
         if options is not None and not (options.force or around["manual"]):
-            other = smaller_partition(graph, module, inputs, plan.outputs, mesh, around["platform"])
+            other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, around["platform"])
             if other is not None:
                 module, why = other
                 logger.debug("%s: XLA divides a part of it: %s", found["name"], why)
