@@ -266,6 +266,17 @@ def _abstract(mesh: dict[str, int]) -> Any:
     return jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
 
 
+_told: dict[str, RuntimeError] = {}  # errors that were raised in a partitioner, by their texts
+
+
+def compilation_error(text: str) -> RuntimeError:
+    """An error to raise in a partitioner, which the compilation then raises in the place of XLA's, where JAX can do so."""
+    if not _told and hasattr(compiler, "register_xla_runtime_error_handler"):
+        compiler.register_xla_runtime_error_handler(lambda error: next((e for t, e in _told.items() if t in str(error)), None))
+    _told[text] = RuntimeError(text)
+    return _told[text]
+
+
 @contextlib.contextmanager
 def manual_mesh(mesh: dict[str, int]) -> Iterator[None]:
     """The context in which a program of one shard is traced: collectives know the axes of ``mesh``, and nothing of the thread that

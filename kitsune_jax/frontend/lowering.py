@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitsune_jax import _compat, config, targets, tuning
+from kitsune_jax import _compat, cache, config, targets, tuning
 from kitsune_jax.capture.edit import Captured
 from kitsune_jax.capture.jaxpr import BodyRewrite, capture
 from kitsune_jax.capture.rewrites import FEW_ROWS, OF_NEW_ROWS, RewriteContext, apply_rewrites
@@ -274,12 +274,19 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
     assert target is not None and platform is not None
     if not _compat.runs_on_one_device(ctx):
         mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
-        around = Surroundings(target, platform, tuple(mesh.items()), manual)
+        around = Surroundings(target, platform, machine_key(target), tuple(mesh.items()), manual)
         return _compat.lower_jaxpr(ctx, partitioned_or_plain(call_jaxpr, options, around), args)
     budget = None
     if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
         budget = tuning.budget_of(_compat.program_of(ctx), platform)
     return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target, budget), args)
+
+
+def machine_key(target: str) -> str:
+    """A key of what the plans for ``target`` depend on beside the program. A profile that no disk keeps is another one in each
+    process, and not in the key."""
+    name = config.profile() or config.num_threads() if config.cache_dir() is None else targets.get(target).surroundings()
+    return cache.key(target=target, surroundings=repr(name))
 
 
 def target_of(options: Options, platform: str | None) -> str | None:

@@ -327,6 +327,14 @@ class Rounding:
     results: frozenset[str] = NARROW
     widened: frozenset[str] = NARROW
 
+    def __repr__(self) -> str:
+        """In keys of what is kept on disk: the same in every process, which the order of a set of texts is not.
+
+        >>> Rounding(frozenset({"float16", "bfloat16"}), frozenset())
+        Rounding(['bfloat16', 'float16'], [])
+        """
+        return f"Rounding({sorted(self.results)}, {sorted(self.widened)})"
+
     def rounds(self, kind: str, dtype: str, literals: tuple[Scalar | None, ...] = ()) -> bool:
         """Must a result of ``dtype`` of an op of this kind be rounded? ``literals``: its operands that are constants.
 

@@ -245,10 +245,12 @@ _region_p: Any = None
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
     """The surroundings of a function: the target and the platform that it is lowered for, and, inside of a ``shard_map`` that
-    leaves axes of its mesh automatic, the axes with their sizes and those that are manual."""
+    leaves axes of its mesh automatic, the axes with their sizes and those that are manual. ``machine``: a key of what plans depend
+    on beside their program, for JAX's cache of compiled programs; a program may be divided on another machine."""
 
     target: str
     platform: str
+    machine: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
     manual: tuple[str, ...] = ()
 
@@ -374,8 +376,8 @@ class _Partitioner:
             mesh, specs = _compat.common_mesh([*shardings, *results], automatic or None)
             return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
         except Exception as error:
-            if options.strict:  # XLA makes a JaxRuntimeError of it, with this text behind a traceback
-                raise RuntimeError(
+            if options.strict:
+                raise _compat.compilation_error(
                     f"kitsune_jax could not pipeline {found['name']} for one of its devices, and strict=True forbids to leave "
                     f"that to XLA: {type(error).__name__}: {error}"
                 ) from error

@@ -502,8 +502,22 @@ def test_a_strict_failure_of_the_partitioner_names_the_function(monkeypatch: pyt
     monkeypatch.setattr(calls._compat, "common_mesh", broken)
     program = dataclasses.replace(PROGRAMS["tensor parallel"], function=lambda *a: mlp(*a) + 2)
     jax.clear_caches()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"could not pipeline .*lambda.*strict=True.*ValueError: a bug"):
+    with pytest.raises(RuntimeError, match=r"^kitsune_jax could not pipeline .*lambda.*strict=True.*ValueError: a bug$") as raised:
         compiled(program, pipelined(program))
+    assert type(raised.value) is RuntimeError  # XLA's own has a traceback in its text
+
+
+def test_the_text_of_a_call_says_what_its_plan_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's cache of compiled programs knows the text alone."""
+    program, texts = PROGRAMS["data parallel"], list[str]()
+    args = [jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(program.args, program.specs, strict=True)]
+    for profile, threads in (("zen5-2", "2"), ("zen5", "2"), ("zen5", "3"), ("zen4-2", "2"), ("zen5-2", "2")):
+        monkeypatch.setenv("KITSUNE_PROFILE", profile)
+        monkeypatch.setenv("KITSUNE_NUM_THREADS", threads)
+        jax.clear_caches()
+        texts.append(jax.jit(pipelined(program)).lower(*args).as_text())
+    assert texts[0] == texts[1] == texts[4]
+    assert len(set(texts)) == 3
 
 
 def test_a_jax_without_partitioners_costs_the_pipelines_only(monkeypatch: pytest.MonkeyPatch) -> None:
