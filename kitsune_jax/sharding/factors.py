@@ -7,11 +7,13 @@ that are reduced away. A dimension of several factors was made of several dimens
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.sharding.moves import KINDS as MOVED
 
 Factors = tuple[tuple[int, ...], ...]  # of each dimension of a value
 
@@ -30,8 +32,9 @@ class ShardingRule:
 def sharding_rule(graph: Graph) -> ShardingRule:
     """The factors of the operands and results of ``graph``.
 
-    Two dimensions share a factor where some op gives index i of one to index i of the other. A factor that one array would have in
-    two dimensions (a matrix of scores between the rows of one array) is two factors.
+    Two dimensions share a factor where some op gives index i of one to index i of the other, or moves elements along the dimension:
+    a slice, padding or a concatenation keeps the axes that divide it. A factor that one array would have in two dimensions (scores
+    between the rows of one array) is two factors.
 
     Rows keep the shards that they have: parameters that are stored in parts (fully sharded data parallelism) divide no array of
     rows, though their dimensions meet. So a factor of operands with rows is another one in parameters, and in results without rows
@@ -39,8 +42,10 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     divides results with rows.
     """
     found = _DimensionSets(graph)
-    rows = found.rows()
     leaves = {v: [found.leaves(v, d) for d in range(len(graph.values[v].shape))] for v in (*graph.inputs, *graph.outputs)}
+    shared = found.shared([dim for dims in leaves.values() for dim in dims])
+    rows = shared.get(found.rows(), found.rows())
+    leaves = {v: _shared_once(dims, shared) for v, dims in leaves.items()}
     has_rows = {v: any(rows in dim for dim in dims) for v, dims in leaves.items()}
     of_rows = {leaf for v in graph.inputs if has_rows[v] for dim in leaves[v] for leaf in dim}
     of_parameters = {leaf for v in graph.inputs if not has_rows[v] for dim in leaves[v] for leaf in dim}
@@ -69,6 +74,13 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     return ShardingRule(inputs, outputs, tuple(sizes), tuple(f for f in range(len(sizes)) if f not in kept))
 
 
+def _shared_once(dims: Sequence[Sequence[int]], shared: Mapping[int, int]) -> list[list[int]]:
+    """The leaves of an array with those whose factors they have; where two would have the same, the other one keeps its own."""
+    mine = {leaf for dim in dims for leaf in dim}
+    several = Counter(shared[leaf] for leaf in mine)
+    return [[leaf if several[shared[leaf]] > 1 else shared[leaf] for leaf in dim] for dim in dims]
+
+
 class _DimensionSets:
     """Leaves: parts of dimensions, each of which is joined with others of its size, or cut where a reshape cuts its dimension."""
 
@@ -77,12 +89,40 @@ class _DimensionSets:
         self._parent: dict[int, int] = {}
         self._cut: dict[int, tuple[int, int]] = {}
         self._first: dict[tuple[int, int], int] = {}
+        self._moved: list[
+            tuple[list[int], list[int]]
+        ] = []  # dimensions of operands and results whose elements are moved along them
         self._made: list[tuple[list[list[int]], int]] = []  # the dimensions and the size of each value that an op makes
         self._join_graph(graph, [self._values(graph, v) for v in range(len(graph.values))])
 
     def leaves(self, v: int, d: int) -> list[int]:
         """The leaves of dimension ``d`` of value ``v``, major first; none for a dimension of one element."""
         return self._resolve(self._first[v, d]) if (v, d) in self._first else []
+
+    def shared(self, dims: Iterable[Sequence[int]]) -> dict[int, int]:
+        """For each leaf of ``dims`` the one whose factor it has, a largest one. A dimension of several factors needs their sizes as
+        they are, so it shares none with a dimension of another size."""
+        dims, parent = list(dims), dict[int, int]()
+
+        def root(leaf: int) -> int:
+            while leaf in parent:
+                leaf = parent[leaf]
+            return leaf
+
+        fixed = {leaf for dim in dims if len(dim) > 1 for leaf in dim}
+        for one, other in self._moved:
+            a, b = ([x for leaf in leaves for x in self._resolve(leaf)] for leaves in (one, other))
+            if len(a) == len(b) == 1 and root(a[0]) != root(b[0]):
+                parent[root(b[0])] = root(a[0])
+        groups: dict[int, list[int]] = {}
+        for leaf in sorted({leaf for dim in dims for leaf in dim}):
+            groups.setdefault(root(leaf), []).append(leaf)
+        found = dict[int, int]()
+        for group in groups.values():
+            alike = fixed.isdisjoint(group)
+            for leaf in group:
+                found[leaf] = max(group, key=lambda x: self.size[x]) if alike else leaf
+        return found
 
     def rows(self) -> int:
         """The leaf that most of all computed elements run over: the rows of a batch, the edges of a graph; -1 if there is none."""
@@ -159,6 +199,9 @@ class _DimensionSets:
                     members = [dims[operands[k]][d] for k, d in relation.members if operands[k] in given]
                     for other in members[1:]:
                         self._join(members[0], other)
+                elif relation.role == "mixed" and op.kind in MOVED:
+                    (to,) = (dims[v][d] for v, (k, d) in zip(op.outputs, relation.members[-1:], strict=True))
+                    self._moved += [(dims[operands[k]][d], to) for k, d in relation.members[:-1] if operands[k] in given]
                 elif relation.role == "reshaped":
                     both = ([leaf for k, d in relation.members if k == side for leaf in dims[operands[k]][d]] for side in (0, 1))
                     self._join(*both)

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +27,8 @@ from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.reduce import filling, identity
 from kitsune_jax.ops.spec import DimRelation, Shapes, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
-
-Axes: TypeAlias = tuple[str, ...]  # the mesh axes that divide one dimension, major first
-Spec: TypeAlias = tuple[Axes, ...]  # those of each dimension of a value
-Mesh: TypeAlias = Mapping[str, int]  # axis -> number of devices along it
+from kitsune_jax.sharding import moves
+from kitsune_jax.sharding.moves import Axes, Mesh, Moves, Spec
 
 # Of bools "and" is the minimum. XLA's CPU client has no collective for the bits of integers: their parts are gathered.
 _FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -45,7 +43,8 @@ _READ_BY_PARTS = 2.0
 class OpPlan:
     """``reads``, ``makes``: the shardings of operands and results. ``folded``: the axes over which the result is folded, in the
     sharding ``before`` it is. ``rows``: the axes that divide the rows of the table that a ``take`` reads, a sum by index makes or
-    an update writes to, each device those that it has. ``body``: of a loop."""
+    an update writes to, each device those that it has. ``body``: of a loop. ``moves``: of the elements of a slice, or of an op that
+    puts such together."""
 
     reads: tuple[Spec, ...]
     makes: tuple[Spec, ...]
@@ -53,6 +52,7 @@ class OpPlan:
     before: Spec = ()
     rows: Axes = ()
     body: GraphPlan | None = None
+    moves: Moves | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +131,8 @@ def _forward(
         else:
             (v,) = op.outputs
             plan = _plan_op(op, graph, offered, mesh, parts_wanted.get(v))
+            if op.kind in moves.KINDS and (found := moves.moves_of(op, graph, specs, mesh, plan.makes[0])) is not None:
+                plan = _in_moves(plan, found, op)
             if v in parts_wanted and _scatters(op, graph, plan, parts_wanted[v], mesh):
                 plan = _in_parts(op, graph, plan, parts_wanted[v])
         plans.append(plan)
@@ -139,6 +141,13 @@ def _forward(
     asked = wanted or [None] * len(graph.outputs)
     outputs = [_result_spec(graph.values[v], offered[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
     return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
+
+
+def _in_moves(plan: OpPlan, found: Moves, op: Op) -> OpPlan:
+    reads = dict(found.reads)
+    made = plan.makes[0]
+    made = (*made[: found.dim], () if found.summed else found.axes, *made[found.dim + 1 :])
+    return OpPlan(tuple(reads.get(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)), (made,), (), made, moves=found)
 
 
 def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Spec | None]) -> dict[int, Spec]:
@@ -421,12 +430,15 @@ class _Evaluation:
         self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
         self.producer = graph.producers()
         self.consumers = graph.consumers()
+        self.later = dict[int, tuple[int, OpPlan]]()  # slices, which an op may read from what they are slices of
         # Values that are folded over the devices behind the transpose that reads them: their parts, and the fold.
         self.waiting = dict[int, tuple[Any, _Collective]]()
 
     def results(self) -> list[Any]:
         for i, plan in enumerate(self.plan.ops):
-            if plan is not None:
+            if plan is not None and plan.moves is not None and self.graph.ops[i].kind == "slice":
+                self.later[self.graph.ops[i].outputs[0]] = i, plan
+            elif plan is not None:
                 self._run(i, plan)
         return [self.read(v, spec) for v, spec in zip(self.graph.outputs, self.plan.outputs, strict=True)]
 
@@ -436,6 +448,9 @@ class _Evaluation:
         if value.literal is not None:
             return np.asarray(value.literal, np_dtype(value.dtype))
         if (v, spec) not in self.made:
+            if v in self.later:
+                self._run(*self.later.pop(v))
+                return self.read(v, spec)
             i = self.producer.get(v)
             if i is not None and self.plan.ops[i] is None:
                 self.made[v, spec] = self._make_free(self.graph.ops[i], spec)
@@ -468,6 +483,9 @@ class _Evaluation:
             fold = fold.transposed(op["permutation"])
             self._keep(op.outputs[0], fold.after, _folded(lax.transpose(array, op["permutation"]), fold, self.mesh))
             return
+        if plan.moves is not None:
+            self._keep(op.outputs[0], plan.makes[0], self._moved_elements(op, plan.makes[0], plan.moves))
+            return
         arrays = [self.read(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)]
         if plan.body is not None:
             results = self._loop(op, plan, arrays)
@@ -482,6 +500,13 @@ class _Evaluation:
                 self.waiting[v] = made, fold
             else:
                 self._keep(v, spec, _folded(made, fold, self.mesh))
+
+    def _moved_elements(self, op: Op, spec: Spec, moved: Moves) -> Any:
+        arrays = {v: self.read(v, have) for v, have in moved.reads}
+        fill = self.read(op.inputs[1], ()) if op.kind == "pad" else None
+        out = self.graph.values[op.outputs[0]]
+        shape = local_shape(out.shape, spec, self.mesh)
+        return moved.run(arrays, fill, shape, np_dtype(out.dtype), self._position(moved.axes))
 
     def _keep(self, v: int, spec: Spec, array: Any) -> None:
         self.first[v] = spec

@@ -104,6 +104,22 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "largest by index": (lambda x, i: jax.ops.segment_max(x, i, 6), (_normal(11, 4), abs(_indices(11, 6)) % 6)),
     "reshapes": (lambda x: jnp.sum(x.reshape(12, 6).reshape(4, 3, 6).transpose(2, 0, 1).reshape(6, 12), 0), (_normal(2, 6, 6),)),
     "slices": (lambda x: jnp.sum(jnp.concatenate([x[1:], x[:1]]) * jnp.flip(x, 0), 1), (_normal(6, 7),)),
+    "slices of slices": (
+        lambda x, y: (jnp.roll(x, 3, 0) + jnp.roll(x, -5, 0)[::1], jnp.sum(jnp.concatenate([x[2:9], y, x[8:], x[5:6]]), 1)),
+        (_normal(11, 4), _normal(13, 4)),
+    ),
+    "few elements": (lambda x: (x[-1:] * 2, x[3:5] > 0, x[::2], jnp.sum(x)), (_normal(12, 5),)),
+    "splits": (lambda x: [jnp.tanh(a) @ jnp.ones((3, 2)) for a in jnp.split(x, 4, 1)], (_normal(5, 12),)),
+    "padding": (
+        lambda x, i: (
+            jax.lax.pad(x, np.float32(1.5), [(5, -2, 0), (0, 0, 0)]) @ jnp.ones((4, 2)),
+            jax.lax.pad(x, np.float32(-1), [(-3, 4, 0), (1, 1, 0)]),
+            jax.lax.pad(i > 2, False, [(2, 3, 0)]),
+            jax.lax.pad(i, np.int32(7), [(-2, 1, 2)]),
+        ),
+        (_normal(12, 4), _indices(12, 6)),
+    ),
+    "differences": (jax.grad(lambda x: jnp.sum(jnp.tanh((x[1:] - x[:-1]) @ jnp.ones((4, 2))) ** 2)), (_normal(12, 4),)),
     "cumulative": (lambda x: jnp.cumsum(x, 0) @ x.T, (_normal(6, 7),)),
     "extremes": (lambda x: (jnp.max(x, 0), jnp.min(x), jnp.argmax(x, 1), jnp.mean(x, 1)), (_normal(7, 6),)),
     "positions": (lambda x: jnp.where(jnp.arange(7)[:, None] >= jnp.arange(6), x, 0.0) @ x.T, (_normal(7, 6),)),

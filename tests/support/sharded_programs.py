@@ -140,6 +140,28 @@ def recurrent(xs: Any, wx: Any, wh: Any) -> Any:
     return jax.lax.scan(step, jnp.zeros((xs.shape[1], wh.shape[0]), xs.dtype), xs)[1]
 
 
+def lstm(xs: Any, wx: Any, wh: Any, b: Any) -> Any:
+    def step(carry: Any, x: Any) -> Any:
+        h, c = carry
+        i, f, g, o = jnp.split(x @ wx + h @ wh + b, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros((xs.shape[1], wh.shape[0]), xs.dtype)
+    return jax.lax.scan(step, (zeros, zeros), xs)[1]
+
+
+def gated(x: Any, w1: Any, w2: Any) -> Any:
+    gate, up = jnp.split(x @ w1, 2, -1)
+    return (jax.nn.silu(gate) * up) @ w2
+
+
+def self_attention(x: Any, w: Any, wo: Any) -> Any:
+    q, k, v = (a.reshape(*x.shape[:2], 4, -1) for a in jnp.split(x @ w, 3, -1))
+    return attention(q, k, v).reshape(x.shape) @ wo
+
+
 def until_large(x: Any, w: Any) -> Any:
     return jax.lax.while_loop(lambda c: jnp.sum(c) < 1e3, lambda c: c + jnp.abs(jnp.tanh(c @ w) @ w.T) + 1, x)
 
@@ -223,6 +245,20 @@ PROGRAMS: dict[str, Sharded] = {
     "recurrent, hidden": Sharded(
         recurrent, (_normal(10, 64, 16), _normal(16, 32), _normal(32, 32)), (P(), P(None, "model"), P(None, "model"))
     ),
+    "recurrent, gates": Sharded(
+        lstm,
+        (_normal(10, 64, 16), _normal(16, 128), _normal(32, 128), _normal(128)),
+        (P(None, "data"), P(None, "model"), P(None, "model"), P("model")),
+        wrt=(1, 2, 3),
+    ),
+    "two products as one": Sharded(
+        gated, (_normal(48, 32), _normal(32, 128), _normal(64, 16)), (P("data"), P(None, "model"), P("model")), wrt=(0, 1, 2)
+    ),
+    "three products as one": Sharded(
+        self_attention, (_LAYER[0], _normal(32, 96), _normal(32, 32)), (P("data"), P(None, "model"), P("model")), wrt=(0, 1, 2)
+    ),
+    "rolled rows": Sharded(lambda x, w: jnp.roll(x, 1, 0) @ w, (_MLP[0], _MLP[1]), (P("data"), P())),
+    "rolled columns": Sharded(lambda x, w: jnp.tanh(jnp.roll(x @ w, 3, 1)), (_MLP[0], _MLP[1]), (P("data"), P(None, "model"))),
     "a loop that depends on data": Sharded(until_large, (_normal(48, 32), _normal(32, 64)), (P("data"), P())),
     "second derivative": Sharded(
         lambda x, w1, b1, w2: jax.jvp(jax.grad(lambda w: jnp.sum(mlp(x, w, b1, w2) ** 2)), (w1,), (w1,))[1],
