@@ -212,20 +212,49 @@ def as_result(shape: Any, shardings: Sequence[Any]) -> Any:
     return xla_client.HloSharding.tuple_sharding(shape, list(shardings)) if shape.is_tuple() else shardings[0]
 
 
+def sharding_wish(eqns: Sequence[Any]) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, ...] | None, ...]] | None:
+    """(the axes of the mesh with their sizes, the axes of each dimension, None for any) of the sharding constraint that ``eqns``
+    are; None for other equations, and for a constraint that says more."""
+    if not eqns or eqns[-1].primitive.name != "sharding_constraint":
+        return None
+    params, aval = eqns[-1].params, eqns[-1].outvars[0].aval
+    sharding = params["sharding"]
+    if not isinstance(sharding, jax.sharding.NamedSharding) or params.get("layout") is not None:
+        return None
+    if any(kind != jax.sharding.AxisType.Auto for kind in getattr(sharding.mesh, "axis_types", ())):
+        return None
+    if getattr(sharding.spec, "unreduced", None) or sharding.memory_kind not in (None, "device", "unpinned_host"):
+        return None
+    spec = (*sharding.spec, *(None,) * (aval.ndim - len(sharding.spec)))
+    free = params.get("unconstrained_dims") or ()
+    parts = tuple(
+        None if d in free or part is jax.sharding.PartitionSpec.UNCONSTRAINED else _axes(part) for d, part in enumerate(spec)
+    )
+    return tuple(sharding.mesh.shape.items()), parts
+
+
+def constrained(x: Any, mesh: Sequence[tuple[str, int]], parts: Sequence[Sequence[str] | None]) -> Any:
+    """``x`` with the sharding constraint that ``sharding_wish`` has read."""
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    spec = jax.sharding.PartitionSpec(*(free if axes is None else tuple(axes) or None for axes in parts))
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(_abstract(dict(mesh)), spec))
+
+
 def common_mesh(
-    shardings: Sequence[Any], axes: dict[str, int] | None = None
+    shardings: Sequence[Any], axes: dict[str, int] | None = None, wished: dict[str, int] | None = None
 ) -> tuple[dict[str, int], list[tuple[tuple[str, ...], ...] | None]]:
     """(axes with their sizes, for each sharding the axes of each dimension) of a mesh that has a place for all these shardings.
 
     None in the place of one that divides no dimension: a replicated one, or that of an array on one device, which XLA copies to all
-    (it runs callbacks on one). ``axes``: of the only mesh that may be; without it the axes have names of their own. Raises
-    ``NotImplementedError`` where there is no such mesh.
+    (it runs callbacks on one). ``axes``: of the only mesh that may be; without it they are those ``wished`` if possible, or have
+    names of their own. Raises ``NotImplementedError`` where there is no such mesh.
     """
     whole = [s.is_replicated() or s.is_maximal() for s in shardings]
     tiled = [s for s, undivided in zip(shardings, whole, strict=True) if not undivided]
     if not tiled:
-        return axes or {"a0": 1}, [None] * len(shardings)
-    for mesh in [_abstract(axes)] if axes else _meshes(tiled[0].num_devices()):
+        return axes or wished or {"a0": 1}, [None] * len(shardings)
+    meshes = [_abstract(axes)] if axes else [*([_abstract(wished)] if wished else ()), *_meshes(tiled[0].num_devices())]
+    for mesh in meshes:
         with contextlib.suppress(Exception):
             specs = [
                 None if undivided else sharding_impls.parse_flatten_op_sharding(s, mesh)[0]

@@ -9,10 +9,12 @@ depends on, so that JAX's caches are right; a failure of this package becomes a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat, config
@@ -224,6 +226,48 @@ def _subgraph(graph: Graph, ops: Iterable[int], wanted: Sequence[int], producers
     return Subgraph(dataclasses.replace(found, ops=tuple(needed_ops(found.ops, found.outputs))), tuple(inputs), tuple(wanted))
 
 
+# --- sharding constraints inside of a part --------------------------------------------------------------------------------------
+
+
+def with_constraints_inside(captured: Captured) -> Captured:
+    """``captured`` with the sharding constraints between ops of the table as such ops, of one mesh: copies with the axes of each
+    dimension (None where any may stay). Those of operands and results stay as they are.
+
+    Another operand of the copy has the sharding and no reader: XLA takes it for operands and results with which it shares factors.
+    """
+    graph, steps = captured.graph, list(captured.steps)
+    producers, consumers = graph.producers(), graph.consumers()
+    ops, values, avals, mesh = list(graph.ops), list(graph.values), list(captured.avals), None
+    for i, op in enumerate(graph.ops):
+        wish = _compat.sharding_wish(steps[i].origin.eqns) if op.kind == "opaque" and len(op.outputs) == 1 else None
+        if wish is None or (mesh is not None and wish[0] != mesh) or op.outputs[0] in graph.outputs:
+            continue
+        made, readers = producers.get(op.inputs[0]), consumers.get(op.outputs[0], ())
+        if made is None or ops[made].kind == "opaque" or any(graph.ops[k].kind == "opaque" for k in readers):
+            continue
+        mesh, parts = wish
+        ops[i] = dataclasses.replace(
+            op, kind="copy", inputs=(*op.inputs, len(values)), params=make_params(mesh=mesh, parts=parts), reason=""
+        )
+        ops.append(dataclasses.replace(op, inputs=(), outputs=(len(values),)))
+        values.append(values[op.outputs[0]])
+        avals.append(avals[op.outputs[0]])
+        steps.append(dataclasses.replace(steps[i], evaluate=functools.partial(_zeros, steps[i].evaluate, values[-1])))
+        steps[i] = dataclasses.replace(steps[i], evaluate=functools.partial(_of_first, steps[i].evaluate))
+    hints = range(len(graph.ops), len(ops))
+    order = (*hints, *range(len(graph.ops)))
+    new = dataclasses.replace(graph, values=tuple(values), ops=tuple(ops[i] for i in order))
+    return dataclasses.replace(captured, graph=new, steps=tuple(steps[i] for i in order), avals=tuple(avals))
+
+
+def _zeros(evaluate: Any, value: Value) -> Any:
+    return evaluate(jnp.zeros(value.shape, np_dtype(value.dtype)))
+
+
+def _of_first(evaluate: Any, x: Any, _: Any) -> Any:
+    return evaluate(x)
+
+
 # --- the lowering ---------------------------------------------------------------------------------------------------------------
 
 
@@ -267,13 +311,14 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
 
     jaxpr, consts = _compat.hoist_consts(call_jaxpr)
     captured = capture(jaxpr, rewrite, PARTITIONED)
+    explicit = not around.manual and any(map(_compat.is_explicit, captured.avals))
+    if not around.manual:
+        captured = with_constraints_inside(captured)
     graph, nodes = captured.graph, subgraphs_of(captured)
     for node in nodes:
         if isinstance(node, int) and (prepare := captured.steps[node].prepare) is not None:
             for failure in prepare():
                 record(_compat.function_name(call_jaxpr), failure)
-
-    explicit = not around.manual and any(map(_compat.is_explicit, captured.avals))
 
     def run_op(i: int, arrays: list[Any]) -> list[Any]:
         if not explicit:
@@ -373,7 +418,8 @@ class _Partitioner:
         around = found["around"]
         try:
             automatic = {name: size for name, size in around["mesh"] if name not in around["manual"]}
-            mesh, specs = _compat.common_mesh([*shardings, *results], automatic or None)
+            wished = next((dict(op["mesh"]) for op in graph.ops if dict(op.params).get("mesh")), None)
+            mesh, specs = _compat.common_mesh([*shardings, *results], automatic or None, wished)
             return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
         except Exception as error:
             if options.strict:

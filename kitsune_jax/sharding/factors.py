@@ -38,8 +38,8 @@ def sharding_rule(graph: Graph) -> ShardingRule:
 
     Rows keep the shards that they have: parameters that are stored in parts (fully sharded data parallelism) divide no array of
     rows, though their dimensions meet. So a factor of operands with rows is another one in parameters, and in results without rows
-    that have it of parameters. A factor that of the operands only parameters have (a hidden layer's, in tensor parallelism) also
-    divides results with rows.
+    that have it of parameters. A factor that of the operands only parameters have (a hidden layer's, in tensor parallelism), and
+    those whose sharding a constraint asks for, also divides results with rows.
     """
     found = _DimensionSets(graph)
     leaves = {v: [found.leaves(v, d) for d in range(len(graph.values[v].shape))] for v in (*graph.inputs, *graph.outputs)}
@@ -47,7 +47,8 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     rows = shared.get(found.rows(), found.rows())
     leaves = {v: _shared_once(dims, shared) for v, dims in leaves.items()}
     has_rows = {v: any(rows in dim for dim in dims) for v, dims in leaves.items()}
-    of_rows = {leaf for v in graph.inputs if has_rows[v] for dim in leaves[v] for leaf in dim}
+    wishes = {v for op in graph.ops if "parts" in dict(op.params) for v in op.inputs[1:]}
+    of_rows = {leaf for v in graph.inputs if has_rows[v] and v not in wishes for dim in leaves[v] for leaf in dim}
     of_parameters = {leaf for v in graph.inputs if not has_rows[v] for dim in leaves[v] for leaf in dim}
     number: dict[tuple[int, bool], int] = {}
     sizes: list[int] = []
@@ -193,6 +194,9 @@ class _DimensionSets:
                     for a, b in zip(inside[v], inside[w], strict=True):
                         self._join(a, b)
                 continue
+            if "parts" in dict(op.params):
+                for one, other in zip(dims[op.inputs[0]], dims[op.inputs[1]], strict=True):
+                    self._join(one, other)
             ins, outs = (tuple(graph.values[v].shape for v in ids) for ids in (op.inputs, op.outputs))
             for relation in OPS[op.kind].relate(op, ins, outs):
                 if relation.role in ("parallel", "contracted"):

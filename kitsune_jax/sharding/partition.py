@@ -128,6 +128,8 @@ def _forward(
             continue
         if op.body is not None:
             plan = _plan_loop(op, graph, specs, mesh, parts_wanted)
+        elif (wish := _wish(op, graph, offered[op.inputs[0]], mesh) if op.inputs else None) is not None:
+            plan = OpPlan((wish, wish), (wish,), (), wish)
         else:
             (v,) = op.outputs
             plan = _plan_op(op, graph, offered, mesh, parts_wanted.get(v))
@@ -141,6 +143,20 @@ def _forward(
     asked = wanted or [None] * len(graph.outputs)
     outputs = [_result_spec(graph.values[v], offered[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
     return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
+
+
+def _wish(op: Op, graph: Graph, have: Spec | None, mesh: Mesh) -> Spec | None:
+    """The sharding that the user asks for, where ``op`` is a sharding constraint on a value that is made as ``have``."""
+    parts = dict(op.params).get("parts") if op.kind == "copy" else None
+    if parts is None:
+        return None
+    value = graph.values[op.inputs[0]]
+    have = whole(value) if have is None else have
+    if any(axis not in mesh for axes in parts for axis in axes or ()):
+        return have  # the operands have no such mesh
+    asked = {axis for axes in parts for axis in axes or ()}
+    found = (_prefix(mine, asked) if axes is None else axes for mine, axes in zip(have, parts, strict=True))
+    return tuple(axes if n > 1 else () for n, axes in zip(value.shape, found, strict=True))
 
 
 def _in_moves(plan: OpPlan, found: Moves, op: Op) -> OpPlan:
@@ -170,7 +186,7 @@ def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Sp
                 found[v] = want
         for k, v in enumerate(op.inputs):
             reads: Spec | None = made.reads[k]
-            if op.body is None and wants[0] is not None:
+            if op.body is None and wants[0] is not None and "parts" not in dict(op.params):
                 reads = _handed_back(op, graph.values[v], graph.values[op.outputs[0]], wants[0]) or reads
             asked.setdefault(v, set()).add(reads)
     return found
@@ -264,8 +280,16 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
                 found.append((float(graph.values[operands[k]].size), spec[d]))
         return max(found, key=lambda x: x[0])
 
+    def wished(relation: DimRelation) -> Axes:
+        """The wanted axes of a dimension that is whole in all operands, which costs nothing to read in parts."""
+        k, d = relation.members[-1]
+        axes = wanted[d] if wanted is not None and relation.role == "parallel" and k == n_in else ()
+        return axes if known.isdisjoint(axes) and shapes[k][d] % shards(axes, mesh) == 0 else ()
+
     order = {"parallel": 0, "reshaped": 0, "contracted": 1}
     asked = [(r, *proposed(r)) for r in relations if r.role in order]
+    known = {axis for _, _, axes in asked for axis in axes}
+    asked = [(r, size, axes or wished(r)) for r, size, axes in asked]
     largest = max((size for _, size, axes in asked if axes), default=0.0)
 
     def gathers_less(relation: DimRelation, size: float, axes: Axes) -> bool:
@@ -473,6 +497,8 @@ class _Evaluation:
             same = [spec[to] if x.shape[d] == out.shape[to] else () for d, to in enumerate(op["dims"])]
             array = self.read(op.inputs[0], tuple(same))
             return OPS[op.kind].evaluate({**dict(op.params), "shape": local.shape}, array, out=local)
+        if "parts" in dict(op.params):
+            return self._constrained(op, self.read(op.inputs[0], spec))
         arrays = [self.read(w, spec if self.graph.values[w].shape else ()) for w in op.inputs]
         return OPS[op.kind].evaluate(dict(op.params), *arrays, out=local)
 
@@ -485,6 +511,9 @@ class _Evaluation:
             return
         if plan.moves is not None:
             self._keep(op.outputs[0], plan.makes[0], self._moved_elements(op, plan.makes[0], plan.moves))
+            return
+        if "parts" in dict(op.params):
+            self._keep(op.outputs[0], plan.makes[0], self._constrained(op, self.read(op.inputs[0], plan.reads[0])))
             return
         arrays = [self.read(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)]
         if plan.body is not None:
@@ -546,6 +575,10 @@ class _Evaluation:
             params["n"] = local.shape[op["axis"]]
             arrays[1] = self._from_here(arrays[1], params["n"], op["n"], plan.rows)
         return OPS[op.kind].evaluate(params, *arrays, out=local)
+
+    def _constrained(self, op: Op, x: Any) -> Any:
+        """The result of a sharding constraint: what it reads; in a program of whole arrays, for XLA to divide, a constraint."""
+        return x if self.mesh else _compat.constrained(x, op["mesh"], op["parts"])
 
     def _without_padding(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
         """The operands with the identity of the fold in the padding of contracted dimensions."""
