@@ -31,7 +31,7 @@ _COMPUTED = frozenset(
 )
 # Of bytes sent and of memory: what a part of a function takes alone differs a little from what it takes in the function. And a call
 # has some memory of its own.
-_MORE, _MORE_BYTES = 1.05, 4096
+_MORE_SENT, _MORE_MEMORY, _MORE_BYTES = 1.01, 1.05, 4096
 
 
 def smaller_partition(
@@ -63,9 +63,9 @@ def smaller_partition(
         logger.debug("XLA's own partition is not compared: %s", error)
         return None
     sent, own_sent = bytes_sent(text), bytes_sent(own_text)
-    if own_sent > _MORE * sent:
+    if own_sent > _MORE_SENT * sent:
         return other, f"a device would send {own_sent:,.0f} bytes instead of {sent:,.0f}"
-    if own_memory > _MORE * memory + _MORE_BYTES:
+    if own_memory > _MORE_MEMORY * memory + _MORE_BYTES:
         return other, f"a device would need {own_memory:,} bytes of temporary memory instead of {memory:,}"
     return None
 

@@ -29,6 +29,7 @@ from kitsune_jax.ops.spec import DimRelation, Shapes, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.sharding import moves
 from kitsune_jax.sharding.moves import Axes, Mesh, Moves, Spec
+from kitsune_jax.sharding.softmax import DividedSoftmax, divided_softmaxes, own_row, scaled
 
 # Of bools "and" is the minimum. XLA's CPU client has no collective for the bits of integers: their parts are gathered.
 _FOLDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -454,6 +455,9 @@ class _Evaluation:
         self.first: dict[int, Spec] = dict(zip(graph.inputs, inputs, strict=True))
         self.producer = graph.producers()
         self.consumers = graph.consumers()
+        self.softmaxes = divided_softmaxes(graph, plan.ops, plan.specs)
+        self.own = dict[int, Any]()  # the maxima of this device's part
+        self.factors = dict[int, Any]()  # of each row of exponentials, and of what is made of them, to those of the whole softmax
         self.later = dict[int, tuple[int, OpPlan]]()  # slices, which an op may read from what they are slices of
         # Values that are folded over the devices behind the transpose that reads them: their parts, and the fold.
         self.waiting = dict[int, tuple[Any, _Collective]]()
@@ -518,8 +522,12 @@ class _Evaluation:
         arrays = [self.read(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)]
         if plan.body is not None:
             results = self._loop(op, plan, arrays)
+        elif (softmax := self._softmax_with(i)) is not None:
+            results = [self._in_softmax(softmax, op, plan, arrays)]
         else:
             results = [self._op(op, plan, arrays)]
+        if any(softmax.maximum in op.outputs for softmax in self.softmaxes):
+            self.own[op.outputs[0]] = results[0]
         for v, spec, made in zip(op.outputs, plan.makes, results, strict=True):
             if not plan.folded or op.kind in _INDEX_OF:
                 self._keep(v, spec, made)
@@ -529,6 +537,53 @@ class _Evaluation:
                 self.waiting[v] = made, fold
             else:
                 self._keep(v, spec, _folded(made, fold, self.mesh))
+
+    def _softmax_with(self, i: int) -> DividedSoftmax | None:
+        """The divided softmax whose difference or sums op ``i`` makes."""
+        made = self.graph.ops[i].outputs[0]
+        return next((s for s in self.softmaxes if i in s.linear or made == s.difference), None)
+
+    def _in_softmax(self, softmax: DividedSoftmax, op: Op, plan: OpPlan, arrays: list[Any]) -> Any:
+        """The result of ``op`` on this device, whose exponentials are relative to its own maximum; sums are scaled."""
+        (v,) = op.outputs
+        shape = local_shape(self.graph.values[v].shape, plan.before, self.mesh)
+        if v == softmax.difference:
+            kept = [d for d in range(len(shape)) if d != softmax.dim]
+            own = own_row(softmax, self.graph, self.own[softmax.maximum], self._local)
+            own, of_all = (lax.reshape(row, [shape[d] for d in kept]) for row in (own, self._row(softmax.row)))
+            self.factors[softmax.exponentials] = jnp.exp(_wide_float(own) - _wide_float(of_all))
+            return arrays[0] - lax.broadcast_in_dim(own, shape, kept)
+        k = next(k for k, w in enumerate(op.inputs) if w in self.factors)
+        factor = self.factors[op.inputs[k]]
+        if op.kind in ("div", "mul"):
+            (row,) = self.graph.ops[self.producer[op.inputs[1]]].inputs
+            by = lax.reshape(self._row(row), factor.shape)
+            self.factors[v] = factor / by if op.kind == "div" else factor * by
+            return arrays[0]
+        made = self._op(op, plan, arrays)
+        if op.kind == "convert_element_type":
+            self.factors[v] = factor
+            return made
+        if op.kind == "reduce_sum":
+            return scaled(made, factor, range(factor.ndim))
+        relations = OPS[op.kind].relate(op, self._shapes(op.inputs), self._shapes(op.outputs))
+        to = {
+            d: out
+            for r in relations
+            if r.role == "parallel"
+            for side, d in r.members
+            for place, out in r.members[-1:]
+            if side == k and place == 2
+        }
+        return scaled(made, factor, [to[d] for d in sorted(to)])
+
+    def _row(self, v: int) -> Any:
+        spec = self.plan.specs[v]
+        return self.read(v, whole(self.graph.values[v]) if spec is None else spec)
+
+    def _local(self, v: int) -> Value:
+        value, spec = self.graph.values[v], self.plan.specs[v]
+        return Value(local_shape(value.shape, whole(value) if spec is None else spec, self.mesh), value.dtype)
 
     def _moved_elements(self, op: Op, spec: Spec, moved: Moves) -> Any:
         arrays = {v: self.read(v, have) for v, have in moved.reads}
@@ -739,6 +794,10 @@ def _folded(array: Any, fold: _Collective, mesh: Mesh) -> Any:
         return collective(array, axes)
     out = Value(array.shape, name_of(array.dtype))
     return OPS[f"reduce_{fold.how}"].evaluate({"axes": (0,)}, lax.all_gather(array, axes), out=out)
+
+
+def _wide_float(x: Any) -> Any:
+    return x if x.dtype == np.float64 else lax.convert_element_type(x, np.float32)
 
 
 def _wide(index: Any) -> Any:

@@ -83,6 +83,13 @@ def _indices(n: int, below: int) -> Any:
     return np.random.default_rng(n).integers(-2, below + 2, n).astype(np.int32)
 
 
+def masked_attention(q: Any, k: Any, v: Any, hidden: float, narrow: Any = None) -> Any:
+    """Most keys are hidden, so that a device may have none that counts."""
+    scores = jnp.where(jnp.arange(len(k)) % 6 == 1, q @ k.T, hidden)
+    weights = jax.nn.softmax(scores, -1)
+    return weights @ v if narrow is None else (weights * 2).astype(narrow) @ v.astype(narrow)
+
+
 # Sizes that no number of devices divides, and some that all do.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mlp": (mlp, (_normal(7, 6), _normal(6, 12), _normal(12), _normal(12, 5))),
@@ -120,6 +127,15 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_normal(12, 4), _indices(12, 6)),
     ),
     "differences": (jax.grad(lambda x: jnp.sum(jnp.tanh((x[1:] - x[:-1]) @ jnp.ones((4, 2))) ** 2)), (_normal(12, 4),)),
+    "softmaxes": (
+        lambda q, k, v: (
+            masked_attention(q, k, v, -jnp.inf),
+            masked_attention(q, k, v, -1e30, jnp.bfloat16).astype(jnp.float32) / 8,
+            jax.nn.logsumexp(q @ k.T, -1),
+            jax.nn.softmax(q @ k.T, -1),
+        ),
+        (_normal(7, 4), _normal(6, 4) * 20, _normal(6, 5)),
+    ),
     "cumulative": (lambda x: jnp.cumsum(x, 0) @ x.T, (_normal(6, 7),)),
     "extremes": (lambda x: (jnp.max(x, 0), jnp.min(x), jnp.argmax(x, 1), jnp.mean(x, 1)), (_normal(7, 6),)),
     "positions": (lambda x: jnp.where(jnp.arange(7)[:, None] >= jnp.arange(6), x, 0.0) @ x.T, (_normal(7, 6),)),

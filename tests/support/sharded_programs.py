@@ -277,6 +277,7 @@ PROGRAMS: dict[str, Sharded] = {
 }
 _ROWS = {
     "attention": ((0, 0), (1, 0), (2, 0)),
+    "attention over keys": ((1, 1), (2, 1)),
     "edges": ((1, 0), (2, 0)),
     "graph": ((1, 0), (2, 0)),
     "tables": ((1, 0),),
