@@ -46,19 +46,24 @@ def smaller_partition(
 ) -> tuple[bytes, str] | None:
     """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``module``, or needs less memory.
     ``local``, ``pipelined``: the jaxpr of one shard without and with pipelines, of which ``module`` is made."""
-    if not _gathers(pipelined) and _most_memory(pipelined) <= max(_least_memory(local), _MORE_BYTES):
-        return None  # no partition has less: nothing to compile
+    least = max(_least_memory(local), _MORE_BYTES)
+    # Where no partition has less, or the ops are XLA's in both, there is nothing to compile.
+    if not _gathers(pipelined) and (pipelined is local or _most_memory(pipelined) <= least):
+        return None
     pairs = [*zip(graph.inputs, given, strict=True), *zip(graph.outputs, asked, strict=True)]
     if any(n % shards(axes, mesh) for v, spec in pairs for n, axes in zip(graph.values[v].shape, spec, strict=True)):
         return None  # JAX has no such arguments
     nothing = [whole(graph.values[v]) for v in graph.inputs]
     plan = plan_graph(graph, nothing, {})
     try:
+        own_text, own_memory = _compat.compiled_shard(module, mesh, platform)
+        if not _gathers(pipelined) and own_memory <= least:
+            return None
         with _compat.manual_mesh({}):
             types = [jax.ShapeDtypeStruct(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
             plain = jax.make_jaxpr(lambda *arrays: evaluate(graph, plan, arrays, {}, nothing))(*types)
         other = _compat.partition_by_xla(plain, mesh, given, asked, platform)
-        (text, memory), (own_text, own_memory) = (_compat.compiled_shard(m, mesh, platform) for m in (other, module))
+        text, memory = _compat.compiled_shard(other, mesh, platform)
     except Exception as error:
         logger.debug("XLA's own partition is not compared: %s", error)
         return None
