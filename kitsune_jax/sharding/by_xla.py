@@ -99,7 +99,8 @@ def _most_memory(closed: Any, inside: bool = False) -> int:
 
 
 def _least_memory(closed: Any) -> int:
-    """The bytes that some product of a program without pipelines surely needs: for its result and its computed operands."""
+    """The bytes that some product or sum by index of a program without pipelines surely needs: for computed operands, and a
+    product's result. (XLA sums by index in a loop, which reads them from memory.)"""
     jaxpr, _ = _compat.open_parts(closed)
     maker = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
     results = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
@@ -108,6 +109,8 @@ def _least_memory(closed: Any) -> int:
         if eqn.primitive.name == "dot_general":
             operands = {v for v in eqn.invars if not _compat.is_literal(v) and maker.get(v) in _COMPUTED}
             least.append(sum(map(_bytes, {*operands, *eqn.outvars} - results)))
+        elif eqn.primitive.name.startswith("scatter") and not _compat.is_literal(x := eqn.invars[2]) and maker.get(x) in _COMPUTED:
+            least.append(_bytes(x))
     return max(least, default=0)
 
 
