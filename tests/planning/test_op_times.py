@@ -83,7 +83,7 @@ def test_intermediates_that_outgrow_the_first_cache_are_read_from_the_second() -
     planned = plan(cost.graph, cost.region, cost.machine)
     waits = model.cache_wait_seconds(planned.tile_rows)
     assert (
-        planned.stages[0].tile_seconds == pytest.approx(model.seconds(planned.tile_rows) + model.weight_wait_seconds() + waits)
+        planned.stages[0].tile_seconds == pytest.approx(model.seconds(planned.tile_rows) + waits)
         and waits > 0
     )
 

@@ -99,7 +99,7 @@ class TileModel:
         return self.weights / self.cost.machine.place(place).bandwidth
 
     def weight_wait_seconds(self) -> float:
-        """Seconds of a tile beyond ``seconds`` in which its worker waits for weights."""
+        """Seconds of a tile beyond ``seconds`` in which its worker waits for weights: for the choice of its rows."""
         return 0.0 if self.packs else _WAITED * self._weight_seconds()
 
     def cache_wait_seconds(self, rows: int) -> float:
@@ -399,7 +399,7 @@ def _plan_tiles(cost: CpuCost, model: TileModel) -> CpuPlan:
     rows = tile_rows(model)
     tiles = region.space.tiles(rows)
     replicas = max(1, min(machine.workers, tiles))
-    tile = model.seconds(rows) + model.weight_wait_seconds() + model.cache_wait_seconds(rows)
+    tile = model.seconds(rows) + model.cache_wait_seconds(rows)
     traffic = pipeline_traffic(cost)
     busy = -(-tiles // replicas) * tile
     moving = _moving_seconds(machine, traffic + partial_bytes(cost, replicas))
