@@ -82,10 +82,7 @@ def test_intermediates_that_outgrow_the_first_cache_are_read_from_the_second() -
     assert model.cache_wait_seconds(64) == pytest.approx(64 * moved * (l2 - l1) / 2) and moved >= 4 * 3 * 512
     planned = plan(cost.graph, cost.region, cost.machine)
     waits = model.cache_wait_seconds(planned.tile_rows)
-    assert (
-        planned.stages[0].tile_seconds == pytest.approx(model.seconds(planned.tile_rows) + waits)
-        and waits > 0
-    )
+    assert planned.stages[0].tile_seconds == pytest.approx(model.seconds(planned.tile_rows) + waits) and waits > 0
 
 
 def test_results_in_registers_are_not_written() -> None:
