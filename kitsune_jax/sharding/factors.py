@@ -90,9 +90,8 @@ class _DimensionSets:
         self._parent: dict[int, int] = {}
         self._cut: dict[int, tuple[int, int]] = {}
         self._first: dict[tuple[int, int], int] = {}
-        self._moved: list[
-            tuple[list[int], list[int]]
-        ] = []  # dimensions of operands and results whose elements are moved along them
+        # Dimensions of operands and of results along which elements are moved.
+        self._moved: list[tuple[list[int], list[int]]] = []
         self._made: list[tuple[list[list[int]], int]] = []  # the dimensions and the size of each value that an op makes
         self._join_graph(graph, [self._values(graph, v) for v in range(len(graph.values))])
 
