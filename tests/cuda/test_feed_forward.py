@@ -91,7 +91,7 @@ def test_rows_are_loaded_once_for_all_chunks() -> None:
     assert "RowSource" not in source and re.search(r"u32 load_\d+\[128\]", source)
     assert re.search(r"KITSUNE_NO_UNROLL\s+for \(int chunk = 0; chunk < 22;", source)  # unrolled: a minute of compilation
     narrow = source_of(layer(gated, "bfloat16", 130, 128, 256), "sm90-vertical-resident-lanes2")
-    assert "RowSource" in narrow or "kInRing" in narrow  # few products: the rows come beside them
+    assert "BoxSource" in narrow  # few products: the tensor core reads the rows where they lie
 
 
 @pytest.mark.skipif(not (nvrtc.available() and sass.available()), reason="needs NVRTC and a disassembler")

@@ -115,8 +115,8 @@ def test_gathered_rows_go_straight_to_the_product() -> None:
     """No registers and no shared memory of their own. The edges' own rows come through the ring of tiles."""
     program, _ = edges(300, 41, 128, "bfloat16")
     made = generated(program)
-    assert made.source.count("RowSource<Bf16, Bf16, 128, 16>") == 2 and made.source.count("(RowSource<") == 3
-    assert made.source.count("RowSource<Bf16, Bf16, 128, kInRing>") == 1
+    assert made.source.count("RowSource<Bf16, Bf16, 128, 16>") == 2 and made.source.count("(RowSource<") == 2
+    assert made.source.count("BoxSource<Bf16, 128>") == 1
     assert made.packed[0].tables and "select" not in made.source
 
 

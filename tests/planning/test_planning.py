@@ -330,7 +330,7 @@ def test_nerf_on_the_cpu_is_one_fused_stage_per_core_on_96_rows():
 
 def test_tiles_are_taller_where_products_take_no_longer_than_their_weights_need_to_arrive() -> None:
     rows = {dtype: plan(*block(65536, (512,) * 5, dtype), cpu_model("amx-2")).tile_rows for dtype in ("float32", "bfloat16")}
-    assert rows == {"float32": 96, "bfloat16": 192}
+    assert rows == {"float32": 96, "bfloat16": 256}
 
 
 @pytest.mark.parametrize(

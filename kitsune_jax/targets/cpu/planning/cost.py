@@ -421,7 +421,7 @@ class CpuCost(RegionCost):
         the L2. An LSTM's steps took no longer."""
         bytes_moved = 0
         for work, count in works.items():
-            if not work.again and work.dot is None:
+            if not (work.again or work.dot or work.activation):
                 elements = work.elements if work.family in SCANS else work.edges
                 bytes_moved += count * elements * itemsize(work.dtype)
         each = 1 / self.machine.place("l2").bandwidth - 1 / self.machine.place("l1").bandwidth

@@ -40,7 +40,7 @@ from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds, stored
 # --- Rows of a tile ---------------------------------------------------------------------------------------------------------------
 
 # Tile sizes in order of preference, for sizes that the model rates alike (micro-kernels reach their rate at 32 to 128 rows).
-_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 192, 256, 512, 768, 1024, 2048, 4096, 8192)
+_ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 768, 1024, 2048, 4096, 8192)
 # The share of the time to fetch weights that products do not hide. Inference in bfloat16 and float32: a transformer layer of 1024
 # tokens took 8.0 and 26.4 ms in tiles of 64 rows, 7.4 and 25.7 of 128; NeRF took 36.9 and 181 of 96, 33.2 and 173 of 192 (Xeon
 # with AMX).

@@ -317,7 +317,7 @@ def most_chunks(program: TileProgram) -> int:
 
 
 class _Fitter:
-    def __init__(self, program: TileProgram, s: int, a: Arrangement, boxed: frozenset[int]):
+    def __init__(self, program: TileProgram, s: int, a: Arrangement, boxed: frozenset[int] = frozenset()):
         self.boxed = boxed
         self.program, self.a, self.instrs, self.resident = program, a, program.stages[s].body, a.resident[s]
         self.facts = Facts(program, s, a.split[s], a.lanes)
