@@ -80,8 +80,7 @@ def test_sharded_keys_move_what_the_documentation_says(name: str, kind: str, ele
 def test_no_device_stores_scores_of_its_keys(name: str) -> None:
     """Each takes the exponentials relative to its own largest score, and sums are scaled where they meet."""
     program = PROGRAMS[name]
-    keys = [1, 2] if name == "attention over keys" else [1, 2]
-    args = [np.repeat(x, 128, 1 if x.shape[1] == 16 else 2) if k in keys else x for k, x in enumerate(program.args)]
+    args = [np.repeat(x, 128, 1 if x.shape[1] == 16 else 2) if k in (1, 2) else x for k, x in enumerate(program.args)]
     large = dataclasses.replace(program, args=tuple(args))
     ours, placed = compiled(large, pipelined(large))
     plain, _ = compiled(large, large.function)

@@ -176,8 +176,9 @@ _STRIDED_SECONDS = 6e-9
 _PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
 # One more op in a step of a loop, whose operands were found before the first step: 331 ns for 45 ops on a row, 28 for one.
 _STEP_AGAIN = 10e-9
-# An op of a step that is one pass, whose operands and result stay in vector registers, over the same op on arrays in the L1: 42 ops
-# of a CartPole step took 23 ps an element each, passes over arrays 36 (Xeon with AMX). Ops on a few elements wait for each other.
+# An op of a step that is one pass, whose operands and result stay in vector registers, over the same op on arrays in the L1. A
+# CartPole step took a worker 1.47 ns a cart; without its sine, cosine and division, by their modelled times, that leaves 23 ps for
+# each of 41 ops, which take 30 to 55 as passes over arrays (Xeon with AMX). Ops on a few elements wait for each other.
 _IN_REGISTERS, _LEAST_IN_REGISTERS = 0.65, 7e-9
 # A product in a step of a loop, beside its arithmetic, and a step itself: h = w @ h of 8 x 8 took 84 ns a step, of 16 x 16 88.
 _PRODUCT_AGAIN, _LOOP_STEP = 45e-9, 25e-9

@@ -42,8 +42,8 @@ from kitsune_jax.targets.cpu.planning.xla import baseline, fault_seconds, stored
 # Tile sizes in order of preference, for sizes that the model rates alike (micro-kernels reach their rate at 32 to 128 rows).
 _ROWS = (96, 64, 128, 112, 80, 48, 32, 24, 16, 8, 4, 2, 1, 256, 512, 768, 1024, 2048, 4096, 8192)
 # The share of the time to fetch weights that products do not hide. Inference in bfloat16 and float32: a transformer layer of 1024
-# tokens took 8.0 and 26.4 ms in tiles of 64 rows, 7.4 and 25.7 of 128; NeRF took 36.9 and 181 of 96, 33.2 and 173 of 192 (Xeon
-# with AMX).
+# tokens took 8.0 and 26.4 ms in tiles of 64 rows, 7.4 and 25.7 of 128; NeRF took 44.1 and 228 of 96, 40.3 of 512 and 228 of 256
+# (Xeon with AMX).
 _WAITED = 0.5
 # The part of a core's L2 for a tile without products, which several passes read and write. Softmaxes of rows of 512 numbers took
 # two cores 0.35 to 0.41 ns a number at 16 to 48 rows a tile, 0.60 to 0.78 from 128 on (float32, a Xeon with AMX and 2 MB of L2).

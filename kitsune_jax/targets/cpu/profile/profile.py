@@ -25,7 +25,7 @@ whole machine.
 ``runs/<16, 256>``                     a row added to the previous ones with the same index, of which there are eight
 ``order``                              an index, for making the order of a stream
 ``picked``                             an element selected from a row by an index that all rows share
-``dot/<m>x<k>x<n>``                    a product of two small matrices that both belong to one row
+``dot/<m>x<k>x<n>``                    products of the m (= n) vectors of a row with each other
 ``call``, ``call/short``               a call of a pipeline beside its work: with all workers; on the calling thread alone
 ``call/layer``                         one more product, with its weight, in a call
 ``xla/call``, ``xla/kernel``           a jitted function without work; one more kernel in it
