@@ -221,7 +221,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     failed = _Failures(graph, options.strict)
     search = _TargetSearch(graph, executor, machine, program, failed, options, known)
     capabilities = executor.capabilities
-    capabilities = dataclasses.replace(capabilities, stores_least=options.stores_least)
+    capabilities = dataclasses.replace(capabilities, stores_least=options.stores_least, workers=machine.workers)
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
     chosen = select(

@@ -52,6 +52,8 @@ class TargetCapabilities:
     #: A tile with all columns of a wide hidden layer leaves little room for others, so a region may end with that layer, whose
     #: product then reads it from memory (``regions.alternatives``).
     cuts_wide_rows: bool = False
+    #: The machine's workers, which a stream of fewer rows does not keep busy.
+    workers: int = 1
     #: ``Target.generate`` runs a compiler for seconds, and may run in several threads at once.
     compiles: bool = False
 

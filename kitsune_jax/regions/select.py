@@ -194,7 +194,8 @@ def _raised(error: Exception, _: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """The arguments of ``select``."""
+    """The arguments of ``select``. ``wide_first``: of the streams through products, those that keep all workers busy are chosen
+    first, whatever the others gain."""
 
     supports: Supports
     planner: Planner
@@ -203,6 +204,7 @@ class _Search:
     merge_phases: MergePhases
     fresh: float
     failed: Failed
+    wide_first: bool = False
 
 
 def select(
@@ -225,11 +227,25 @@ def select(
     """
     search = _Search(supports, planner, capabilities, force, merge_phases, fresh, failed)
     wiring = Wiring(graph, capabilities.sums_by_batch)
+
+    def choose(index: GraphIndex) -> Selection:
+        """Every op is asked for its best stream, and one over a few rows of a batch may hold a whole network, of which the streams
+        over more rows hold a layer each: together they may gain more than it does, with more workers."""
+        found = _Selector(index, wiring, search).run()
+        if force or not any(_idles(index, r, capabilities.workers) for c in found.regions for r in c.regions):
+            return found
+        wide = _Selector(index, wiring, dataclasses.replace(search, wide_first=True)).run()
+        return max(found, wide, key=lambda s: sum(seconds_gained(p.plan) for c in s.regions for p in c.phases))
+
     return choose_with_compared_values_computed_once(
-        GraphIndex.of(graph),
-        lambda index: _Selector(index, wiring, search).run(),
-        lambda found: {i for c in found.regions for i in c.ops},
+        GraphIndex.of(graph), choose, lambda found: {i for c in found.regions for i in c.ops}
     )
+
+
+def _idles(index: GraphIndex, region: Region, workers: int) -> bool:
+    """Does ``region`` leave some of ``workers`` idle, though its products have more rows than it streams over?"""
+    products = (i for i in region.ops if index.graph.ops[i].kind == "dot_general")
+    return region.space.rows < workers and any(not has_few_rows(index.graph, index.producers, i) for i in products)
 
 
 class _Selector:
@@ -237,6 +253,7 @@ class _Selector:
         self.index, self.graph, self.wiring = index, (graph := index.graph), wiring
         self.capabilities, self.planner, self.force = search.capabilities, search.planner, search.force
         self.merge_phases, self.failed, self.fresh = search.merge_phases, search.failed, search.fresh
+        self.wide_first, self.least_rows = search.wide_first, 0
         self.phase_savings = PhaseSavings(self.index, (), self.fresh)  # of nothing yet
         self.order = Order(self.index)
         self.supports = functools.cache(search.supports)
@@ -258,6 +275,10 @@ class _Selector:
         self._choose_loops()
         seeds = seed_order(self.graph, self.free.difference(self.index.recomputed))
         products = [i for i in seeds if self.graph.ops[i].kind == "dot_general"]
+        if self.wide_first:
+            self.least_rows = self.capabilities.workers
+            self._choose(products)
+            self.least_rows = 0
         self._choose(products)
         # Followers come before regions of vector work only, because an update belongs to the call that makes its gradient.
         self._follow()
@@ -473,23 +494,24 @@ class _Selector:
             known = self.without_gradients[id(region)] = region, (rest, smaller)
         return known[1]
 
-    def _gain(self, c: Chosen) -> tuple[bool, float, float]:
+    def _gain(self, c: Chosen) -> tuple[bool, bool, float, float]:
         """The key by which candidates are compared; larger is better. With ``force`` the model does not decide: a stream over rows
-        precedes one over a layer's columns or scores, which ends in sums of partial products; then the larger region."""
+        precedes one over a layer's columns or scores, which ends in sums of partial products; one that keeps all workers busy
+        precedes others; then the larger region."""
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
             sums = () if c.region.space.batch else c.region.sinks
             splits = any(splits_layer(self.graph.ops[i], self.wiring.scores) for i in sums)
-            return (not splits, float(ops), gain)
-        return (True, gain, float(len(c.region.ops)))
+            return (not splits, not _idles(self.index, c.region, self.capabilities.workers), float(ops), gain)
+        return (True, True, gain, float(len(c.region.ops)))
 
     def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:
         kept, new = self.spreads.at(seed)
         for i, why in kept.spread.stops.items() if new else ():
             self.why.setdefault(i, why)
         region = self.spreads.region_with(kept, seed_op)
-        if region is None or not region.outputs:
+        if region is None or not region.outputs or region.space.rows < self.least_rows:
             return None, {seed_op}
         first = id(region) not in self.asked
         plan = self._plan_of(region)

@@ -116,6 +116,51 @@ def test_a_region_as_fast_as_xla_is_chosen_where_it_moves_less_than_half_of_the_
     assert bool(choose(graph, force=False, planner=planner).regions) == chosen
 
 
+def _by_rows(graph: Graph, region: Region) -> Plan:
+    """An op takes XLA a second, and a stream of one row a fifth less time, one of more rows half of it."""
+    seconds = len(region.ops) * (0.8 if region.space.rows == 1 else 0.5)
+    return one_stage_plan(graph, region, seconds=seconds, baseline=len(region.ops))
+
+
+def _normalised_layers(batch: int) -> Graph:
+    """Layers of which each ends in a statistic of the tokens of its batch: a stream of tokens has one of them, of batches all."""
+
+    def network(x, weights):
+        for w in weights:
+            h = jnp.cumsum(x @ w, axis=2)  # so that columns can't stream
+            x = jnp.tanh(h - h.mean(1, keepdims=True))
+        return x
+
+    return graph_of(network, jnp.zeros((batch, 16, 4)), [jnp.zeros((4, 4))] * 4)
+
+
+@pytest.mark.parametrize(("workers", "whole"), [(1, True), (2, False)])
+def test_streams_that_keep_all_workers_busy_are_compared_together_with_one_over_a_batch(workers: int, whole: bool) -> None:
+    capabilities = TargetCapabilities(workers=workers)
+    found = select(_normalised_layers(1), lambda i: None, _by_rows, capabilities, force=False).regions
+    assert ([c.region.space.rows for c in found] == [1]) == whole
+    assert any(c.region.space.rows == 1 for c in found) == whole
+
+
+def test_a_stream_over_a_batch_stays_where_the_others_gain_less() -> None:
+    def slower(graph: Graph, region: Region) -> Plan:
+        return one_stage_plan(
+            graph, region, seconds=len(region.ops) * (0.5 if region.space.rows == 1 else 0.8), baseline=len(region.ops)
+        )
+
+    found = select(_normalised_layers(1), lambda i: None, slower, TargetCapabilities(workers=2), force=False).regions
+    assert [c.region.space.rows for c in found] == [1]
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 16), (2, 2)])
+def test_forced_streams_keep_all_workers_busy_where_any_does(batch: int, rows: int) -> None:
+    found = select(_normalised_layers(batch), lambda i: None, one_stage_plan, TargetCapabilities(workers=2), force=True).regions
+    products = [
+        c.region.space.rows for c in found if any(_normalised_layers(batch).ops[i].kind == "dot_general" for i in c.region.ops)
+    ]
+    assert set(products) == {rows}
+
+
 def test_a_planner_that_says_no_is_quoted():
     graph = graph_of(lambda x, w: x @ w, jnp.zeros((8, 4)), jnp.zeros((4, 4)))
     selection = choose(graph, planner=lambda g, r: "needs 300 KB of shared memory")
