@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.ode import odeint
 
 from benchmarks.apps import make_case
 from benchmarks.grid_cases import DLRM_BOTTOM, DLRM_TABLES, DLRM_TOP, GridCase
@@ -41,7 +42,15 @@ class Problem:
 
 
 def make_problem(case: GridCase, seed: int = 0) -> Problem:
-    make = {"mlp": _mlp, "pointwise": _pointwise, "softmax": _softmax, "app": _app, "dlrm": _dlrm, "reduction": _reduction}
+    make = {
+        "mlp": _mlp,
+        "pointwise": _pointwise,
+        "softmax": _softmax,
+        "app": _app,
+        "dlrm": _dlrm,
+        "reduction": _reduction,
+        "program": _program,
+    }
     return make[case.kind](case, np.random.default_rng(seed))
 
 
@@ -80,6 +89,11 @@ def update_error(old: Any) -> Callable[[Any, Any], float]:
         return worst
 
     return error
+
+
+def gradient_error(got: Any, want: Any) -> float:
+    """The error of a (value, gradient): of each array in norm. A gradient's small entries are sums of large ones."""
+    return max(row_error(jnp.ravel(g)[None], jnp.ravel(w)[None]) for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True))
 
 
 def _array(rng: np.random.Generator, case: GridCase, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -234,3 +248,80 @@ def _dlrm(case: GridCase, rng: np.random.Generator) -> Problem:
         return jax.tree.map(lambda p, g: p - _RATE * g, params, grads), value
 
     return Problem(step, (params, dense, sparse, clicked), update_error(params), _TOLERANCE[case.dtype])
+
+
+def _hash_grid_field(case: GridCase, rng: np.random.Generator) -> Problem:
+    """A field over the unit cube: 16 grids of features, hashed into tables and interpolated between eight corners, in front of a
+    small network (Mueller et al. 2022, arXiv:2201.05989, whose primes and growth of the grids these are)."""
+    levels, entries, features = 16, 1 << 14, 2
+    primes = jnp.asarray([1, 2_654_435_761, 805_459_861], jnp.uint32)
+    corners = jnp.asarray(np.stack(np.meshgrid(*[[0, 1]] * 3, indexing="ij"), -1).reshape(8, 3), jnp.uint32)
+    params = {
+        "tables": _array(rng, case, levels, entries, features, scale=0.1),
+        "hidden": _array(rng, case, levels * features, 64, scale=0.25),
+        "out": _array(rng, case, 64, 4, scale=0.125),
+    }
+    x = jnp.asarray(rng.random((case.rows, 3)), jnp.float32)
+
+    def encoded(table: jax.Array, x: jax.Array, resolution: int) -> jax.Array:
+        scaled = x * resolution
+        cell = jnp.floor(scaled)
+        at = scaled - cell
+        corner = cell.astype(jnp.uint32)[:, None] + corners
+        hashed = corner * primes
+        index = (hashed[..., 0] ^ hashed[..., 1] ^ hashed[..., 2]) % entries
+        weight = jnp.prod(jnp.where(corners[None] == 1, at[:, None], 1 - at[:, None]), -1)
+        return jnp.sum(table[index] * weight[..., None], 1)
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        h = jnp.concatenate([encoded(params["tables"][k], x, int(16 * 1.32**k)) for k in range(levels)], -1)
+        return jnp.mean((jax.nn.relu(h @ params["hidden"]) @ params["out"] - y) ** 2)
+
+    return Problem(jax.value_and_grad(loss), (params, x, _array(rng, case, case.rows, 4)), gradient_error, _TOLERANCE[case.dtype])
+
+
+def _gaussian_process(case: GridCase, rng: np.random.Generator) -> Problem:
+    """The negative log marginal likelihood of a regression with squared exponential kernel and noise (Rasmussen and Williams 2006,
+    equation 2.30)."""
+    x, y = _array(rng, case, case.rows, 8), _array(rng, case, case.rows)
+    params = {"lengths": 1 + _array(rng, case, 8, scale=0.1), "amplitude": jnp.float32(1.0), "noise": jnp.float32(0.5)}
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        scaled = x / params["lengths"]
+        squares = jnp.sum((scaled[:, None] - scaled[None]) ** 2, -1)
+        kernel = params["amplitude"] ** 2 * jnp.exp(-0.5 * squares) + params["noise"] ** 2 * jnp.eye(len(x), dtype=x.dtype)
+        lower = jnp.linalg.cholesky(kernel)
+        solved = jax.scipy.linalg.cho_solve((lower, True), y)
+        return 0.5 * y @ solved + jnp.sum(jnp.log(jnp.diag(lower)))
+
+    return Problem(jax.value_and_grad(loss), (params, x, y), gradient_error, _TOLERANCE[case.dtype])
+
+
+def _differential_equation(case: GridCase, rng: np.random.Generator) -> Problem:
+    """A neural ordinary differential equation (Chen et al. 2018, arXiv:1806.07366) in adaptive steps of Dormand and Prince, and its
+    adjoint, as JAX's ``odeint`` has them."""
+    params = [(_array(rng, case, a, b, scale=a**-0.5), _array(rng, case, b, scale=0.1)) for a, b in ((2, 64), (64, 64), (64, 2))]
+
+    def change(state: jax.Array, time: jax.Array, params: Any) -> jax.Array:
+        for w, b in params[:-1]:
+            state = jnp.tanh(state @ w + b)
+        w, b = params[-1]
+        return state @ w + b
+
+    def loss(params: Any, first: jax.Array, y: jax.Array) -> jax.Array:
+        times = jnp.linspace(0.0, 1.0, 5, dtype=first.dtype)
+        return jnp.mean((odeint(change, first, times, params)[-1] - y) ** 2)
+
+    args = (params, _array(rng, case, case.rows, 2), _array(rng, case, case.rows, 2))
+    return Problem(jax.value_and_grad(loss), args, gradient_error, _TOLERANCE[case.dtype])
+
+
+PROGRAMS: dict[str, Callable[[GridCase, np.random.Generator], Problem]] = {
+    "hash-grid field": _hash_grid_field,
+    "Gaussian process": _gaussian_process,
+    "differential equation": _differential_equation,
+}
+
+
+def _program(case: GridCase, rng: np.random.Generator) -> Problem:
+    return PROGRAMS[case.app](case, rng)

@@ -30,6 +30,7 @@ from benchmarks.grid_cases import (
     KINDS,
     MODES,
     NAMED,
+    PROGRAMS,
     REDUCTIONS,
     ROWS,
     WIDTHS,
@@ -68,7 +69,7 @@ def test_reductions_are_of_one_to_64_megabytes() -> None:
 
 
 def test_every_level_of_every_factor_is_drawn() -> None:
-    drawn = draw(400, 0, Limits(float("inf"), 1 << 60)).cases[len((*NAMED, *APPLICATIONS, *REDUCTIONS)) :]
+    drawn = draw(400, 0, Limits(float("inf"), 1 << 60)).cases[len((*NAMED, *APPLICATIONS, *REDUCTIONS, *PROGRAMS)) :]
     mlps = [c for c in drawn if c.kind == "mlp"]
     for name, levels in {
         "width": WIDTHS,
@@ -92,11 +93,11 @@ def test_limits_leave_out_large_cases_and_count_them() -> None:
     limits = Limits(flops=1e9, memory=32 << 20)
     sample = draw(grid.CASES, 0, limits)
     assert sample.too_large > 10
-    assert all(limits.admit(c) for c in sample.cases if c not in (*NAMED, *APPLICATIONS, *REDUCTIONS))
+    assert all(limits.admit(c) for c in sample.cases if c not in (*NAMED, *APPLICATIONS, *REDUCTIONS, *PROGRAMS))
 
 
 def test_impossible_limits_end() -> None:
-    assert len(draw(grid.CASES, 0, Limits(flops=0)).cases) == len((*NAMED, *APPLICATIONS, *REDUCTIONS))
+    assert len(draw(grid.CASES, 0, Limits(flops=0)).cases) == len((*NAMED, *APPLICATIONS, *REDUCTIONS, *PROGRAMS))
 
 
 def test_work_and_memory_are_counted() -> None:
@@ -109,16 +110,39 @@ def test_work_and_memory_are_counted() -> None:
 # --- the functions
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(k, m) for k in KINDS for m in MODES if (k, m) != ("reduction", "train")])
+ONE_MODE = {"reduction": "infer", "program": "train"}
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(k, m) for k in KINDS for m in MODES if ONE_MODE.get(k, m) == m])
 def test_every_kind_has_a_function(kind: str, mode: str) -> None:
-    app = {"app": "mgn", "reduction": "variance, leading"}.get(kind, "")
+    app = {"app": "mgn", "reduction": "variance, leading", "program": "Gaussian process"}.get(kind, "")
     case = GridCase(kind, mode, "f32", 37, 24, 2, "silu", kind == "mlp", app=app)
     problem = make_problem(case)
     got = jax.eval_shape(problem.function, *problem.args)
     assert jax.tree.leaves(got)
-    if mode == "train":  # (parameters or state, loss)
+    if kind == "program":  # (loss, gradient)
+        assert jax.tree.structure(got[1]) == jax.tree.structure(problem.args[0])
+        assert got[0].shape == ()
+    elif mode == "train":  # (parameters or state, loss)
         assert jax.tree.structure(got[0]) == jax.tree.structure(problem.args[0])
         assert got[1].shape == ()
+
+
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda c: c.app)
+def test_the_gradient_of_a_program_is_that_of_its_loss(case: GridCase) -> None:
+    """Along its own direction, by central differences in float64: for a random direction the differences are of rounding's size."""
+    problem = make_problem(dataclasses.replace(case, rows=24))
+    with jax.enable_x64(True):
+        params, *inputs = jax.tree.map(lambda a: np.asarray(a, np.float64 if a.dtype == np.float32 else None), problem.args)
+        loss, gradient = jax.tree.map(np.asarray, problem.function(params, *inputs))
+        length = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
+        step = 1e-6 / length
+        ahead, behind = (
+            float(problem.function(jax.tree.map(lambda p, g, s=sign: p + s * step * g, params, gradient), *inputs)[0])
+            for sign in (1, -1)
+        )
+    assert loss > 0
+    np.testing.assert_allclose((ahead - behind) / (2 * step), length**2, rtol=1e-3)
 
 
 def test_an_mlp_is_what_its_case_says() -> None:
