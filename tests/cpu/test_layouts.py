@@ -62,6 +62,47 @@ def test_values_do_not_depend_on_the_layout(second: str) -> None:
         np.testing.assert_allclose(got, -np.exp(x), rtol=1e-6)
 
 
+GROUPS, KEYS = 6, 9
+
+
+def keys_behind_queries(reader: str) -> Program:
+    """y = x + k of x = -q, an array [2, 6, queries] that rows of queries write, and every row of keys reads whole. The reader is a
+    vector op or a product, of which y is the packed operand: k x."""
+    array, streams = (2, GROUPS, 700), ((0,), (), (1,))
+    first = Tiles((2, 700), 8, batch_axes=1)
+    first.store(first.op("neg", first.load(array, streams=streams)), array, streams)
+    then = Tiles((2, KEYS), 4, batch_axes=1)
+    whole = then.load(array, streams=((0,), (), ()))
+    if reader == "vector":
+        k = then.load((2, KEYS), streams=((0,), (1,)))
+        wide = (then.broadcast(v, (GROUPS, 700), dims) for v, dims in ((whole, (1, 2)), (k, (0,))))
+        then.store(then.op("add", *wide), (2, KEYS, GROUPS, 700), ((0,), (1,), (), ()))
+    else:
+        k = then.load((2, KEYS, GROUPS), streams=((0,), (1,), ()))
+        then.store(then.matmul(k, whole), (2, KEYS, 700), ((0,), (1,), ()))
+    (out,), given = then.outputs, then.inputs[1]
+    arrays = tuple(Array(a.shape, "float32") for a in (first.inputs[0], given, out, first.outputs[0]))
+    return Program(arrays, 2, 1, (Part(0, first.program(), (0,), (3,)), Part(1, then.program(), (3, 1), (2,))))
+
+
+@pytest.mark.parametrize("reader", ["vector", "product"])
+def test_an_array_that_every_row_reads_whole_lies_in_runs_for_it_unless_it_is_packed(reader: str) -> None:
+    first, then = memory.with_layouts(keys_behind_queries(reader)).parts
+    assert (first.program.outputs[0].strides == then.program.inputs[0].strides == ()) == (reader == "vector")
+
+
+@pytest.mark.parametrize("reader", ["vector", "product"])
+def test_values_that_every_row_reads_do_not_depend_on_the_layout(reader: str) -> None:
+    from kitsune_jax import _cpu
+
+    program = keys_behind_queries(reader)
+    q, k = (array(*a.shape) for a in program.arrays[:2])
+    got = np.empty(program.arrays[2].shape, np.float32)
+    _cpu.run(lower.generate(program, "test"), [q, k], [got], 2)
+    want = -q[:, None] + k[:, :, None, None] if reader == "vector" else np.einsum("hkg,hgq->hkq", k, -q, dtype=np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CpuCall]]:
     """The calls that are lowered while a test runs."""

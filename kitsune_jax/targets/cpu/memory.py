@@ -226,7 +226,8 @@ def with_layouts(program: Program) -> Program:
     at a time: the dimensions that no phase streams over come last.
 
     As an example, attention's result [heads, 64, tokens] is written and read by rows of tokens: as [tokens, heads, 64], in runs of
-    64 elements."""
+    64 elements. An array that each row of a stream reads whole, as every key of a gradient the sums of all queries, stays as it is:
+    it is written once, and read in runs along its last dimension by every row. Weights are packed and may lie anyhow."""
     parts = list(program.parts)
     for number in range(program.operands + program.results, len(program.arrays)):
         strides = _laid_out(parts, number)
@@ -257,6 +258,9 @@ def _laid_out(parts: Sequence[Part], number: int) -> tuple[int, ...] | None:
         of_sink = not reads and any(sink.array == k for sink in part.program.sinks)
         if of_sink or part.program.order is not None or any(i.kind in _BY_ROWS for s in part.program.stages for i in walk(s.body)):
             return None
+        array = part.program.inputs[k] if reads else None
+        if array is not None and not any(array.row_strides[part.program.batch_axes :]) and not _is_weight(part.program, k):
+            return None
     real = [d for d, n in enumerate(shape) if n != 1]
     streamed = [sum(d not in array.dims for _, array, _, _ in accesses) for d in range(len(shape))]
     order = sorted(real, key=lambda d: (-streamed[d], 0 if streamed[d] else shape[d]))  # the longest last
@@ -267,6 +271,14 @@ def _laid_out(parts: Sequence[Part], number: int) -> tuple[int, ...] | None:
         strides[d] = step
         step *= shape[d]
     return tuple(strides)
+
+
+def _is_weight(program: TileProgram, number: int) -> bool:
+    """Do only products read input ``number`` of ``program``, as the operand that they pack?"""
+    instructions = [i for s in program.stages for i in walk(s.body)]
+    loads = {v for i in instructions if i.kind in ("load", "load_slice") and i["array"] == number for v in i.outputs}
+    readers = [i for i in instructions if not loads.isdisjoint(i.inputs)]
+    return all(i.kind == "matmul" and i.inputs[0] not in loads for i in readers)
 
 
 def _with_strides(part: Part, number: int, strides: tuple[int, ...]) -> Part:
