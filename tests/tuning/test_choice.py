@@ -63,6 +63,16 @@ def test_the_fastest_wins(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, fl
     assert ran[:3] == [JIT, MODELLED, FORCED] and ran[3:9] == [FORCED, MODELLED, JIT, JIT, MODELLED, FORCED]
 
 
+def test_one_lucky_run_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory was at hand once: XLA's allocations make the time of a call depend on what was freed before it."""
+    takes(monkeypatch, {JIT: 0.019, MODELLED: 0.010})
+    calls = iter(range(1000))
+    monkeypatch.setattr(tuning, "_seconds", lambda run: 0.009 if (seconds := run()) == 0.019 and next(calls) == 2 else seconds)
+    found = chosen(MODELLED)
+    assert found is not None and found.name == MODELLED
+    assert found.seconds == {JIT: 0.019, MODELLED: 0.010}
+
+
 @pytest.mark.parametrize(
     ("seconds", "want"),
     [
