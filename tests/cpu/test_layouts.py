@@ -62,6 +62,38 @@ def test_values_do_not_depend_on_the_layout(second: str) -> None:
         np.testing.assert_allclose(got, -np.exp(x), rtol=1e-6)
 
 
+STEPS, ROWS, COLUMNS = 20, 5, 60
+
+
+def a_loop_behind_rows() -> Program:
+    """y[r, c] = the sum over t of -x[t, r, c]: rows [t, c] write -x, and rows of single numbers add its steps in a loop."""
+    cube = (STEPS, ROWS, COLUMNS)
+    first = Tiles((ROWS,), 2)
+    first.store(first.op("neg", first.load(cube, streams=((), (0,), ()))), cube, ((), (0,), ()))
+    then = Tiles((ROWS, COLUMNS), 64)
+    x = then.input(cube, streams=((), (0,), (1,)))
+    with then.loop(STEPS, then.broadcast(then.literal(0.0), (), ())) as loop:
+        step = then.load_slice(x, (loop.index, 0, 1, 1))
+        loop.next(then.op("add", loop.carries[0], then.reshape(step, ())))
+    then.store(loop.results[0], (ROWS, COLUMNS), ((0,), (1,)))
+    arrays = (Array(cube, "float32"), Array((ROWS, COLUMNS), "float32"), Array(cube, "float32"))
+    return Program(arrays, 1, 1, (Part(0, first.program(), (0,), (2,)), Part(1, then.program(), (2,), (1,))))
+
+
+def test_steps_of_a_loop_lie_apart() -> None:
+    """The rows of one step are read together: with the steps in runs, each number of a step came from a cache line of its own."""
+    first, then = memory.with_layouts(a_loop_behind_rows()).parts
+    assert first.program.outputs[0].strides == then.program.inputs[0].strides == ()
+
+
+def test_the_sum_of_a_loop_behind_rows() -> None:
+    from kitsune_jax import _cpu
+
+    x, got = array(STEPS, ROWS, COLUMNS), np.empty((ROWS, COLUMNS), np.float32)
+    _cpu.run(lower.generate(a_loop_behind_rows(), "test"), [x], [got], 2)
+    np.testing.assert_allclose(got, -x.sum(0, dtype=np.float64), rtol=1e-5, atol=1e-5)
+
+
 GROUPS, KEYS = 6, 9
 
 

@@ -262,7 +262,8 @@ def _laid_out(parts: Sequence[Part], number: int) -> tuple[int, ...] | None:
         if array is not None and not any(array.row_strides[part.program.batch_axes :]) and not _is_weight(part.program, k):
             return None
     real = [d for d, n in enumerate(shape) if n != 1]
-    streamed = [sum(d not in array.dims for _, array, _, _ in accesses) for d in range(len(shape))]
+    apart = [_touched_one_by_one(part.program, array, reads, k) for part, array, reads, k in accesses]
+    streamed = [sum(d in dims for dims in apart) for d in range(len(shape))]
     order = sorted(real, key=lambda d: (-streamed[d], 0 if streamed[d] else shape[d]))  # the longest last
     if not real or not streamed[real[-1]] or streamed[order[-1]]:
         return None
@@ -271,6 +272,19 @@ def _laid_out(parts: Sequence[Part], number: int) -> tuple[int, ...] | None:
         strides[d] = step
         step *= shape[d]
     return tuple(strides)
+
+
+def _touched_one_by_one(program: TileProgram, array: ArrayType, reads: bool, number: int) -> set[int]:
+    """The dimensions of which a row, or a step of a loop, touches one index: those that the rows stream over, and those that a loop
+    takes apart."""
+    slices = [
+        i
+        for s in program.stages
+        for i in walk(s.body)
+        if i.kind == ("load_slice" if reads else "store_slice") and i["array"] == number
+    ]
+    steps = {d for i in slices for d, size in zip(i["dims"], i["sizes"], strict=True) if size == 1}
+    return {d for d in range(len(array.shape)) if d not in array.dims} | steps
 
 
 def _is_weight(program: TileProgram, number: int) -> bool:
