@@ -198,3 +198,13 @@ def test_a_product_stores_its_columns_in_the_order_in_which_they_are_read() -> N
     x, w = array(19, 5), array(5, 4, 16)
     (got,) = run(t.program(), x, w)
     close(got, np.tanh(np.einsum("rk,kab->rba", x, w)))
+
+
+def test_a_reader_that_transposes_a_reshaped_product_does_not_order_its_columns() -> None:
+    t = Tiles((19,), 8)
+    y = t.matmul(t.load((19, 5), streams=((0,), ())), t.load((5, 1, 4, 16)))
+    turned = t.transpose(t.reshape(y, (4, 16)), (0, 2, 1))
+    t.store(t.op("tanh", turned), (19, 16, 4), ((0,), (), ()))
+    x, w = array(19, 5), array(5, 1, 4, 16)
+    (got,) = run(t.program(), x, w)
+    close(got, np.tanh(np.einsum("rk,kab->rba", x, w[:, 0])))

@@ -79,11 +79,14 @@ def emit_matmul(stage: StageLowering, i: int, instr: Instr) -> None:
 
 
 def _order_of_readers(stage: StageLowering, r: int) -> Callable[[int], int]:
-    """Where dimension ``d`` of the rows of ``r`` stands for its readers, if they all transpose it alike; else ``d``."""
+    """Where dimension ``d`` of the rows of ``r`` stands for its readers, if they all transpose it alike; else ``d``. A reader of a
+    reshaped ``r`` has other dimensions."""
+    of = stage.type(r)
     found = [stage.flow.instruction(i) for i, _ in stage.uses.get(stage.root(r), ())]
-    orders = {instr["permutation"] if instr.kind == "transpose" else None for instr in found}
+    alike = [instr.kind == "transpose" and stage.type(instr.inputs[0]).shape == of.shape for instr in found]
+    orders = {instr["permutation"] if same else None for instr, same in zip(found, alike, strict=True)}
     (order,) = orders if len(orders) == 1 else (None,)
-    lead = int(stage.type(r).tile)
+    lead = int(of.tile)
     return lambda d: d if order is None else tuple(order).index(d + lead)
 
 
