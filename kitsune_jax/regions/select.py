@@ -78,6 +78,7 @@ from kitsune_jax.regions.joining import (
 _SAME = "one of its results is the same for all rows of a stream, so no row computes it"
 _MAKERS = frozenset({"broadcast_in_dim", "iota"})
 _VIEWS = frozenset({"reshape", "broadcast", "iota"})  # families of ops
+_FUSED = _VIEWS | {"pointwise", "convert"}  # families that XLA computes in one loop with the operator that reads them
 
 
 def loop_regions(
@@ -530,6 +531,10 @@ class _Selector:
                     if i not in self.closest:  # the times of a plan that does not pay say more
                         self.why[i] = plan
             return None, {seed_op}
+        if not self.force and self._is_fused_by_xla(region):
+            for i in region.ops:
+                self.why[i] = "XLA computes it inside of the operator that reads it; force=True pipelines it anyway"
+            return None, {seed_op}
         few_rows = self.capabilities.few_rows
         decodes = few_rows and pays_as_decode_phase(self.index, self.chosen, region, plan)
         if self.force or pays(plan) or self.phase_savings.pays(region, plan) or decodes:
@@ -543,6 +548,23 @@ class _Selector:
         batched = {i for i in region.ops if not region.space.batch and is_batched(self.graph, i)}
         few = {i for i in region.ops if few_rows and has_few_rows(self.graph, self.index.producers, i)}
         return None, set(region.ops) - batched - few | {seed_op}
+
+    def _is_fused_by_xla(self, region: Region) -> bool:
+        """Would XLA store no result of ``region``, because each is read by one operator that it computes in the same loop?
+
+        The plan counts that it stores them, as a pipeline does. K-means with its differences and squares as a pipeline, and XLA's
+        sum of these, took 80 ms, by XLA alone 36 (20 000 points, Zen 4).
+        """
+        graph, inside = self.graph, set(region.ops)
+        if region.sinks or any(OPS[graph.ops[i].kind].family not in _FUSED for i in region.ops):
+            return False
+        for v in region.outputs:
+            readers = [i for i in self.index.consumers.get(v, ()) if i not in inside and i in self.index.live]
+            if v in self.index.results or len(readers) != 1 or readers[0] not in self.free:
+                return False
+            if OPS[graph.ops[readers[0]].kind].family not in _FUSED | {"reduce"}:
+                return False
+        return True
 
     def _plan_of(self, region: Region) -> Plan | str:
         """The plan of ``region``, or the reason why it has none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,26 @@ def test_forced_streams_keep_all_workers_busy_where_any_does(batch: int, rows: i
         c.region.space.rows for c in found if any(_normalised_layers(batch).ops[i].kind == "dot_general" for i in c.region.ops)
     ]
     assert set(products) == {rows}
+
+
+def _distances(x, centres, *, keep: str):
+    squares = (x[:, None] - centres) ** 2
+    other = {"nothing": 0.0, "result": squares, "reader": jnp.sort(squares, -1)}[keep]
+    return jnp.argsort(squares.sum(-1)), other
+
+
+@pytest.mark.parametrize(("keep", "chosen"), [("nothing", False), ("result", True), ("reader", True)])
+def test_what_xla_computes_inside_of_its_reader_is_no_region(keep: str, chosen: bool) -> None:
+    """With a sum that the target leaves to XLA: the squares would be stored for it alone."""
+    graph = graph_of(functools.partial(_distances, keep=keep), jnp.zeros((40, 16)), jnp.zeros((8, 16)))
+    left = {i: "no" for i, op in enumerate(graph.ops) if op.kind == "reduce_sum"}
+    found = select(graph, left.get, one_stage_plan, force=False)
+    squares = [i for i, op in enumerate(graph.ops) if op.kind == "integer_pow"]
+    assert len(squares) == 1
+    assert any(squares[0] in c.ops for c in found.regions) == chosen
+    if not chosen:
+        assert "inside of the operator that reads it" in dict(found.rejected)[squares[0]]
+    assert any(squares[0] in c.ops for c in select(graph, left.get, one_stage_plan, force=True).regions)
 
 
 def test_a_planner_that_says_no_is_quoted():
