@@ -227,6 +227,59 @@ def open_parts(j: Any) -> tuple[Any, list[Any]]:
     return j, list(getattr(j, "consts", ()) or ())
 
 
+class _Text:
+    """The text of jaxprs (``text_of``). ``types``: of abstract values; ``bodies``: of inner jaxprs, by their identity."""
+
+    def __init__(self) -> None:
+        self.types: dict[Any, str] = {}
+        self.bodies: dict[int, str] = {}
+
+    def jaxpr(self, jaxpr: Any) -> str:
+        names: dict[Any, str] = {}
+
+        def new(v: Any) -> str:
+            names[v] = name = f"{len(names)}"
+            return f"{name}:{self.type(v.aval)}"
+
+        def read(v: Any) -> str:
+            return f"{literal_text(v.val)}:{self.type(v.aval)}" if is_literal(v) else names[v]
+
+        lines = [" ".join(map(new, (*jaxpr.constvars, *jaxpr.invars)))]
+        for eqn in jaxpr.eqns:
+            params = eqn.params
+            words = [f"{k}={self.param(params[k])}" for k in sorted(params)]
+            ins = " ".join(map(read, eqn.invars))
+            lines.append(f"{' '.join(map(new, eqn.outvars))} = {eqn.primitive.name}[{' '.join(words)}] {ins}")
+        lines.append(f"{' '.join(map(read, jaxpr.outvars))} {sorted(map(str, jaxpr.effects))}")
+        return "\n".join(lines)
+
+    def type(self, aval: Any) -> str:
+        found = self.types.get(aval)
+        if found is None:
+            found = self.types[aval] = aval.str_short(short_dtypes=True)
+        return found
+
+    def param(self, x: Any) -> str:
+        if type(x) is tuple:
+            return f"({','.join(map(self.param, x))})"
+        if is_jaxpr(x):
+            if id(x) not in self.bodies:
+                self.bodies[id(x)] = f"{{{self.jaxpr(open_parts(x)[0])}}}"
+            return self.bodies[id(x)]
+        return f"{{{','.join(sorted(map(repr, x)))}}}" if isinstance(x, frozenset) else str(x)
+
+
+def literal_text(x: Any) -> str:
+    """Of a number all digits; NumPy takes as long to lay out an array of one number as one of many."""
+    return repr(np.asarray(x).item() if np.ndim(x) == 0 and not is_key(x) else x)
+
+
+def text_of(jaxpr: Any) -> str:
+    """An open jaxpr as text, the same in every process that traces the same program. JAX's own text, which is laid out in lines for
+    a reader, takes four times as long."""
+    return re.sub(r"0x[0-9a-f]+", "", _Text().jaxpr(jaxpr))
+
+
 def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
     """The closed jaxpr with its constants as leading arguments, and the constants."""
     jaxpr, consts = open_parts(closed)

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import threading
 import time
 import weakref
@@ -118,9 +117,8 @@ def _full_budget(platform: str) -> Budget:
 
 def key_of(program: Any, options: Any, target: str, surroundings: Sequence[Any]) -> str:
     """A key of all that a choice depends on: the program, the options and everything that plans and machine code depend on."""
-    text = re.sub(r"0x[0-9a-f]+", "", str(_compat.open_parts(program)[0]))
     return cache.key(
-        program=text,
+        program=_compat.text_of(_compat.open_parts(program)[0]),
         options=repr(options),
         target=target,
         surroundings=repr(surroundings),

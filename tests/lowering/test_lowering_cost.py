@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax._compat import call_rules
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
 from kitsune_jax.frontend.route import RouteOptions, route
@@ -123,3 +124,24 @@ def test_the_garbage_collector_is_as_it_was_behind_a_lowering(was_on: bool, monk
         assert gc.isenabled() == was_on and seen == [False, False]
     finally:
         gc.enable() if before else gc.disable()
+
+
+def test_rules_of_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave the same equations, on the same lines of the user, as if each was traced for itself."""
+    f = kj.pipeline(lambda p, x: blocks(p, x))
+    rule, ran = call_rules.ad.primitive_jvps[jax.lax.tanh_p], list[int]()
+
+    def counted(*args: Any, **params: Any) -> Any:
+        ran.append(1)
+        return rule(*args, **params)
+
+    def traced() -> str:
+        ran.clear()
+        jax.clear_caches()
+        made = jax.make_jaxpr(lambda p, x: jax.grad(lambda p: (f(p, x) ** 2).mean())(p))(*layers(6))
+        return str(made.pretty_print(source_info=True, name_stack=True))
+
+    monkeypatch.setitem(call_rules.ad.primitive_jvps, jax.lax.tanh_p, counted)
+    shared, once = traced(), len(ran)
+    monkeypatch.setattr(call_rules, "_with_equal_equations", lambda call_jaxpr: call_jaxpr)
+    assert traced() == shared and len(ran) == 6 and once == 1

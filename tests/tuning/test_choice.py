@@ -229,6 +229,15 @@ def test_keys_differ_where_plans_may() -> None:
     assert tuning.key_of(PROGRAM, "a", "cpu", ()) == tuning.key_of(again, "a", "cpu", ())
 
 
+def test_keys_have_all_digits_and_inner_functions() -> None:
+    def key(number: float, times: int) -> str:
+        inner = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(x) * number, x))
+        return tuning.key_of(jax.make_jaxpr(lambda x: inner(x) + inner(x))(jnp.ones(3)), "a", "cpu", ())
+
+    assert key(0.1, 2) == key(0.1, 2)
+    assert len({key(0.1, 2), key(0.1 + 1e-8, 2), key(0.1, 3), key(-0.1, 2)}) == 4
+
+
 def test_real_candidates_are_compiled_and_run() -> None:
     slow = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3000, lambda _, x: jnp.tanh(x), x) * 2)(jnp.ones((4, 3)))
     found = tuning.choose("k", slow, {MODELLED: lambda: PROGRAM}, "cpu", Budget(60.0))

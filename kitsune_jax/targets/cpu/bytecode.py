@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -632,40 +634,49 @@ def name_bytes(name: str) -> bytes:
     return name.encode("utf-8", "replace")[:MAX_NAME_BYTES].decode("utf-8", "ignore").encode()
 
 
-@functools.cache
-def _layout(kind: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The words before the fields of an instruction or record of type ``kind``, and the fields' names."""
-    return (kind.CODE,) if hasattr(kind, "CODE") else (), tuple(field.name for field in dataclasses.fields(kind))
-
-
 _FLOATS = frozenset({"imm", "fill"})  # fields whose numbers are floats
+
+
+@functools.cache
+def _layout(kind: Any) -> tuple[tuple[int, ...], Callable[[Any], tuple[Any, ...]]] | None:
+    """The words before the fields of an instruction or record of type ``kind``, and the fields of one; ``None`` for other types."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    names = [field.name for field in dataclasses.fields(kind)]
+    taken = operator.attrgetter(*names)
+    fields: Callable[[Any], tuple[Any, ...]] = taken if len(names) > 1 else lambda x: (taken(x),)
+    if not _FLOATS.isdisjoint(names):
+        fields = lambda x: tuple(tuple(map(float, getattr(x, n))) if n in _FLOATS else getattr(x, n) for n in names)  # noqa: E731
+    return (kind.CODE,) if hasattr(kind, "CODE") else (), fields
 
 
 def _emit(x: Any, out: list[int], programs: dict[int, list[int]]) -> None:
     """Append ``x`` to ``out``. ``programs``: words of each program by its identity, since equal parts share one program."""
-    if isinstance(x, tuple):
+    if type(x) is tuple:
         out.append(len(x))
-        for v in x:
-            if type(v) is int:
-                out.append(v)
-            else:
-                _emit(v, out, programs)
-    elif dataclasses.is_dataclass(x):
+        values = x
+    elif (layout := _layout(x.__class__)) is not None:
         if id(x) in programs:
             out.extend(programs[id(x)])
             return
         start = len(out)
-        code, names = _layout(x.__class__)
+        code, fields = layout
         out.extend(code)
-        for name in names:
-            v = getattr(x, name)
-            if type(v) is int:
-                out.append(v)
-            else:
-                _emit(tuple(map(float, v)) if name in _FLOATS else v, out, programs)
-        if isinstance(x, CpuProgram):
-            programs[id(x)] = out[start:]
-    elif isinstance(x, (bool, int, np.integer)):
+        values = fields(x)
+    else:
+        _emit_single(x, out)
+        return
+    for v in values:
+        if type(v) is int:
+            out.append(v)
+        else:
+            _emit(v, out, programs)
+    if isinstance(x, CpuProgram):
+        programs[id(x)] = out[start:]
+
+
+def _emit_single(x: Any, out: list[int]) -> None:
+    if isinstance(x, (bool, int, np.integer)):
         out.append(int(x))
     elif isinstance(x, float):
         out.append(struct.unpack("<q", struct.pack("<d", x))[0])
