@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import kitsune_jax as kj
 from benchmarks.machine import describe_commit, describe_machine, describe_software, machine_slug, today
 from benchmarks.store import RESULTS
-from kitsune_jax.frontend import lowering
+from kitsune_jax.frontend import lowering, route
 
 FORMAT = 1
 PHASES = ("trace", "lower", "compile")
@@ -120,6 +120,7 @@ def measure(name: str, layers: int, rounds: int) -> dict[str, Any]:
 def _seconds(f: Callable[..., Any], args: Sequence[Any]) -> dict[str, float]:
     jax.clear_caches()
     lowering._routed.cache_clear()
+    route._known_plans.cache_clear()
     at = [time.process_time()]
     traced = jax.jit(f).trace(*args)
     at.append(time.process_time())

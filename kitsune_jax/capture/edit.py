@@ -317,9 +317,9 @@ class Builder(_GraphWriter):
 
     def check(self, results: Sequence[int], avals: Sequence[Any]) -> None:
         """Raise ``ValueError`` unless ``results`` have the shapes and dtypes of ``avals``."""
-        wanted = list(map(value_of, avals))
         found = [self.values[v] for v in results]
-        if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
+        if [(x.shape, x.dtype) for x in found] != list(map(type_of, avals)):
+            wanted = list(map(value_of, avals))
             raise ValueError(f"the results are {', '.join(map(str, found))}, not {', '.join(map(str, wanted))}")
 
     def finish(self, inputs: Sequence[int], outputs: Sequence[int], failures: Sequence[Failure] = ()) -> Captured:
@@ -408,13 +408,17 @@ class GraphEditor(_Readable, _GraphWriter):
 
     def finish(self) -> Captured:
         """The new ``Captured``; the one that came in where no op has changed."""
-        ops, steps = list[Op](), list[Step]()
-        for i, (op, step) in enumerate(zip(self.ops, self.steps, strict=True)):
-            here = [] if i in self._removed else [(op, step)]
-            before, after = (places[i].ops if i in places else [] for places in (self._in_front, self._behind))
-            for new, its in (*before, *here, *after):
-                ops.append(new)
-                steps.append(its)
+        ops, steps = self.ops, self.steps
+        if self._removed or self._in_front or self._behind:
+            placed = list[tuple[Op, Step]]()
+            for i, here in enumerate(zip(self.ops, self.steps, strict=True)):
+                if i in self._in_front:
+                    placed += self._in_front[i].ops
+                if i not in self._removed:
+                    placed.append(here)
+                if i in self._behind:
+                    placed += self._behind[i].ops
+            ops, steps = [op for op, _ in placed], [step for _, step in placed]
         if tuple(ops) == self.graph.ops:
             return self.captured
         graph = dataclasses.replace(self.graph, values=tuple(self.values), ops=tuple(ops))
@@ -544,10 +548,15 @@ def kept_dims(before: Sequence[int], after: Sequence[int]) -> dict[int, int] | N
 
 
 def value_of(aval: Any) -> Value:
-    """The value of that abstract value; one that is no array has the dtype "ref" or "token"."""
+    """The value of that abstract value."""
+    return Value(*type_of(aval))
+
+
+def type_of(aval: Any) -> tuple[tuple[int, ...], str]:
+    """The shape and the dtype of an abstract value; of one that is no array the dtype is "ref" or "token"."""
     dtype = getattr(aval, "dtype", None)
     name = "ref" if _compat.is_ref(aval) else "token" if dtype is None else name_of(dtype)
-    return Value(tuple(getattr(aval, "shape", ())), name)
+    return tuple(getattr(aval, "shape", ())), name
 
 
 def is_array(aval: Any) -> bool:

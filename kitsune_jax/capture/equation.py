@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kitsune_jax import _compat
-from kitsune_jax.capture.edit import Builder, Origin, Step, kept_dims, value_of
+from kitsune_jax.capture.edit import Builder, Origin, Step, kept_dims, type_of
 from kitsune_jax.ops.graph import Param, Scalar
 from kitsune_jax.ops.spec import is_float, np_dtype
 from kitsune_jax.ops.table import RENAMED
@@ -45,7 +45,7 @@ class Equation:
         self.kind = RENAMED.get(self.name, self.name)  # of the op with its meaning, if there is one
         self.in_avals = [_compat.physical(v.aval) for v in eqn.invars]
         self.out = _compat.physical(eqn.outvars[0].aval)
-        self.out_shape, self.out_dtype = value_of(self.out).shape, value_of(self.out).dtype
+        self.out_shape, self.out_dtype = type_of(self.out)
 
     @property
     def accuracy(self) -> str:

@@ -451,7 +451,9 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
             if choice is None:
                 return made[tuning.MODELLED]
     if choice is None:
-        return with_fastest_calls(program, options, target, chooser) or pipelined_jaxpr(program, options, target, chooser)
+        captures: Captures = {}
+        found = with_fastest_calls(program, options, target, chooser, captures)
+        return found or pipelined_jaxpr(program, options, target, chooser, captures)
     if choice.name == tuning.JIT and not options.body and not _holds_pipelines(program):
         # The reason for each operator takes as long as a plan, and is made if somebody reads it.
         return Pipelined(program, (), (), lambda: _measured(plan(tuning.JIT, measured_text(choice)), choice))
@@ -461,21 +463,24 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
     return _noted(chosen, measured_text(choice))
 
 
-def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser: Chooser) -> Pipelined | None:
+def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser: Chooser, captures: Captures) -> Pipelined | None:
     """``program`` without those calls for which XLA's code of the same operators is faster; ``None`` where no call was timed.
 
     Calls that the model doubts are timed, equal ones once, and those that take most of the time first. Without a time, a call stays
-    if the model sees a clear gain.
+    if the model sees a clear gain. ``captures``: as in ``capture_until_stable``.
     """
-    plan = planned_function(program, options_of(tuning.OPTIMISTIC, options), target, chooser)
-    calls = [node for node in plan.nodes if isinstance(node, PlannedRegion)]
-    doubted = sorted((call for call in calls if call.modelled_gain < chooser.doubt), key=lambda call: -call.seconds)
+    optimistic = options_of(tuning.OPTIMISTIC, options)
+    # Code is half of a plan's time, and a network in one long call, which is not timed, needs none of this plan.
+    without_code = planned_function(program, dataclasses.replace(optimistic, code=False), target, chooser, captures)
+    if not any(_may_be_timed(without_code.captured, call, options, chooser) for call in _doubted(without_code, chooser)):
+        return None
+    plan = planned_function(program, optimistic, target, chooser, captures)
     timed, lost, failures = dict[str, tuning.Choice](), dict[str, str](), list[Failure]()
-    for call in doubted:
+    for call in _doubted(plan, chooser):
         choice = None
         try:
             alone = _program_of(plan.captured, call, sorted(call.region.ops))
-            key = chooser.key(alone, options.body, "the call alone")
+            key = chooser.key(alone, options.body, _ALONE)
             make = functools.partial(_program_of, plan.captured, call, [call])
             choice = tuning.known(key) or chooser.choose(key, alone, {tuning.MODELLED: make})
         except Exception as error:
@@ -500,6 +505,27 @@ def with_fastest_calls(program: Any, options: RouteOptions, target: str, chooser
     first = with_measured_calls(first, {name: times for name, choice in timed.items() if (times := _times_of(choice)) is not None})
     found = dataclasses.replace(found, reports=(first, *bodies))
     return _noted(found, _times_of_calls(timed)) if timed else found
+
+
+_ALONE = "the call alone"
+
+
+def _doubted(plan: PlannedFunction, chooser: Chooser) -> list[PlannedRegion]:
+    """The calls that the model doubts, those that take most of the time first."""
+    calls = [node for node in plan.nodes if isinstance(node, PlannedRegion)]
+    return sorted((call for call in calls if call.modelled_gain < chooser.doubt), key=lambda call: -call.seconds)
+
+
+def _may_be_timed(captured: Captured, call: PlannedRegion, options: RouteOptions, chooser: Chooser) -> bool:
+    """Has ``call`` been timed, or is there time to do it? True also where asking fails: the failure is to be reported."""
+    try:
+        alone = _program_of(captured, call, sorted(call.region.ops))
+        known = tuning.known(chooser.key(alone, options.body, _ALONE))
+        return known is not None or (
+            chooser.budget is not None and tuning.why_not_chosen(alone, chooser.budget, chooser.axes) is None
+        )
+    except Exception:
+        return True
 
 
 def _program_of(captured: Captured, call: PlannedRegion, nodes: Sequence[Node]) -> Any:
@@ -578,13 +604,15 @@ class Pipelined:
         return merge_body_reports(self.reports) if self.reported is None else self.reported().report
 
 
-def pipelined_jaxpr(jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None) -> Pipelined:
+def pipelined_jaxpr(
+    jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None, captures: Captures | None = None
+) -> Pipelined:
     """Capture, route and rebuild ``jaxpr``; it stays as it was if ``options.code`` is off. ``chooser``: for the bodies of its loops
-    and branches.
+    and branches. ``captures``: as in ``capture_until_stable``.
 
     An error in one region or loop body is among the ``failures``, or raises if ``options.strict``; any other error raises.
     """
-    return _rebuilt(jaxpr, planned_function(jaxpr, options, target, chooser), options)
+    return _rebuilt(jaxpr, planned_function(jaxpr, options, target, chooser, captures), options)
 
 
 def _rebuilt(jaxpr: Any, plan: PlannedFunction, options: RouteOptions) -> Pipelined:
@@ -648,8 +676,14 @@ def _holds_pipelines(jaxpr: Any) -> bool:
     return any(e.primitive.name == PRIMITIVE_NAME or any(map(_holds_pipelines, _compat.inner_jaxprs(e))) for e in eqns)
 
 
-def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None) -> PlannedFunction:
-    """``jaxpr`` captured and planned, with the bodies of its loops rewritten, whose plans ``chooser`` chooses."""
+Captures = dict[tuple[Any, ...], Captured]  # captures of one jaxpr without loops and branches, by the places that were kept
+
+
+def planned_function(
+    jaxpr: Any, options: RouteOptions, target: str, chooser: Chooser | None = None, captures: Captures | None = None
+) -> PlannedFunction:
+    """``jaxpr`` captured and planned, with the bodies of its loops rewritten, whose plans ``chooser`` chooses. ``captures``: as in
+    ``capture_until_stable``."""
     reports, failures = list[Report](), list[Failure]()
 
     # A body that is chosen for itself is chosen as if it were alone, whatever is assumed of the function.
@@ -671,23 +705,28 @@ def planned_function(jaxpr: Any, options: RouteOptions, target: str, chooser: Ch
         return new
 
     jaxpr, consts = _compat.hoist_consts(jaxpr)  # differentiation may leave constants
-    captured, planned, nodes = capture_until_stable(jaxpr, rewrite, target, options)
+    captured, planned, nodes = capture_until_stable(jaxpr, rewrite, target, options, captures)
     failures += rewrite_bodies_left_to_xla(captured, nodes)
     return PlannedFunction(jaxpr, captured, consts, planned, nodes, reports, failures)
 
 
 def capture_until_stable(
-    jaxpr: Any, rewrite: BodyRewrite, target: str, options: RouteOptions
+    jaxpr: Any, rewrite: BodyRewrite, target: str, options: RouteOptions, captures: Captures | None = None
 ) -> tuple[Captured, Routed, list[Node]]:
     """``jaxpr`` captured for ``target``, with its plan and nodes. ``rewrite``: applied to the bodies of loops that are left to XLA.
+    ``captures``: of earlier plans of ``jaxpr`` for ``target`` with options of one function, to which this one's are added.
 
     A loop that was rewritten for a pipeline and is left to XLA all the same is captured again as its own equation: XLA runs that in
     less memory, and its body is pipelined by itself. This repeats until no such loop is left.
     """
-    kept = set[Any]()
+    captures, kept = {} if captures is None else captures, set[Any]()
     while True:
         context = RewriteContext(targets.get(target).capabilities, options, frozenset(kept))
-        captured, planned, nodes = choose_split(capture(jaxpr, rewrite, context), target, options)
+        place = tuple(sorted(kept))
+        captured = captures.get(place) or capture(jaxpr, rewrite, context)
+        if all(step.prepare is None for step in captured.steps):  # else it holds this plan's bodies
+            captures[place] = captured
+        captured, planned, nodes = choose_split(captured, target, options)
         left = [captured.steps[node] for node in nodes if isinstance(node, int)]
         again = {step.origin.key for step in left if step.rewritten} - kept
         if not again:

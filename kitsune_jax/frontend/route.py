@@ -28,12 +28,30 @@ from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.build import assemble, build
 from kitsune_jax.program.ir import Program, TileProgram
 from kitsune_jax.regions.joining import Chosen, overlap_gain, region_of_call
-from kitsune_jax.regions.select import select
+from kitsune_jax.regions.select import Selection, select
 from kitsune_jax.report.build import HOLD_BODIES, build_report, op_bytes, op_flops
 from kitsune_jax.report.render import Report
 from kitsune_jax.targets import Evaluate, Target, order_of_constants
 
 # --- a region as a graph of its own, so that equal regions are planned and generated once -----------------------------------------
+
+
+class RegionKey:
+    """A region of ``graph``, or of the graph at hand (``None``), as a key. Its hash takes time in proportion to the ops, and is
+    computed once."""
+
+    __slots__ = ("_hash", "graph", "region")
+
+    def __init__(self, graph: Graph | None, region: Region):
+        self.graph, self.region, self._hash = graph, region, hash((graph, region))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RegionKey) or self._hash != other._hash:
+            return False
+        return self.region == other.region and self.graph == other.graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +67,9 @@ class Isolated:
     ops: tuple[int, ...]
     values: tuple[int, ...]
 
-    @property
-    def key(self) -> tuple[Graph, Region]:
-        return self.graph, self.region
+    @functools.cached_property
+    def key(self) -> RegionKey:
+        return RegionKey(self.graph, self.region)
 
     def in_whole_graph(self, plan: Plan) -> Plan:
         """``plan``, made for this graph, in the numbers of the whole graph."""
@@ -219,21 +237,25 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     program = executor.program_context(graph, machine, config.planner_options(options), options.body)
     known = _known_plans(graph, target, machine, program, (config.cuda_arch(), config.cuda_avoid()))
     failed = _Failures(graph, options.strict)
-    search = _TargetSearch(graph, executor, machine, program, failed, options, known)
+    search = _TargetSearch(graph, executor, machine, program, failed, options, known.plans)
     capabilities = executor.capabilities
     capabilities = dataclasses.replace(capabilities, stores_least=options.stores_least, workers=machine.workers)
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
-    chosen = select(
-        graph,
-        (lambda _: options.left) if options.left else search.supports,
-        search.plan,
-        capabilities,
-        force=options.force,
-        merge_phases=search.merge_phases,
-        fresh=program.fresh_seconds,
-        failed=failed,
-    )
+    chosen = known.selections.get(options_of_selection := dataclasses.replace(options, code=False))
+    if chosen is None:
+        chosen = select(
+            graph,
+            (lambda _: options.left) if options.left else search.supports,
+            search.plan,
+            capabilities,
+            force=options.force,
+            merge_phases=search.merge_phases,
+            fresh=program.fresh_seconds,
+            failed=failed,
+        )
+        if not failed.seen:
+            known.selections[options_of_selection] = chosen
     made = _make_calls(graph, chosen.regions, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
     for call, result in made:
@@ -300,7 +322,7 @@ class _TargetSearch:
     program: ProgramContext
     failed: _Failures
     options: RouteOptions
-    known: dict[tuple[Graph, Region], Plan | str] = dataclasses.field(default_factory=dict)
+    known: dict[RegionKey, Plan | str] = dataclasses.field(default_factory=dict)
 
     def supports(self, i: int) -> str | None:
         op, values = self.graph.ops[i], self.graph.values
@@ -342,15 +364,15 @@ class _TargetSearch:
         """The plan of ``region``, or the reason why it has none."""
         try:
             if 2 * len(region.ops) > len(graph.ops):
-                return self._plan(graph, region)  # no other region can be equal to it
+                return self._plan(graph, region, RegionKey(None, region))  # no other region can be equal to it
             own = isolate(graph, region)
-            plan = self._plan(*own.key)
+            plan = self._plan(own.graph, own.region, own.key)
             return plan if isinstance(plan, str) else own.in_whole_graph(plan)
         except Exception as error:
             return self.failed(error, region.ops)
 
-    def _plan(self, graph: Graph, region: Region) -> Plan | str:
-        key, factor = (graph, region), self.options.xla_factor
+    def _plan(self, graph: Graph, region: Region, key: RegionKey) -> Plan | str:
+        factor = self.options.xla_factor
         plan = self.known.get(key)
         if plan is None:
             try:
@@ -361,13 +383,19 @@ class _TargetSearch:
         return plan if isinstance(plan, str) or factor == 1.0 else _scaled(plan, factor)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Known:
+    """``plans`` of regions, and ``selections`` by the options that they were made with, whether with code or without."""
+
+    plans: dict[RegionKey, Plan | str] = dataclasses.field(default_factory=dict)
+    selections: dict[RouteOptions, Selection] = dataclasses.field(default_factory=dict)
+
+
 @functools.lru_cache(maxsize=16)
-def _known_plans(
-    graph: Graph, target: str, machine: Machine, program: ProgramContext, settings: Sequence[Any]
-) -> dict[tuple[Graph, Region], Plan | str]:
-    """The plans of regions of ``graph``, which all choices between regions share: the report's, and those that are timed.
-    ``settings``: on which plans depend beside the machine."""
-    return {}
+def _known_plans(graph: Graph, target: str, machine: Machine, program: ProgramContext, settings: Sequence[Any]) -> _Known:
+    """What is known of ``graph``, which all choices between regions share: the report's, and those that are timed. ``settings``: on
+    which plans depend beside the machine."""
+    return _Known()
 
 
 def _scaled(plan: Plan, factor: float) -> Plan:
@@ -455,7 +483,7 @@ def _heaviest(graph: Graph, ops: Sequence[int]) -> int:
 def _call_of(graph: Graph, chosen: Chosen, wanted: Sequence[int], name: str, target: str, machine: Machine) -> PlannedRegion:
     """A call without code. ``wanted``: its results that others read."""
     orders: dict[StreamOrder, int] = {}
-    built: dict[tuple[Graph, Region], TileProgram] = {}
+    built: dict[RegionKey, TileProgram] = {}
     phases: list[Phase] = []
     parts = []
     for phase in chosen.phases:
@@ -487,9 +515,9 @@ def _order_of(graph: Graph, region: Region, plan: Plan) -> StreamOrder | None:
     return StreamOrder(plan.order, max(op["n"] for op in folded if OPS[op.kind].family == "scatter"))
 
 
-def _build_later_phase(graph: Graph, region: Region, plan: Plan, built: dict[tuple[Graph, Region], TileProgram]) -> TileProgram:
+def _build_later_phase(graph: Graph, region: Region, plan: Plan, built: dict[RegionKey, TileProgram]) -> TileProgram:
     """The program of a later phase, its ops numbered by the region. Equal phases (layers, updates of equal shapes) share one."""
     found = isolate(graph, region)
     if found.key not in built:
-        built[found.key] = build(*found.key, found.in_own_graph(plan))
+        built[found.key] = build(found.graph, found.region, found.in_own_graph(plan))
     return built[found.key]

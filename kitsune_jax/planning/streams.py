@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from kitsune_jax.ops.graph import Graph, Op
-from kitsune_jax.ops.spec import DimRelation, Dims
+from kitsune_jax.ops.graph import Graph, Op, Param
+from kitsune_jax.ops.spec import DimRelation, Dims, Shapes
 from kitsune_jax.ops.table import NO_OPERATOR, OPS, scores_of
 
 # --- Stream spaces and regions ----------------------------------------------------------------------------------------------------
@@ -324,9 +325,15 @@ class Wiring:
 
 def relations_of(graph: Graph, op: Op) -> tuple[DimRelation, ...]:
     """The op's dimension relations, from the op table."""
-    shapes = tuple(graph.values[v].shape for v in op.inputs)
-    outs = tuple(graph.values[v].shape for v in op.outputs)
-    return OPS[op.kind].relate(op, shapes, outs)
+    shapes = tuple([graph.values[v].shape for v in op.inputs])
+    outs = tuple([graph.values[v].shape for v in op.outputs])
+    return _relations(op.kind, op.params, shapes, outs) if op.body is None else OPS[op.kind].relate(op, shapes, outs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _relations(kind: str, params: tuple[tuple[str, Param], ...], shapes: Shapes, outs: Shapes) -> tuple[DimRelation, ...]:
+    """Of an op without a body, whatever its values are called: every layer of a network has the same ones."""
+    return OPS[kind].relate(Op(kind, tuple(range(len(shapes))), (), params), shapes, outs)
 
 
 # --- Spreading a stream -----------------------------------------------------------------------------------------------------------

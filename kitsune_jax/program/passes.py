@@ -9,6 +9,7 @@ computed. ``Flow`` gives the maker and the readers of a value. Invariant: a pass
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -309,7 +310,7 @@ def recognise(flow: Flow, x: int, rounding: Rounding = EVERYWHERE) -> Recognised
         out = instr.outputs[0]
         known[out], makers[out] = value, i
         queue = sorted({*queue, *flow.readers(out)})
-        match = _name(value) if isinstance(value, dict) else None
+        match = _name(tuple(value.items())) if isinstance(value, dict) else None
         cone = _inner_cone(flow, root, out, makers) if match is not None else None
         fits = match is not None and (match[0] != "scale" or _is_stored(flow, out))
         if match is not None and fits and cone is not None and _rounds_as(flow, cone, match[0], rounding):
@@ -408,8 +409,15 @@ def _evaluate(flow: Flow, instr: Instr, known: dict[int, Sum | _Positive], dtype
     sums = [a for a in args if isinstance(a, dict)]
     if len(sums) != len(args) or flow.dtype(instr.outputs[0]) != dtype:
         return None
+    return _applied(kind, instr.params if kind == "integer_pow" else (), tuple([tuple(a.items()) for a in sums]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _applied(kind: str, params: tuple[tuple[str, Param], ...], terms: tuple[Frozen, ...]) -> Sum | None:
+    """Instruction ``kind`` on sums of ``terms``: every layer of a network has the same ones."""
+    sums = map(dict, terms)
     if kind == "integer_pow":
-        return _power(sums[0], instr["y"])
+        return _power(next(sums), dict(params)["y"])
     rule = _RULES.get(kind)
     return None if rule is None else rule(*sums)
 
@@ -495,8 +503,10 @@ _RULES: dict[str, Callable[..., Sum | None]] = {
 # --- names ----------------------------------------------------------------------------------------------------------------------
 
 
-def _name(value: Sum) -> tuple[str, tuple[float, ...]] | None:
-    """Name and parameters of the activation that ``value`` is."""
+@functools.lru_cache(maxsize=4096)
+def _name(of: Frozen) -> tuple[str, tuple[float, ...]] | None:
+    """Name and parameters of the activation that a sum ``of`` these terms is."""
+    value: Sum = dict(of)
     if not all(math.isfinite(c) for c in value.values()):
         return None
     terms = dict(value)

@@ -165,7 +165,12 @@ def _time(seconds: float) -> str:
 _MOST_MORE, _FREE_BYTES = 1.25, 64 << 20
 
 
-def merge_calls(index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int) -> list[Chosen]:
+Merged = dict[tuple[int, ...], tuple[tuple[Chosen, ...], Chosen | str]]  # calls by their identities -> themselves, and their merge
+
+
+def merge_calls(
+    index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int, known: Merged | None = None
+) -> list[Chosen]:
     """``calls``, merged wherever that is legal: the steps of a message-passing network, for example, forward and backward.
 
     Two calls are merged if one reads results of the other, no op outside would have to run between them, and values that a phase
@@ -175,9 +180,10 @@ def merge_calls(index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergeP
     A merged call does the same work. It saves a call per phase behind the first, and the fresh pages of every value that only its
     phases read: the executor keeps these in memory that it reuses within a call and between calls. Its price is that all operands
     and results live while it runs, so merging stops when a call would hold much more memory than its parts did one by one, or has
-    ``most`` phases. ``merge_phases(call)``: the call as the target would run it, or why it would not.
+    ``most`` phases. ``merge_phases(call)``: the call as the target would run it, or why it would not. ``known``: what an earlier
+    merge of some of these calls has found, with the same other arguments; what this one finds is added.
     """
-    return _Merge(index, calls, merge_phases, most).run()
+    return _Merge(index, calls, merge_phases, most, {} if known is None else known).run()
 
 
 class _Dependencies:
@@ -243,8 +249,8 @@ def _reads(call: Chosen) -> set[int]:
 
 
 class _Merge:
-    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int):
-        self.index, self.calls, self.merge_phases, self.most = index, calls, merge_phases, most
+    def __init__(self, index: GraphIndex, calls: Sequence[Chosen], merge_phases: MergePhases, most: int, known: Merged):
+        self.index, self.calls, self.merge_phases, self.most, self.known = index, calls, merge_phases, most, known
         self.dependencies = _Dependencies(index, calls)
         self.made: dict[tuple[int, ...], Chosen] = {(k,): call for k, call in enumerate(calls)}  # the calls that there are
 
@@ -261,14 +267,20 @@ class _Merge:
     def _try(self, calls: tuple[int, ...]) -> None:
         """Merge ``calls`` if that is legal and does not hold too much memory."""
         apart = tuple(self.calls[k] for k in calls)
-        call = Chosen.of([pair for c in apart for pair in c.planned], apart)
-        made = {v for r in call.regions for v in r.outputs}
-        ordered = any(p.plan.order in made for p in call.phases)
-        if len(call.phases) > self.most or ordered or self._holds_more(call):
-            return
-        found = self.merge_phases(call)
+        key = tuple(map(id, apart))
+        if key not in self.known:
+            self.known[key] = apart, self._merged(apart)  # with the calls, so that no others get their identities
+        found = self.known[key][1]
         if not isinstance(found, str) and self.dependencies.join(calls):
             self.made[calls] = found
+
+    def _merged(self, apart: tuple[Chosen, ...]) -> Chosen | str:
+        """The call merged of ``apart``, or why there is none, whatever lies between them."""
+        call = Chosen.of([pair for c in apart for pair in c.planned], apart)
+        made = {v for r in call.regions for v in r.outputs}
+        if len(call.phases) > self.most or any(p.plan.order in made for p in call.phases) or self._holds_more(call):
+            return "it has too many phases, an order of its own results, or too much memory"
+        return self.merge_phases(call)
 
     def _holds_more(self, call: Chosen) -> bool:
         """Would ``call`` hold much more memory than its parts do, one after the other?

@@ -58,6 +58,7 @@ from kitsune_jax.regions.joining import (
     Bridges,
     Chosen,
     FollowerSearch,
+    Merged,
     MergePhases,
     PhaseSavings,
     SpreadOver,
@@ -418,9 +419,11 @@ class _Selector:
             if self.capabilities.few_rows and not self.force:
                 found = find_decode_glue(self.index, self.chosen, self.order, self.free, self.supports, self._plan_of)
 
+            known: Merged = {}
+
             def merged(more: Sequence[Chosen]) -> list[Chosen]:
                 calls = [*self.chosen, *more, *found]
-                return merge_calls(self.index, calls, self.merge_phases, self.capabilities.most_merged)
+                return merge_calls(self.index, calls, self.merge_phases, self.capabilities.most_merged, known)
 
             bridges = Bridges(self.index, merged, self.fresh)
             if len(bridges.calls) > 1 and self.fresh and not self.force:

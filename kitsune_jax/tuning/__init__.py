@@ -175,6 +175,14 @@ def takes_too_long(program: Any, platform: str) -> bool:
     return config.tune() != "all" and _compile_seconds(program) > BUDGET[platform]
 
 
+def why_not_chosen(program: Any, budget: Budget, axes: Mapping[str, int] = MappingProxyType({})) -> str | None:
+    """Why the plans of ``program`` are not timed now; ``None`` where they may be."""
+    why = why_not_timed(program, axes)
+    if why is None and budget.left < _compile_seconds(program):
+        why = "compiling it again would take too long"
+    return why
+
+
 class _NotMeasured(Exception):
     pass
 
@@ -204,10 +212,7 @@ def choose(
         return None
 
     def make() -> bytes:
-        why = why_not_timed(program, axes)
-        if why is None and budget.left < _compile_seconds(program):
-            why = "compiling it again would take too long"
-        if why is not None:
+        if (why := why_not_chosen(program, budget, axes)) is not None:
             raise _NotMeasured(why)
         with budget.spent():
             measurement = _Measurement(candidates, program, platform, budget.left, axes)

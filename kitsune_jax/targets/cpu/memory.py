@@ -7,6 +7,7 @@ two buffers share scratch memory only if the last use of one precedes the first 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -356,7 +357,7 @@ def place_buffers(body: Sequence[bc.Instruction], sizes: list[int], preps: list[
     # Neither order of placement is always better; both are cheap.
     by_size = sorted(lives, key=lambda b: (-sizes[b], lives[b][0]))
     by_time = sorted(lives, key=lambda b: (lives[b][0], -sizes[b]))
-    layouts = [_fit(order, lives, sizes) for order in (by_time, by_size)]
+    layouts = [_fit_in_time(by_time, lives, sizes), _fit(by_size, lives, sizes)]
     offsets, total = min(layouts, key=lambda layout: layout[1])
     return tuple(_rewrite(instruction, offsets, preps) for instruction in body), total
 
@@ -411,6 +412,24 @@ def _fit(order: list[int], lives: dict[int, list[int]], sizes: list[int]) -> tup
         offsets[b] = at
         placed[:, n] = first, last, at, at + size
     return offsets, int(placed[3].max(initial=0))
+
+
+def _fit_in_time(order: list[int], lives: dict[int, list[int]], sizes: list[int]) -> tuple[dict[int, int], int]:
+    """``_fit`` of an ``order`` by the buffers' first uses: those that have died meet no later one."""
+    offsets: dict[int, int] = {}
+    held: list[tuple[int, int, int]] = []  # start and end in memory, and last use, of those that may live, by their starts
+    top = 0
+    for b in order:
+        (first, last), size, at = lives[b], round_up(sizes[b], ALIGNMENT), 0
+        held = [place for place in held if place[2] >= first]
+        for start, end, _ in held:
+            if at + size <= start:
+                break
+            at = max(at, end)
+        offsets[b] = at
+        bisect.insort(held, (at, at + size, last))
+        top = max(top, at + size)
+    return offsets, top
 
 
 def _rewrite(instruction: bc.Instruction, offsets: dict[int, int], preps: list[bc.Prep]) -> bc.Instruction:
