@@ -19,6 +19,7 @@ from kitsune_jax._compat.jaxprs import (
     ad_util,
     batching,
     checkify,
+    collector_paused,
     core,
     discharge,
     hoist_consts,
@@ -283,6 +284,7 @@ def register_call_rules(prim: Any, choose_residuals: Callable[..., Any], context
 def _linearize_rule(prim: Any, choose_residuals: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
     """JAX's rule, but with the residuals of ``choose_residuals`` where that returns some."""
 
+    @collector_paused()
     def divide(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
         primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(_with_equal_equations(call_jaxpr), list(nzs), is_vjp=is_vjp)
         division = primal, tangent, tuple(forwarded)

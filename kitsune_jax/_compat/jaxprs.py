@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import pathlib
@@ -202,6 +203,22 @@ def has_cpu_backend() -> bool:
 
 
 # --- jaxprs, open or closed -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Switch Python's cyclic garbage collector off, unless the code inside turns it on.
+
+    A plan, like a jaxpr, is many small objects that all live until it is made. Each collection meanwhile walks all objects of JAX
+    and the user and finds nothing: a fifth of the time to lower a deep network's gradient.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def is_literal(v: Any) -> bool:

@@ -23,7 +23,7 @@ from kitsune_jax.errors import Failure
 from kitsune_jax.ops.graph import Graph, Op, Param, Scalar, Value, is_constant, make_params
 from kitsune_jax.ops.loops import body_of, evaluate_jax, parts
 from kitsune_jax.ops.spec import DTYPES, is_float, name_of, np_dtype
-from kitsune_jax.ops.table import OPS, result, verify_op
+from kitsune_jax.ops.table import OPS, result, result_of, verify_op
 
 # --- a function as a Graph, with the means to evaluate it -------------------------------------------------------------------------
 
@@ -229,6 +229,9 @@ def with_params(op: Op, inputs: Sequence[int], outputs: Sequence[int], **params:
 # --- writers of graphs ------------------------------------------------------------------------------------------------------------
 
 
+Params = tuple[tuple[str, Param], ...]
+
+
 class _GraphWriter:
     """Values with their abstract values, and the ops that make them: what the builder and the editor of a Graph share."""
 
@@ -284,10 +287,12 @@ class Builder(_GraphWriter):
 
         ``dtype``: the result's, where the kind and the operands leave it open. Raises ``ValueError`` where the op is not defined.
         """
-        op = Op(kind, tuple(inputs), (), make_params(**params))
-        made = result(op, [self.values[v] for v in inputs], dtype)
-        same = (made.shape, made.dtype) == (like.shape, name_of(like.dtype))
-        return self._append(op, [like if same else _compat.aval_like(like, made.shape, made.dtype)], step)[0]
+        found = make_params(**params)
+        made = result_of(kind, found, tuple([self.values[v] for v in inputs]), dtype)
+        same = (made.shape, made.dtype) == type_of(like)
+        v = self._add_value(made, like if same else _compat.aval_like(like, made.shape, made.dtype))
+        self._append(kind, inputs, [v], step, found)
+        return v
 
     def opaque(
         self, inputs: Sequence[int], avals: Sequence[Any], step: Step, reason: str, label: str = "", flops: int | None = None
@@ -295,21 +300,32 @@ class Builder(_GraphWriter):
         """Append an op that the table does not know. Returns its results, of types ``avals``. ``label``: its name in reports, by
         default the equation's. ``flops``: its operations, where they are known; 0 for one that takes no time."""
         params = make_params() if flops is None else make_params(flops=flops)
-        return self._append(Op("opaque", tuple(inputs), (), params, reason=printable(reason), label=label), avals, step)
+        outputs = list(map(self.value, avals))
+        self._append("opaque", inputs, outputs, step, params, printable(reason), label)
+        return outputs
 
     def loop(self, inputs: Sequence[int], avals: Sequence[Any], step: Step, body: Graph, **params: Param) -> list[int]:
         """Append a loop. Returns its results, of types ``avals``. Raises ``ValueError`` where its body does not fit them."""
-        made = self._append(Op("scan", tuple(inputs), (), make_params(**params), body=body), avals, step)
+        made = list(map(self.value, avals))
+        self._append("scan", inputs, made, step, make_params(**params), body=body)
         verify_op(self.ops[-1], self.values)
         return made
 
-    def _append(self, op: Op, avals: Sequence[Any], step: Step) -> list[int]:
-        outputs = [self.value(aval) for aval in avals]
-        label = op.label or (printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else op.kind)
-        op = Op(op.kind, op.inputs, tuple(outputs), op.params, step.origin.source, op.reason, label, op.body)
+    def _append(
+        self,
+        kind: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        step: Step,
+        params: Params,
+        reason: str = "",
+        label: str = "",
+        body: Graph | None = None,
+    ) -> None:
+        label = label or (printable(_compat.called(step.origin.eqns[-1])) if step.origin.eqns else kind)
+        op = Op(kind, tuple(inputs), tuple(outputs), params, step.origin.source, reason, label, body)
         self.ops.append(self._made(op))
         self.steps.append(step)
-        return outputs
 
     def cut(self, mark: int) -> None:
         """Take away the ops from number ``mark`` on. Their values stay, and ``finish`` drops them since nothing makes them."""
@@ -559,9 +575,12 @@ def type_of(aval: Any) -> tuple[tuple[int, ...], str]:
     return tuple(getattr(aval, "shape", ())), name
 
 
+_ARRAYS = frozenset(DTYPES)
+
+
 def is_array(aval: Any) -> bool:
     """Is this an ordinary array of a dtype that the op table knows?"""
-    return type(aval).__name__ == "ShapedArray" and name_of(aval.dtype) in DTYPES
+    return type(aval).__name__ == "ShapedArray" and name_of(aval.dtype) in _ARRAYS
 
 
 def scalar_of(x: Any) -> tuple[Scalar, str] | None:

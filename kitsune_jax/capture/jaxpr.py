@@ -24,7 +24,7 @@ from kitsune_jax.capture.primitives import RULES, pointwise
 from kitsune_jax.capture.random import GENERATOR
 from kitsune_jax.capture.rewrites import ALWAYS, OF_BODIES, REWRITES, RewriteContext, apply_rewrites
 from kitsune_jax.errors import Failure
-from kitsune_jax.ops.graph import CONSTANT, Graph, Op
+from kitsune_jax.ops.graph import CONSTANT, Graph, Op, Scalar
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.spec import HIGHEST, is_float, name_of, np_dtype
 from kitsune_jax.ops.table import NO_OPERATOR, OPS
@@ -71,11 +71,15 @@ def _folded_constant(e: Equation) -> int | None:
     """The result of an op on literals, as a literal: autodiff writes ``1 / n`` for the gradient of a mean, indexing wraps a fixed
     index. If the operands are repeated literals, such as the bounds of random numbers, the result is repeated as well.
     """
-    values = [e.builder.values[v] for v in e.ins]
-    numbers = [e.builder.constant_of(v) for v in e.ins]
     spec = OPS.get(e.kind)
-    if spec is None or spec.numpy is None or spec.moves or None in numbers:
+    if spec is None or spec.numpy is None or spec.moves:
         return None
+    values, numbers = [e.builder.values[v] for v in e.ins], list[Scalar]()
+    for v in e.ins:
+        number = e.builder.constant_of(v)
+        if number is None:
+            return None
+        numbers.append(number)
     dtype = e.out_dtype
     arrays = [np.asarray(x, np_dtype(v.dtype)) for x, v in zip(numbers, values, strict=True)]
     scalar = scalar_of(spec.numpy({"new_dtype": dtype}, *arrays, out_dtype=dtype))
@@ -128,7 +132,7 @@ def _placed(sharding: Any) -> bool:
     if sharding is None:
         return False
     spec = getattr(sharding, "spec", None)
-    return spec is None or any(part is not None for part in spec)
+    return spec is None or any([part is not None for part in spec])
 
 
 # --- bodies of loops and branches that are left to XLA ----------------------------------------------------------------------------

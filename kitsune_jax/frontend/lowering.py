@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import gc
 import logging
 import math
 import warnings
@@ -127,25 +126,6 @@ def sums_behind_calls(graph: Graph, nodes: Sequence[Node]) -> tuple[list[Node], 
         if not (isinstance(node, int) and node in sums):
             ordered += [node, *behind.get(k, ())]
     return ordered, sums
-
-
-# --- garbage collection while planning --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Switch Python's cyclic garbage collector off, unless the code inside turns it on.
-
-    A plan is many small objects that all live until it is made. Each collection meanwhile walks all objects of JAX and the user and
-    finds nothing: a fifth of the time to lower a deep network's gradient.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # --- the choice between a captured function and the same with long reductions split -----------------------------------------------
@@ -331,7 +311,7 @@ def pipelined_or_plain(
     """
     name = _compat.function_name(call_jaxpr)
     try:
-        with collector_paused():
+        with _compat.collector_paused():
             axes = axes if math.prod(axes.values()) > 1 else {}
             chooser = Chooser(options, target, budget, axes) if budget is not None and not options.force else None
             more = {"devices": math.prod(axes.values())} if options.network is not None else {}

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from kitsune_jax.ops.graph import Op, Param, Scalar, Value, make_params
+from kitsune_jax.ops.graph import Op, Param, Scalar, Value, make_params, quick
 
 # --- dimension relations ----------------------------------------------------------------------------------------------------------
 # Operands are numbered inputs first, then outputs. Every dimension of every operand is in exactly one relation of its op.
@@ -65,6 +65,7 @@ ROWS = -1  # in the parameters below: the number of rows of the tile
 _SIZES = ("shape", "new_sizes", "limit")
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalOp:
     """An op on tiles: the same kind (or ``row_index``, ``matmul``, ``sink``, ``matmul_sink``) with parameters for rows-first
@@ -80,6 +81,7 @@ class LocalOp:
     squeeze: tuple[int, ...] | None = None
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
     """The dimensions of a value. ``labels``: for each one the stream axes it runs over; None: the value is stationary.

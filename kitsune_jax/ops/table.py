@@ -8,11 +8,12 @@ rule in ``capture.primitives``. Invariant: for every entry JAX equals the rule i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from kitsune_jax.ops.graph import Graph, Op, Value
+from kitsune_jax.ops.graph import Graph, Op, Param, Value
 from kitsune_jax.ops.loops import check, entries
 from kitsune_jax.ops.pointwise import POINTWISE
 from kitsune_jax.ops.reduce import INDEXED, ONLINE, REDUCTIONS
@@ -88,6 +89,12 @@ def result(op: Op, operands: Sequence[Value], dtype: str = "") -> Value:
     if not _agree(op.kind, dtypes, dtype):
         raise ValueError(f"{op.kind} does not make {dtype} of {', '.join(map(str, operands))}")
     return Value(result_shape(op, [x.shape for x in operands]), dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def result_of(kind: str, params: tuple[tuple[str, Param], ...], operands: tuple[Value, ...], dtype: str = "") -> Value:
+    """``result`` of an op without a body: every layer of a network has the same ones."""
+    return result(Op(kind, (), (), params), operands, dtype)
 
 
 def result_shape(op: Op, shapes: Sequence[Shape]) -> Shape:

@@ -19,7 +19,7 @@ from typing import Self
 
 import numpy as np
 
-from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.graph import Graph, Op, quick
 from kitsune_jax.ops.loops import body_of, labels_inside, live_inside, parts
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.spec import DTYPES
@@ -99,6 +99,7 @@ class Access:
     near: bool
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpWork:
     """One op on one row. ``flops``: useful operations. ``simt``: vector operations. ``dot``: set for matmuls only."""

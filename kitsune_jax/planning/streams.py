@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from kitsune_jax.ops.graph import Graph, Op, Param
+from kitsune_jax.ops.graph import Graph, Op, Param, quick
 from kitsune_jax.ops.spec import DimRelation, Dims, Shapes
 from kitsune_jax.ops.table import NO_OPERATOR, OPS, scores_of
 
@@ -105,7 +105,7 @@ def row_shape(shape: tuple[int, ...], labels: DimLabels | None) -> tuple[int, ..
     """The dimensions of ``shape`` that are not streamed. ``labels=None`` (stationary) leaves it whole."""
     if labels is None:
         return shape
-    return tuple(n for n, axes in zip(shape, labels, strict=True) if not axes)
+    return tuple([n for n, axes in zip(shape, labels, strict=True) if not axes])
 
 
 def row_strides(shape: tuple[int, ...], labels: DimLabels, space: StreamSpace) -> tuple[int, ...]:
@@ -271,6 +271,7 @@ def _without_ones(graph: Graph, seed: Seed) -> Seed:
 # --- Connections between ops ------------------------------------------------------------------------------------------------------
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wired:
     """An op and its relations between dimensions: for each its role, its members as (value, dimension), and itself."""
@@ -317,7 +318,7 @@ class Wiring:
         if i not in self._wired:
             op = self.graph.ops[i]
             operands = (*op.inputs, *op.outputs)
-            relations = tuple((r.role, tuple((operands[k], d) for k, d in r.members), r) for r in relations_of(self.graph, op))
+            relations = tuple([(r.role, tuple([(operands[k], d) for k, d in r.members]), r) for r in relations_of(self.graph, op)])
             has_elements = not any(0 in self.graph.values[v].shape for v in operands)
             self._wired[i] = Wired(operands, relations, has_elements, OPS[op.kind].alone)
         return self._wired[i]
@@ -511,7 +512,11 @@ class _Spreader:
     def _lost(self, i: int, labels: Labels) -> str | None:
         """Why op ``i`` loses a streamed dimension under the final labels: each must reach its result, or end in a sink."""
         op = self.graph.ops[i]
-        into, out_of = ({a for v in side for axes in labels.get(v, ()) for a in axes} for side in (op.inputs, op.outputs))
+        into, out_of = set[int](), set[int]()
+        for side, axes in ((op.inputs, into), (op.outputs, out_of)):
+            for v in side:
+                for mine in labels.get(v, ()):
+                    axes.update(mine)
         return None if into <= out_of else "a streamed dimension does not reach its result"
 
     def _look(self, i: int, labels: Labels) -> tuple[str | None, bool, Implied]:

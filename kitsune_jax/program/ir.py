@@ -72,7 +72,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kitsune_jax.ops.graph import Param, Scalar, make_params
+from kitsune_jax.ops.graph import Param, Scalar, make_params, quick
 from kitsune_jax.ops.spec import ROWS
 
 SINKS = frozenset({"sink", "matmul_sink", "sink_at"})
@@ -80,6 +80,7 @@ WITHIN = ("all", "whole", "edges")
 EFFECTS = SINKS | {"push", "pop", "store", "store_slice"}  # instructions that matter beyond their results
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileType:
     """``tile``: shape is the *row shape* (without the row dimension). Otherwise stationary: the whole shape."""
@@ -111,6 +112,7 @@ class LoopBody:
     results: tuple[int, ...]
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instr:
     kind: str

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy dtype)
 import numpy as np
 
-from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params, reached
+from kitsune_jax.ops.graph import Graph, Param, Scalar, make_params
 from kitsune_jax.ops.spec import COMPARISONS, EVERYWHERE, HAND_ON, ROWS, Rounding, is_float
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import EFFECTS, Instr, TileProgram, TileType, Writer, walk
@@ -32,12 +32,15 @@ Types = Sequence[TileType] | Mapping[int, TileType]  # by value
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     """``shape`` without its dimensions of extent 1."""
-    return tuple(n for n in shape if n != 1)
+    return tuple([n for n in shape if n != 1]) if 1 in shape else tuple(shape)
+
+
+_NAMES = frozenset({"copy", "broadcast_in_dim", "reshape", "transpose", "convert_element_type"})
 
 
 def is_other_name(values: Types, instr: Instr) -> bool:
     """Whether the result of ``instr`` is its operand, up to dimensions of extent 1."""
-    if instr.kind not in ("copy", "broadcast_in_dim", "reshape", "transpose", "convert_element_type"):
+    if instr.kind not in _NAMES:
         return False
     x, y = values[instr.inputs[0]], values[instr.outputs[0]]
     if x.dtype != y.dtype or x.tile != y.tile:
@@ -48,6 +51,9 @@ def is_other_name(values: Types, instr: Instr) -> bool:
         return moved == sorted(moved)
     # Real dimensions go, in order, to real dimensions, and no other is real.
     return squeezed(x.shape) == squeezed(y.shape)
+
+
+_stationary = functools.lru_cache(maxsize=1024)(functools.partial(TileType, False))
 
 
 class Flow:
@@ -65,7 +71,7 @@ class Flow:
         self.constants: dict[int, Scalar] = dict(literals)
         self._roots: dict[int, int] = {}
         for i, instr in enumerate(body):
-            if is_other_name(self.values, instr):
+            if instr.kind in _NAMES and is_other_name(self.values, instr):
                 self._roots[instr.outputs[0]] = self.root(instr.inputs[0])
             elif instr.kind in VIEWS and (constant := self.literal(instr.inputs[0])) is not None:
                 self.constants[instr.outputs[0]] = constant  # constants look the same under every view
@@ -81,12 +87,13 @@ class Flow:
         """The flow of the ops number ``ops`` of ``graph``; ``results``: the values that others read as well."""
         body = [Instr(op.kind, op.inputs, op.outputs, op.params) for op in (graph.ops[i] for i in ops)]
         values = {v: graph.values[v] for i in body for v in (*i.inputs, *i.outputs)}
-        types = {v: TileType(False, value.shape, value.dtype) for v, value in values.items()}
+        types = {v: _stationary(value.shape, value.dtype) for v, value in values.items()}
         return Flow(types, [(v, value.literal) for v, value in values.items() if value.literal is not None], body, results)
 
     def _read(self, i: int, values: Sequence[int], named: bool = True) -> None:
+        roots, uses = self._roots, self.uses
         for p, v in enumerate(values):
-            self.uses.setdefault(self.root(v), []).append((i, p if named else -1))
+            uses.setdefault(roots.get(v, v), []).append((i, p if named else -1))
 
     def type(self, v: int) -> TileType:
         return self.values[v]
@@ -101,7 +108,7 @@ class Flow:
         return [i for i, _ in self.uses.get(root, ())]
 
     def literal(self, v: int) -> Scalar | None:
-        return self.constants.get(self.root(v))
+        return self.constants.get(self._roots.get(v, v))
 
     def shape(self, v: int) -> tuple[int, ...]:
         return squeezed(self.type(v).shape)
@@ -332,7 +339,12 @@ def _is_stored(flow: Flow, v: int) -> bool:
 
 def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> tuple[int, ...] | None:
     """The instructions that compute ``result``; None where another one reads a value between ``root`` and ``result``."""
-    values = reached([result], lambda v: makers.keys() & map(flow.root, flow.instruction(makers[v]).inputs))
+    values, work = {result}, [result]
+    while work:
+        for v in map(flow.root, flow.instruction(makers[work.pop()]).inputs):
+            if v in makers and v not in values:
+                values.add(v)
+                work.append(v)
     cone = {makers[v] for v in values}
     inner = (values | {root}) - {result}
     return tuple(sorted(cone)) if all(i in cone for r in inner for i in flow.readers(r)) else None
@@ -340,20 +352,21 @@ def _inner_cone(flow: Flow, root: int, result: int, makers: dict[int, int]) -> t
 
 def _rounds_as(flow: Flow, cone: tuple[int, ...], name: str, rounding: Rounding) -> bool:
     """Whether activation ``name`` rounds the 16-bit results that ``cone`` rounds."""
+    instrs = [i for i in map(flow.instruction, cone) if not is_other_name(flow.values, i)]
+    if name == "scale":
+        return len(instrs) == 1 and _multiplies(flow, instrs[0])
+    rounded = sum(rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(map(flow.literal, i.inputs))) for i in instrs)
+    if rounded <= 1:
+        return True
+    kinds = sorted(i.kind for i in instrs)
+    if name == "silu":
+        return kinds == ["logistic", "mul"]
+    if name == "gelu_tanh":
+        return any(_is_chain(flow, instrs, (*cube, *_GELU)) for cube in (("integer_pow",), ("square", "mul")))
     # The epilogue's erfc rounds a float16 before, and takes the digits of a bfloat16.
     dtype = flow.dtype(flow.instruction(cone[0]).outputs[0])
     digits = rounding.takes_digits("erfc", dtype, dtype) == (dtype == "bfloat16")
-    instrs = [i for i in map(flow.instruction, cone) if not is_other_name(flow.values, i)]
-    rounded = sum(rounding.rounds(i.kind, flow.dtype(i.outputs[0]), tuple(map(flow.literal, i.inputs))) for i in instrs)
-    kinds = sorted(i.kind for i in instrs)
-    alike = {
-        "silu": kinds == ["logistic", "mul"],
-        "gelu_tanh": any(_is_chain(flow, instrs, (*cube, *_GELU)) for cube in (("integer_pow",), ("square", "mul"))),
-        "gelu_erf": digits and kinds in (["erfc", "mul", "mul", "mul"], ["erfc", "mul", "mul", "mul", "neg"]),
-    }
-    if name == "scale":
-        return len(instrs) == 1 and _multiplies(flow, instrs[0])
-    return rounded <= 1 or alike.get(name, False)
+    return name == "gelu_erf" and digits and kinds in (["erfc", "mul", "mul", "mul"], ["erfc", "mul", "mul", "mul", "neg"])
 
 
 def _multiplies(flow: Flow, instr: Instr) -> bool:

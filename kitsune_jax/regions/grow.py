@@ -206,6 +206,9 @@ class Order:
 
     def leads_to(self, node: int, other: int) -> bool:
         """Does ``other`` depend on ``node``?"""
+        if self._position[node] >= self._position[other]:  # no path leads back
+            self.looks += 1
+            return node == other
         return other in self.behind((node,), self._position[other])
 
     def join(self, ops: Sequence[int]) -> None:
@@ -246,7 +249,7 @@ _SMALLER = 16  # an operand so many times smaller than the result is stored, not
 
 def anchored(graph: Graph, region: Region) -> tuple[int, ...]:
     """Ops of ``region`` that no other region computes: all but its makers and ``region.recomputed``."""
-    labelled, again = region.label_of().keys(), set(region.recomputed)
+    labelled, again = {v for v, _ in region.labels}, set(region.recomputed)
     return tuple([i for i in region.ops if i not in again and not labelled.isdisjoint(graph.ops[i].inputs)])
 
 

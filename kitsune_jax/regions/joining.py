@@ -351,7 +351,7 @@ class FollowerSearch:
     ):
         self.index, self.graph, self.region, self.free = index, index.graph, region, free
         self.order, self.spread, self.supports = order.copy(), spread, supports  # candidates become nodes of this order
-        self.inside = set(region.ops)
+        self.inside, self.first = set(region.ops), anchored(self.graph, region)[0]
         self.phase = dict.fromkeys(region.outputs, 0)  # value that the call makes -> the phase that makes it
         self.behind: set[int] = set()  # values that ops outside compute from results of the call
         self.joined: list[Region] = []
@@ -360,7 +360,7 @@ class FollowerSearch:
     def run(self) -> list[Region]:
         """One walk over the ops that depend on the region, to find those that can run behind its barrier."""
         candidates, order = self._candidates(), self.order
-        first = order.node(anchored(self.graph, self.region)[0])
+        first = order.node(self.first)
         behind = order.behind([first], len(self.graph.ops)) - {first} if candidates else ()
         for number in sorted(behind, key=order.position):
             node = order.members(number)
@@ -380,13 +380,13 @@ class FollowerSearch:
         for v in self._gradients():
             if free.isdisjoint(self.index.consumers.get(v, ())):
                 continue
-            elementwise = _Elementwise(graph, free, graph.values[v].size, order, anchored(graph, self.region)[0])
+            elementwise = _Elementwise(graph, free, graph.values[v].size, order, self.first)
             spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
                 computes = any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops)
                 if candidate.outputs and computes and not any(map(self._is_spread_out, candidate.inputs)):
-                    found[anchored(graph, candidate)] = candidate
-                    order.join(anchored(graph, candidate))
+                    found[ops := anchored(graph, candidate)] = candidate
+                    order.join(ops)
                     free.difference_update(candidate.ops)
         return found
 
@@ -554,8 +554,11 @@ class Bridges:
 
 def border_seconds(index: GraphIndex, calls: Sequence[Chosen], fresh: float) -> float:
     """Seconds for arrays that one of ``calls`` makes and another part of the program reads."""
-    values = [(v, c.ops) for c in calls for r in c.regions for v in r.outputs if v not in index.results]
-    return fresh * sum(index.bytes(v) for v, ops in values if not _stays(index, v, frozenset(ops)))
+    inside = [frozenset(c.ops) for c in calls]
+    values = [
+        (v, ops) for c, ops in zip(calls, inside, strict=True) for r in c.regions for v in r.outputs if v not in index.results
+    ]
+    return fresh * sum(index.bytes(v) for v, ops in values if not _stays(index, v, ops))
 
 
 def _stays(index: GraphIndex, v: int, inside: frozenset[int]) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kitsune_jax.ops.graph import quick
 from kitsune_jax.planning.cost import itemsize, round_up
 from kitsune_jax.planning.streams import dim_strides
 from kitsune_jax.program.ir import ArrayType, Part, Program, TileProgram, walk
@@ -26,6 +27,7 @@ from kitsune_jax.targets.cpu import bytecode as bc
 # --- Views ------------------------------------------------------------------------------------------------------------------------
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
     """A tile or array in memory. Element ``(r, i...)`` is at ``ref.offset + r * row_stride + sum(i * strides)``, all in elements.

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from kitsune_jax.ops.graph import Graph
+from kitsune_jax.ops.graph import Graph, quick
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.planning.cost import COPIES, FREE, GATHER, SCANS, SCATTER, Access, DotWork, RegionCost, itemsize
 from kitsune_jax.planning.streams import FEW_OF_BATCH, FEW_ROWS, Region
@@ -186,6 +186,7 @@ _PRODUCT_AGAIN, _LOOP_STEP = 45e-9, 25e-9
 _PICKED_AGAIN = 2.3
 
 
+@quick
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuWork:
     """Everything but the number of rows that the time of an op on a tile depends on; few of a deep network's ops differ.
