@@ -226,6 +226,14 @@ def _subgraph(graph: Graph, ops: Iterable[int], wanted: Sequence[int], producers
     return Subgraph(dataclasses.replace(found, ops=tuple(needed_ops(found.ops, found.outputs))), tuple(inputs), tuple(wanted))
 
 
+def _with_order(graph: Graph, sizes: tuple[int, ...]) -> Graph:
+    """``graph`` with a first result of shape ``sizes``, zeros."""
+    zero, made = len(graph.values), len(graph.values) + 1
+    values = (*graph.values, Value((), "int8", 0), Value(sizes, "int8"))
+    op = Op("broadcast_in_dim", (zero,), (made,), make_params(shape=sizes, dims=()))
+    return dataclasses.replace(graph, values=values, outputs=(made, *graph.outputs), ops=(*graph.ops, op))
+
+
 # --- sharding constraints inside of a part --------------------------------------------------------------------------------------
 
 
@@ -276,8 +284,8 @@ def _region_primitive() -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
-    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule) -> Any:
-        return _compat.partitioned_call(ctx, args, TARGET, text, rule)
+    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule, first: tuple[str, ...] | None) -> Any:
+        return _compat.partitioned_call(ctx, args, TARGET, text, rule, first)
 
     _compat.register_lowering(primitive, rule)
     return primitive
@@ -298,6 +306,13 @@ class Surroundings:
     mesh: tuple[tuple[str, int], ...] = ()
     manual: tuple[str, ...] = ()
 
+    @property
+    def order(self) -> tuple[tuple[str, int], ...] | None:
+        """Several automatic axes beside manual ones, or None. XLA then numbers the devices along them in the order in which the
+        first result of a call is divided, so calls have a first result of one element for each of these devices."""
+        found = tuple((name, size) for name, size in self.mesh if size > 1 and name not in self.manual)
+        return found if self.manual and len(found) > 1 else None
+
 
 def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -> Any:
     """``call_jaxpr`` with a call in the place of each of its subgraphs, also in the bodies of loops that XLA runs."""
@@ -315,6 +330,8 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
     if not around.manual:
         captured = with_constraints_inside(captured)
     graph, nodes = captured.graph, subgraphs_of(captured)
+    order = None if around.order is None else tuple(name for name, _ in around.order)
+    sizes = tuple(size for _, size in around.order or ())
     for node in nodes:
         if isinstance(node, int) and (prepare := captured.steps[node].prepare) is not None:
             for failure in prepare():
@@ -353,13 +370,15 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
                     "options": dataclasses.asdict(options),
                     "around": dataclasses.asdict(around),
                     "name": _compat.function_name(call_jaxpr),
-                    "graph": graph_to_json(node.graph),
+                    "graph": graph_to_json(called := node.graph if order is None else _with_order(node.graph, sizes)),
                 },
                 sort_keys=True,
             )
-            avals = tuple(captured.avals[v] for v in node.outputs)
-            made = _region_p.bind(*map(read, node.inputs), avals=avals, text=text, rule=sharding_rule(node.graph))
-            env.update(zip(node.outputs, made, strict=True))
+            avals = [captured.avals[v] for v in node.outputs]
+            if order is not None:
+                avals.insert(0, _compat.aval_like(avals[0], sizes, np.int8))
+            made = _region_p.bind(*map(read, node.inputs), avals=tuple(avals), text=text, rule=sharding_rule(called), first=order)
+            env.update(zip(node.outputs, made[order is not None :], strict=True))
         return [read(v) for v in graph.outputs]
 
     return _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)
