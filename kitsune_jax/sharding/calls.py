@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -354,6 +355,7 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
 
     def run(*args: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(graph.inputs, [*consts, *args], strict=True))
+        called = set[int]()  # results of calls
 
         def read(v: int) -> Any:
             value = graph.values[v]
@@ -362,7 +364,10 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
         for node in nodes:
             if isinstance(node, int):
                 op = graph.ops[node]
-                env.update(zip(op.outputs, run_op(node, [read(v) for v in op.inputs]), strict=True))
+                # XLA hands partitioners lists of devices, and knows fewer ways from these to another sharding than from the names of
+                # mesh axes: it gathers the operand of a sort. The result of a barrier has the names again.
+                arrays = [jax.lax.optimization_barrier(read(v)) if v in called else read(v) for v in op.inputs]
+                env.update(zip(op.outputs, run_op(node, arrays), strict=True))
                 continue
             text = json.dumps(
                 {
@@ -370,15 +375,16 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
                     "options": dataclasses.asdict(options),
                     "around": dataclasses.asdict(around),
                     "name": _compat.function_name(call_jaxpr),
-                    "graph": graph_to_json(called := node.graph if order is None else _with_order(node.graph, sizes)),
+                    "graph": graph_to_json(inner := node.graph if order is None else _with_order(node.graph, sizes)),
                 },
                 sort_keys=True,
             )
             avals = [captured.avals[v] for v in node.outputs]
             if order is not None:
                 avals.insert(0, _compat.aval_like(avals[0], sizes, np.int8))
-            made = _region_p.bind(*map(read, node.inputs), avals=tuple(avals), text=text, rule=sharding_rule(called), first=order)
+            made = _region_p.bind(*map(read, node.inputs), avals=tuple(avals), text=text, rule=sharding_rule(inner), first=order)
             env.update(zip(node.outputs, made[order is not None :], strict=True))
+            called.update(node.outputs)
         return [read(v) for v in graph.outputs]
 
     return _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)

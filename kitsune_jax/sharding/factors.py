@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import body_of, parts
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.sharding.moves import IN_ORDER
 from kitsune_jax.sharding.moves import KINDS as MOVED
 
 Factors = tuple[tuple[int, ...], ...]  # of each dimension of a value
@@ -33,7 +34,7 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     """The factors of the operands and results of ``graph``.
 
     Two dimensions share a factor where some op gives index i of one to index i of the other, or moves elements along the dimension:
-    a slice, padding or a concatenation keeps the axes that divide it. A factor that one array would have in two dimensions (scores
+    a slice, padding, a concatenation, a reversal or a running sum keeps the axes that divide it. A factor that one array would have in two dimensions (scores
     between the rows of one array) is two factors.
 
     Rows keep the shards that they have: parameters that are stored in parts (fully sharded data parallelism) divide no array of
@@ -198,7 +199,7 @@ class _DimensionSets:
                     self._join(one, other)
             ins, outs = (tuple(graph.values[v].shape for v in ids) for ids in (op.inputs, op.outputs))
             for relation in OPS[op.kind].relate(op, ins, outs):
-                if relation.role in ("parallel", "contracted"):
+                if relation.role in ("parallel", "contracted") or (relation.role == "mixed" and OPS[op.kind].family in IN_ORDER):
                     members = [dims[operands[k]][d] for k, d in relation.members if operands[k] in given]
                     for other in members[1:]:
                         self._join(members[0], other)

@@ -1,4 +1,5 @@
-"""Slices, padding and concatenation along a dimension that is divided among devices: each gets the elements of its part alone.
+"""Slices, padding and concatenation along a dimension that is divided among devices: each gets the elements of its part alone. And
+reversed and cumulative dimensions, whose parts are exchanged or continued.
 
 Comes in: an op and the shardings of what it reads. Goes out: ``Moves``, or None where a gather sends less; and the part of this
 device, by collective permutes between those that have elements and those that want them. Invariant: an element that pads a shard is
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -17,12 +18,15 @@ import numpy as np
 from jax import lax
 
 from kitsune_jax.ops.graph import Graph, Op
+from kitsune_jax.ops.reduce import identity
 
 Axes: TypeAlias = tuple[str, ...]  # the mesh axes that divide one dimension, major first
 Spec: TypeAlias = tuple[Axes, ...]  # those of each dimension of a value
 Mesh: TypeAlias = Mapping[str, int]  # axis -> number of devices along it
 
 KINDS = frozenset({"slice", "pad", "concatenate"})
+# Families of ops whose results are divided as their operand is, and each device needs little of the others.
+IN_ORDER = frozenset({"rev", "cumulative"})
 _MOST_PERMUTES = 4  # in the place of one all-gather: a device waits for each
 
 
@@ -121,6 +125,38 @@ def _window(x: Any, d: int, start: Any, size: int) -> Any:
     return (
         lax.slice_in_dim(x, start, start + size, axis=d) if isinstance(start, int) else lax.dynamic_slice_in_dim(x, start, size, d)
     )
+
+
+# --- reversed and cumulative dimensions -------------------------------------------------------------------------------------------
+
+_COMBINED = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum, "logsumexp": jnp.logaddexp}
+
+
+def neutral(fold: str, dtype: Any) -> Any:
+    """The number that changes no result of a fold, also not that of a running log-sum."""
+    return -math.inf if fold == "logsumexp" else identity(fold, dtype)
+
+
+def reversed_over_devices(x: Any, axes: Axes, devices: int) -> Any:
+    """The part of a reversed dimension, from the reversed part ``x`` of the device at the other end."""
+    return lax.ppermute(x, axes, [(j, devices - 1 - j) for j in range(devices)])
+
+
+def running_over_devices(x: Any, running: Callable[[Any, bool], Any], fold: str, d: int, axes: Axes, reverse: bool) -> Any:
+    """A cumulative op along dimension ``d``, divided by ``axes``: of this device's part ``x``, then with the totals of the parts
+    before it, one row for each device. ``running(x, reverse)``: the op along a whole dimension."""
+    own = running(x, reverse)
+    n = own.shape[d]
+    totals = lax.all_gather(lax.slice_in_dim(own, *((0, 1) if reverse else (n - 1, n)), axis=d), axes, axis=d, tiled=True)
+    index, position = lax.broadcasted_iota(np.int32, totals.shape, d), lax.axis_index(axes)
+    before = index > position if reverse else index < position
+    masked = jnp.where(before, totals, np.asarray(neutral(fold, totals.dtype), totals.dtype))
+    of_all = running(masked, False)
+    p = totals.shape[d]
+    return _COMBINED[fold](own, lax.slice_in_dim(of_all, p - 1, p, axis=d)).astype(own.dtype)
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------------------
 
 
 def moves_of(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, made: Spec) -> Moves | None:

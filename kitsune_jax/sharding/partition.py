@@ -24,7 +24,7 @@ from jax import lax
 from kitsune_jax import _compat
 from kitsune_jax.ops.graph import Graph, Op, Value
 from kitsune_jax.ops.loops import body_of, parts
-from kitsune_jax.ops.reduce import filling, identity
+from kitsune_jax.ops.reduce import filling
 from kitsune_jax.ops.spec import DimRelation, Shapes, name_of, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.sharding import moves
@@ -287,7 +287,7 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
         axes = wanted[d] if wanted is not None and relation.role == "parallel" and k == n_in else ()
         return axes if known.isdisjoint(axes) and shapes[k][d] % shards(axes, mesh) == 0 else ()
 
-    order = {"parallel": 0, "reshaped": 0, "contracted": 1}
+    order = {"parallel": 0, "reshaped": 0, "in order": 0, "contracted": 1}
     asked = [(r, *proposed(r)) for r in relations if r.role in order]
     known = {axis for _, _, axes in asked for axis in axes}
     asked = [(r, size, axes or wished(r)) for r, size, axes in asked]
@@ -308,6 +308,8 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
             firsts = [next(m for m in members if (m[0] < n_in) == side) for side in (True, False)]
             axes = _dividing(axes, [shapes[k][d] for k, d in firsts], mesh) if _leads(relation, specs, operands) else ()
             members = firsts
+        if relation.role == "in order" and op.kind == "rev":
+            axes = _dividing(axes, [shapes[k][d] for k, d in members], mesh)
         if relation.role == "contracted":
             if not _folds_parts(op, graph, shards(axes, mesh)):
                 axes = ()
@@ -322,11 +324,11 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
 
 
 def _relations(op: Op, ins: Shapes, outs: Shapes) -> tuple[DimRelation, ...]:
-    """The relations of ``op``, with the dimension of an ``argmax`` as contracted: each device finds the extreme of its part."""
+    """The relations of ``op``, with the dimension of an ``argmax`` as contracted: each device finds the extreme of its part. A
+    reversed or cumulative dimension is "in order": divided as it is, and exchanged or continued."""
     found = OPS[op.kind].relate(op, ins, outs)
-    if op.kind not in _INDEX_OF:
-        return found
-    return tuple(dataclasses.replace(r, role="contracted") if r.role == "mixed" else r for r in found)
+    role = "contracted" if op.kind in _INDEX_OF else "in order" if OPS[op.kind].family in moves.IN_ORDER else "mixed"
+    return tuple(dataclasses.replace(r, role=role) if r.role == "mixed" else r for r in found)
 
 
 def _folds_parts(op: Op, graph: Graph, parts: int) -> bool:
@@ -622,32 +624,44 @@ class _Evaluation:
             return self._take_parts(op, plan, arrays, params, local)
         if plan.rows and op.kind == "dynamic_update_slice":
             return self._update_part(op, plan, arrays, params, local)
-        if plan.folded:
+        if plan.folded or OPS[op.kind].family == "cumulative":
             arrays = self._without_padding(op, plan, arrays)
         if plan.folded and op.kind in _INDEX_OF:
             return self._index_of_extreme(op, plan, arrays[0], local)
         if plan.rows:  # an index of a row that another device has is out of range
             params["n"] = local.shape[op["axis"]]
             arrays[1] = self._from_here(arrays[1], params["n"], op["n"], plan.rows)
-        return OPS[op.kind].evaluate(params, *arrays, out=local)
+        if OPS[op.kind].family == "cumulative" and (axes := spec[op["axis"]]):
+            return self._cumulative(op, arrays[0], axes)
+        made = OPS[op.kind].evaluate(params, *arrays, out=local)
+        for d in op["dimensions"] if op.kind == "rev" else ():
+            if spec[d]:
+                made = moves.reversed_over_devices(made, spec[d], shards(spec[d], self.mesh))
+        return made
+
+    def _cumulative(self, op: Op, x: Any, axes: Axes) -> Any:
+        def running(x: Any, reverse: bool) -> Any:
+            return OPS[op.kind].evaluate({**dict(op.params), "reverse": reverse}, x, out=Value(x.shape, name_of(x.dtype)))
+
+        return moves.running_over_devices(x, running, OPS[op.kind].fold, op["axis"], axes, op["reverse"])
 
     def _constrained(self, op: Op, x: Any) -> Any:
         """The result of a sharding constraint: what it reads; in a program of whole arrays, for XLA to divide, a constraint."""
         return x if self.mesh else _compat.constrained(x, op["mesh"], op["parts"])
 
     def _without_padding(self, op: Op, plan: OpPlan, arrays: list[Any]) -> list[Any]:
-        """The operands with the identity of the fold in the padding of contracted dimensions."""
+        """The operands with the identity of the fold in the padding of contracted and cumulative dimensions."""
         fold = _INDEX_OF.get(op.kind, OPS[op.kind].fold)
         relations = _relations(op, self._shapes(op.inputs), self._shapes(op.outputs))
-        contracted = {member for relation in relations if relation.role == "contracted" for member in relation.members}
+        folded = {member for relation in relations if relation.role in ("contracted", "in order") for member in relation.members}
         found = []
         for k, (v, array) in enumerate(zip(op.inputs, arrays, strict=True)):
             value, spec = self.graph.values[v], plan.reads[k]
             for d, n in enumerate(value.shape):
-                if (k, d) in contracted and n % shards(spec[d], self.mesh):
+                if (k, d) in folded and n % shards(spec[d], self.mesh):
                     inside = self._position(spec[d]) * array.shape[d] + lax.broadcasted_iota(np.int32, array.shape, d) < n
                     dtype = np_dtype(value.dtype)
-                    fill = identity(fold, dtype)
+                    fill = moves.neutral(fold, dtype)
                     if k == 1 and OPS[op.kind].family == "scatter":  # an index out of range adds nothing
                         fill = -1 if np.issubdtype(dtype, np.signedinteger) else np.iinfo(dtype).max
                     array = jnp.where(inside, array, np.asarray(fill, dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,6 +189,30 @@ def test_rows_that_pad_a_shard_reach_no_sum() -> None:
     results = f(*args)
     for x, k in zip(on_shards(graph, [args[k] for k in inputs], specs), outputs, strict=True):
         np.testing.assert_allclose(x, results[k], rtol=1e-5, atol=1e-5)
+
+
+def running(x: Any, i: Any) -> list[Any]:
+    """Sums, products, extremes and log-sums of all elements up to each."""
+    found = jnp.cumsum(x, 0), jax.lax.cumsum(x, 0, reverse=True), jnp.cumsum(i, 0), jax.lax.cummax(i, 0, reverse=True)
+    return [*found, jax.lax.cummin(x, 0), jax.lax.cumprod(1 + x, 0, reverse=True), jax.lax.cumlogsumexp(x, 0)]
+
+
+@pytest.mark.parametrize("rows", [12, 11])
+@pytest.mark.parametrize("spec", [(("a",), ()), (("a", "b"), ()), (("b",), ("a",))])
+def test_what_runs_along_a_divided_dimension(spec: Spec, rows: int) -> None:
+    """Each device gets one row of each of the others; NaN fills shards up. Of a reversed dimension it gets the shard of one."""
+    x, i = _normal(rows, 6), _indices(rows * 6, 9).reshape(rows, 6)
+    for f in (running, lambda x, i: [jnp.flip(x) * jnp.sum(x), jnp.flip(i, 0)]):
+        graph, inputs, outputs = subgraph_of(f, x, i)
+        arrays, results = [(x, i)[k] for k in inputs], f(x, i)
+        for made, k in zip(on_shards(graph, arrays, [spec] * len(arrays)), outputs, strict=True):
+            np.testing.assert_allclose(made, results[k], rtol=1e-5, atol=1e-5)
+        text = _traced(graph, arrays, [spec] * len(arrays), [None] * len(outputs))
+        gathered = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"\[([\d,]+)\] = all_gather", text)]
+        if f is running:
+            assert gathered == [shards(spec[0], MESH) * local_shape(x.shape, spec, MESH)[1]] * len(outputs)
+        elif rows == 12:
+            assert not gathered and text.count("= ppermute") == 2 + bool(spec[1])
 
 
 def _traced(graph: Graph, arrays: Sequence[Any], specs: Sequence[Spec], wanted: Sequence[Spec | None]) -> str:

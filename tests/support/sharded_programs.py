@@ -269,6 +269,12 @@ PROGRAMS: dict[str, Sharded] = {
     "a softmax over columns": Sharded(lambda x, w: jax.nn.softmax(x @ w, -1), (_MLP[0], _MLP[1]), (P("data"), P(None, "model"))),
     "a maximum and where": Sharded(lambda x, w: (jnp.max(x @ w, 0), jnp.argmax(x @ w, 0)), (_MLP[0], _MLP[1]), (P("data"), P())),
     "cumulative and sorted": Sharded(lambda x, w: jnp.cumsum(jnp.sort(x @ w, 0), 1), (_MLP[0], _MLP[1]), (P("data"), P())),
+    "cumulative rows": Sharded(lambda x, w: jnp.cumsum(jnp.tanh(x @ w), 0) @ w.T, (_MLP[0], _MLP[1]), (P("data"), P()), wrt=(0, 1)),
+    "cumulative rows, backwards": Sharded(
+        lambda x, w: jax.lax.cummax(jnp.tanh(x @ w), 0, reverse=True) @ w.T, (_MLP[0], _MLP[1]), (P(("data", "model")), P())
+    ),
+    "flipped rows": Sharded(lambda x, w: jnp.flip(jnp.tanh(x @ w), 0) @ w.T, (_MLP[0], _MLP[1]), (P("data"), P()), wrt=(0, 1)),
+    "sorted rows": Sharded(lambda x, w: jnp.sort(jnp.tanh(x @ w), 0) @ w.T, (_MLP[0], _MLP[1]), (P("data"), P())),
     "bfloat16": Sharded(
         lambda x, w1, w2: jnp.tanh(x @ w1) @ w2,
         tuple(jnp.asarray(a, jnp.bfloat16) for a in (_MLP[0], _MLP[1], _MLP[3])),
