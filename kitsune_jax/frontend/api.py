@@ -354,7 +354,7 @@ def explain(
             live = preview.as_call(live, resolved)
             calls = preview.pipelined_calls(live)
         if of_gradient and config.disabled():
-            obstacles, divided = list[str | None]([preview.DISABLED]), False
+            obstacles, divided = list[str | None]([preview.DISABLED]), tuple[str, ...]()
         else:
             obstacles, divided = preview.obstacles_of(live, calls, flat, chosen, device)
         report = preview.explain_calls(calls, obstacles, chosen, device)
@@ -369,7 +369,7 @@ def explain(
             kept = compare_calls(closed, calls, retrace, chosen, device)
         elif not is_derivative(closed):
             kept = compare_gradients(closed, resolved, pipelined.residuals(), retrace, chosen, device)
-        notes = [*([lowering.DIVIDED] if divided else []), *_notes({call.options for call in calls}, chosen, device)]
+        notes = [*divided, *_notes({call.options for call in calls}, chosen, device)]
         return dataclasses.replace(report, residuals=kept, notes=(*report.notes, *notes))
 
     return Explanation(fn, explained)

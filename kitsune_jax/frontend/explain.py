@@ -139,9 +139,9 @@ def as_call(program: Any, options: Options) -> Any:
 
 def obstacles_of(
     program: Any, calls: Sequence[PipelinedCall], args: Sequence[Any], platform: str, device: str | None
-) -> tuple[list[str | None], bool]:
-    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``; and whether XLA
-    divides one with pipelines among devices.
+) -> tuple[list[str | None], tuple[str, ...]]:
+    """For each of the ``calls`` in ``program`` the reason why nothing of it would be pipelined, or ``None``; and notes where XLA
+    divides some with pipelines among devices.
 
     Listed are the calls that JAX lowers in ``program`` of ``args``: none if JAX cannot lower it here.
     """
@@ -155,7 +155,7 @@ def obstacles_of(
             jax.jit(lambda *flat: run(*flat)).trace(*shapes).lower(lowering_platforms=(platform,))
         except Exception:  # such as an operator that does not lower for this platform: JAX will report it to the user
             logger.debug("the program cannot be lowered for %s to see what keeps pipelines away", platform, exc_info=True)
-    divided = any(s.divided and s.obstacle is None for s in seen)
+    divided = tuple(dict.fromkeys(note for s in seen if s.obstacle is None for note in s.divided))
     if len(seen) == len(calls):  # calls are lowered in program order
         return [s.obstacle for s in seen], divided
     by_kind = {_call_signature(s.call_jaxpr): s.obstacle for s in seen}  # equal calls were lowered once

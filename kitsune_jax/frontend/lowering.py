@@ -33,7 +33,7 @@ from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.planning.cost import SUMS_OVER_DEVICES
 from kitsune_jax.report.data import MeasuredTimes, plural, time_text
 from kitsune_jax.report.render import Report, merge_body_reports, repeated, with_measured, with_measured_calls
-from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr
+from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr, why_divided_by_xla
 from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
@@ -201,14 +201,20 @@ DIVIDED = (
 )
 
 
+BY_XLA = (
+    "when this program was compiled, XLA's own division of a part of it was taken, without pipelines (force=True keeps them), "
+    "because with the pipelines {}"
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoweredCall:
-    """A call that was lowered under ``watch_calls``, and the reason why it would hold no pipelines, or ``None``. ``divided``: XLA
-    divides it among devices."""
+    """A call that was lowered under ``watch_calls``, and the reason why it would hold no pipelines, or ``None``. ``divided``: notes
+    for a report where XLA divides it among devices."""
 
     call_jaxpr: Any
     obstacle: str | None
-    divided: bool
+    divided: tuple[str, ...]
 
 
 # The calls seen under ``watch_calls``, and its ``elsewhere``.
@@ -238,7 +244,7 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
     if watch is not None:
         seen, elsewhere = watch
         missing = None if elsewhere else missing_target(target)
-        divided = not _compat.runs_on_one_device(ctx)
+        divided = () if _compat.runs_on_one_device(ctx) else _notes_if_divided(call_jaxpr, options)
         seen.append(LoweredCall(call_jaxpr, missing or _obstacle(ctx, call_jaxpr, options), divided))
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     obstacle = None if target is not None and targets.get(target).available() else missing_target(target)
@@ -253,12 +259,26 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
     assert target is not None and platform is not None
     if not _compat.runs_on_one_device(ctx):
         mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
-        around = Surroundings(target, platform, machine_key(target), tuple(mesh.items()), manual)
+        around = Surroundings(
+            target, platform, machine_key(target), _function_key(call_jaxpr, options), tuple(mesh.items()), manual
+        )
         return _compat.lower_jaxpr(ctx, partitioned_or_plain(call_jaxpr, options, around), args)
     budget = None
     if target == platform and not options.strict and _compat.is_alone(ctx) and not _compat.is_exported(ctx):
         budget = tuning.budget_of(_compat.program_of(ctx), platform)
     return _compat.lower_jaxpr(ctx, pipelined_or_plain(call_jaxpr, options, target, budget), args)
+
+
+def _notes_if_divided(call_jaxpr: Any, options: Options) -> tuple[str, ...]:
+    reasons = why_divided_by_xla(_function_key(call_jaxpr, options))
+    return (DIVIDED, *(BY_XLA.format(why) for why in reasons))
+
+
+def _function_key(call_jaxpr: Any, options: Options) -> str:
+    """A key of a call that its program and that of a report of it have both: of its types, its equations and its options."""
+    types = map(str, (*_compat.in_avals(call_jaxpr), *_compat.out_avals(call_jaxpr)))
+    equations = (eqn.primitive.name for eqn in _compat.open_parts(call_jaxpr)[0].eqns)
+    return cache.key(types=" ".join(types), equations=" ".join(equations), options=repr(options))
 
 
 def machine_key(target: str) -> str:

@@ -299,11 +299,13 @@ _region_p: Any = None
 class Surroundings:
     """The surroundings of a function: the target and the platform that it is lowered for, and, inside of a ``shard_map`` that
     leaves axes of its mesh automatic, the axes with their sizes and those that are manual. ``machine``: a key of what plans depend
-    on beside their program, for JAX's cache of compiled programs; a program may be divided on another machine."""
+    on beside their program, for JAX's cache of compiled programs; a program may be divided on another machine. ``function``: a key
+    of the user's function with its types and options, in the bodies of its loops too."""
 
     target: str
     platform: str
     machine: str = ""
+    function: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
     manual: tuple[str, ...] = ()
 
@@ -364,8 +366,8 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
         for node in nodes:
             if isinstance(node, int):
                 op = graph.ops[node]
-                # XLA hands partitioners lists of devices, and knows fewer ways from these to another sharding than from the names of
-                # mesh axes: it gathers the operand of a sort. The result of a barrier has the names again.
+                # A call's results are divided by lists of devices, and XLA knows fewer ways from these to another sharding than
+                # from the names of mesh axes: it gathers the operand of a sort. A barrier's result has the names again.
                 arrays = [jax.lax.optimization_barrier(read(v)) if v in called else read(v) for v in op.inputs]
                 env.update(zip(op.outputs, run_op(node, arrays), strict=True))
                 continue
@@ -410,15 +412,23 @@ def forget_programs() -> None:
         partitioner.forget()
 
 
+def why_divided_by_xla(function: str) -> tuple[str, ...]:
+    """The reasons why XLA's own partition of parts of this function was taken, if it was compiled in this process.
+    ``function``: as in ``Surroundings``."""
+    return tuple(dict.fromkeys(why for found in _partitioners for why in found.by_xla.get(function, ())))
+
+
 class _Partitioner:
     """Called by XLA for each call in a module that it partitions. Equal calls have one program."""
 
     def __init__(self, pipelined: Pipelined):
         self.pipelined = pipelined
         self._known: dict[tuple[Any, ...], Any] = {}
+        self.by_xla: dict[str, list[str]] = {}  # functions, and why XLA divides parts of them
 
     def forget(self) -> None:
         self._known.clear()
+        self.by_xla.clear()
 
     def __call__(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, text: Any) -> Any:
         text = text if isinstance(text, str) else bytes(text).decode()
@@ -486,7 +496,8 @@ class _Partitioner:
             other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, around["platform"])
             if other is not None:
                 module, why = other
-                logger.debug("%s: XLA divides a part of it: %s", found["name"], why)
+                logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
+                self.by_xla.setdefault(around.get("function", ""), []).append(why)
         return module, operands, _compat.as_result(result_shape, results)
 
 

@@ -34,8 +34,8 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     """The factors of the operands and results of ``graph``.
 
     Two dimensions share a factor where some op gives index i of one to index i of the other, or moves elements along the dimension:
-    a slice, padding, a concatenation, a reversal or a running sum keeps the axes that divide it. A factor that one array would have in two dimensions (scores
-    between the rows of one array) is two factors.
+    a slice, padding, a concatenation, a reversal or a running sum keeps the axes that divide it. A factor that one array would have
+    in two dimensions (scores between the rows of one array) is two factors.
 
     Rows keep the shards that they have: parameters that are stored in parts (fully sharded data parallelism) divide no array of
     rows, though their dimensions meet. So a factor of operands with rows is another one in parameters, and in results without rows

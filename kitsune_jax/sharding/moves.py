@@ -146,8 +146,8 @@ def running_over_devices(x: Any, running: Callable[[Any, bool], Any], fold: str,
     """A cumulative op along dimension ``d``, divided by ``axes``: of this device's part ``x``, then with the totals of the parts
     before it, one row for each device. ``running(x, reverse)``: the op along a whole dimension."""
     own = running(x, reverse)
-    n = own.shape[d]
-    totals = lax.all_gather(lax.slice_in_dim(own, *((0, 1) if reverse else (n - 1, n)), axis=d), axes, axis=d, tiled=True)
+    first = 0 if reverse else own.shape[d] - 1
+    totals = lax.all_gather(lax.slice_in_dim(own, first, first + 1, axis=d), axes, axis=d, tiled=True)
     index, position = lax.broadcasted_iota(np.int32, totals.shape, d), lax.axis_index(axes)
     before = index > position if reverse else index < position
     masked = jnp.where(before, totals, np.asarray(neutral(fold, totals.dtype), totals.dtype))

@@ -344,11 +344,22 @@ def test_xla_divides_what_would_need_more_memory(name: str) -> None:
     assert bytes_sent(ours.as_text()) <= 1.001 * bytes_sent(plain.as_text())
 
 
-def test_the_reason_to_let_xla_divide_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_to_let_xla_divide_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """In a line of the log, and from then on in the report of these arguments and options."""
     program = enlarged(PROGRAMS["recurrent, hidden"], 512)
-    with caplog.at_level("DEBUG", "kitsune_jax"):
-        assert count(compiled(program, kj.pipeline(lambda *a: program.function(*a) + 1))[0].as_text()) == 0
-    assert re.search(r"XLA divides a part of it: a device would need [\d,]+ bytes of temporary memory instead of", caplog.text)
+    function = kj.pipeline(lambda *a: program.function(*a) + 1)
+    reason = r"a device would need [\d,]+ bytes of temporary memory instead of [\d,]+"
+    args = [jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(program.args, program.specs, strict=True)]
+    kj.explain(function)(*args)
+    assert not any("bytes of temporary memory" in note for note in kj.explain(function)(*args).notes)
+    with caplog.at_level("INFO", "kitsune_jax"):
+        assert count(compiled(program, function)[0].as_text()) == 0
+    assert re.search(f"XLA divides a part of it, without pipelines: {reason}", caplog.text)
+    report = kj.explain(function)(*args)
+    assert report.ops_pipelined and any(re.search(f"force=True keeps them.*{reason}", note) for note in report.notes)
+    assert "bytes of temporary memory instead" in " ".join(report.text().split())
+    forced = kj.explain(kj.pipeline(function.__wrapped__, force=True))(*args)
+    assert not any("bytes of temporary memory" in note for note in forced.notes)
 
 
 DIVIDED_TABLES = [
