@@ -41,6 +41,9 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     rows, though their dimensions meet. So a factor of operands with rows is another one in parameters, and in results without rows
     that have it of parameters. A factor that of the operands only parameters have (a hidden layer's, in tensor parallelism), and
     those whose sharding a constraint asks for, also divides results with rows.
+
+    An updated parameter is stored as the parameter, and not as others with which it shares a dimension: where each array without
+    rows that has a factor is such a parameter or such a result, these have one for each parameter.
     """
     found = _DimensionSets(graph)
     leaves = {v: [found.leaves(v, d) for d in range(len(graph.values[v].shape))] for v in (*graph.inputs, *graph.outputs)}
@@ -51,7 +54,12 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     wishes = {v for op in graph.ops if "parts" in dict(op.params) for v in op.inputs[1:]}
     of_rows = {leaf for v in graph.inputs if has_rows[v] and v not in wishes for dim in leaves[v] for leaf in dim}
     of_parameters = {leaf for v in graph.inputs if not has_rows[v] for dim in leaves[v] for leaf in dim}
-    number: dict[tuple[int, bool], int] = {}
+    updated = _updated(graph, [v for v in (*graph.inputs, *graph.outputs) if not has_rows[v] and v not in wishes])
+    elsewhere = {
+        leaf for v in leaves if v not in updated for dim in leaves[v] for leaf in dim if leaf not in of_rows or v in wishes
+    }
+    elsewhere |= {leaf for v in graph.outputs if v not in updated for dim in leaves[v] for leaf in dim}
+    number: dict[tuple[int, bool, int | None], int] = {}
     sizes: list[int] = []
 
     def factors(v: int) -> Factors:
@@ -60,7 +68,8 @@ def sharding_rule(graph: Graph) -> ShardingRule:
         for dim in leaves[v]:
             here = []
             for leaf in dim:
-                key = leaf, leaf in of_rows and (has_rows[v] or leaf not in of_parameters)
+                alone = updated.get(v) if leaf not in elsewhere else None
+                key = leaf, leaf in of_rows and (has_rows[v] or leaf not in of_parameters), alone
                 k = number.get(key)
                 if k is None or k in taken:
                     k = len(sizes)
@@ -74,6 +83,33 @@ def sharding_rule(graph: Graph) -> ShardingRule:
     inputs, outputs = (tuple(map(factors, ids)) for ids in (graph.inputs, graph.outputs))
     kept = {f for value in outputs for dim in value for f in dim}
     return ShardingRule(inputs, outputs, tuple(sizes), tuple(f for f in range(len(sizes)) if f not in kept))
+
+
+def _updated(graph: Graph, parameters: Sequence[int]) -> dict[int, int]:
+    """The operands and results among ``parameters`` that pointwise ops make of each other, each with one of those."""
+    makers, parent = graph.producers(), dict[int, int]()
+
+    def root(v: int) -> int:
+        while v in parent:
+            v = parent[v]
+        return v
+
+    found = set[int]()
+    for result in graph.outputs:
+        shape, seen, work = graph.values[result].shape, set[int](), [result]
+        while work and result in parameters:
+            v = work.pop()
+            if v in seen or graph.values[v].shape != shape:
+                continue
+            seen.add(v)
+            i = makers.get(v)
+            if i is not None and graph.ops[i].body is None and OPS[graph.ops[i].kind].family in ("pointwise", "convert"):
+                work += graph.ops[i].inputs
+        for v in seen.intersection(graph.inputs, parameters) if shape else ():
+            found |= {v, result}
+            if root(v) != root(result):
+                parent[root(v)] = root(result)
+    return {v: root(v) for v in found}
 
 
 def _shared_once(dims: Sequence[Sequence[int]], shared: Mapping[int, int]) -> list[list[int]]:

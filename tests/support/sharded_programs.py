@@ -198,6 +198,9 @@ PROGRAMS: dict[str, Sharded] = {
         mlp, (_normal(16, 64), *_FEW), (P("data"), P(None, "data"), P("data"), P(None, "data")), wrt=(1, 2, 3)
     ),
     "train step": Sharded(train_step, _MLP, (P("data"), P(), P(), P())),
+    "train step, fully sharded, whole bias": Sharded(
+        train_step, _MLP, (P("data"), P("data"), P(), P("data")), (P(), [P("data"), P(), P("data")])
+    ),
     "attention over batches": Sharded(attention, _QKV, (P("data"),) * 3, wrt=(0, 1, 2)),
     "attention over batches and heads": Sharded(attention, _QKV, (P("data", None, "model"),) * 3, wrt=(0, 1, 2)),
     "attention over queries": Sharded(attention, _QKV, (P(None, "data"), P(), P()), wrt=(0, 1, 2)),
