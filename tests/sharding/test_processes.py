@@ -131,6 +131,52 @@ lowering._routed.cache_clear()
 print(f"<alone {int(digest(compiled()), 16)}>", store.at_hand().name)
 """
 
+# Functions of which XLA's own partition is compared with this package's, in processes of one device each. Arguments: the number of
+# the process, the coordinator.
+COMPARED = """
+import hashlib, logging, re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+number, coordinator = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(coordinator, 2, int(number))
+import kitsune_jax as kj
+from kitsune_jax import _compat
+
+compared, told = [], []
+by_xla = _compat.partition_by_xla
+_compat.partition_by_xla = lambda *args: compared.append(by_xla(*args)) or compared[-1]
+log = logging.getLogger("kitsune_jax")
+log.addHandler(type("Told", (logging.Handler,), {"emit": lambda self, record: told.append(record.getMessage())})())
+log.setLevel(logging.INFO)
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+def gradient(x, w, v):
+    return jax.grad(lambda *a: jnp.mean((jax.nn.gelu(a[0] @ a[1], approximate=False) @ a[2]) ** 2), (0, 1, 2))(x, w, v)
+
+def layer(x, w, v):
+    return jnp.tanh(jnp.tanh(x @ w) @ v)
+
+for name, function, shapes, specs in (
+    ("gradient", gradient, [(4096, 64), (64, 256), (256, 64)], [P(), P(None, "x"), P("x")]),
+    ("layer", layer, [(4096, 64), (64, 256), (256, 64)], [P("x"), P("x"), P("x")]),
+):
+    arrays = [np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape) for shape in shapes]
+    placed = [NamedSharding(mesh, spec) for spec in specs]
+    args = [jax.make_array_from_callback(a.shape, s, lambda index, a=a: a[index]) for a, s in zip(arrays, placed)]
+    compiled = jax.jit(kj.pipeline(function)).lower(*args).compile()
+    for out, usual in zip(*(jax.tree.leaves(f(*args)) for f in (compiled, jax.jit(function)))):
+        mine, theirs = (np.asarray(x.addressable_shards[0].data) for x in (out, usual))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3 * np.abs(theirs).max())
+    text = compiled.as_text()
+    digest = int(hashlib.sha256(re.sub("metadata=.*|backend_config=.*", "", text).encode()).hexdigest()[:15], 16)
+    print(f"<{name}_calls {text.count('custom_call_target=\\"kitsune_cpu\\"')}> <{name}_digest {digest}>")
+    print(f"<{name}_compared {len(compared)}> <{name}_by_xla {sum('XLA divides' in line for line in told)}>")
+    compared.clear(), told.clear()
+"""
+
 
 def _run(folder: Path, processes: int, cache: Path | str = "") -> list[tuple[dict[str, int], dict[str, np.ndarray]]]:
     """Of each process: (what it counted, its results)."""
@@ -205,6 +251,14 @@ def test_unlike_hosts_have_the_same_plan() -> None:
     first, second = _started(UNLIKE, [[], []], KITSUNE_PROFILE=None, KITSUNE_NUM_THREADS=None)
     assert first["digest"] == second["digest"] and first["calls"] == second["calls"] > 0
     assert first["alone"] == first["digest"] != second["alone"]
+
+
+def test_two_processes_choose_the_same_partition() -> None:
+    """XLA's where this package's needs more memory, and this package's where it does not."""
+    first, second = _started(COMPARED, [[], []], KITSUNE_PROFILE="zen5-2")
+    assert first == second
+    assert first["gradient_compared"] == first["gradient_by_xla"] == 1 and first["gradient_calls"] == 0
+    assert first["layer_compared"] == 1 and first["layer_by_xla"] == 0 and first["layer_calls"] > 0
 
 
 def test_a_second_process_hits_the_persistent_cache(tmp_path: Path) -> None:
