@@ -14,7 +14,7 @@ import os
 import pathlib
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -63,6 +63,7 @@ state_types = jax_module("jax._src.state.types")
 prng = jax_module("jax._src.random.prng")
 jet_lib = jax_module("jax.experimental.jet")
 jex_core = jax_module("jax.extend.core")
+shape_poly = jax_module("jax._src.export.shape_poly")
 
 
 def new_primitive(name: str) -> Any:
@@ -151,6 +152,16 @@ def is_exported(ctx: Any) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
+def platforms_of(ctx: Any) -> tuple[str, ...]:
+    """The platforms that ``ctx`` lowers for."""
+    return tuple(ctx.module_context.platforms)
+
+
+def array_type(shape: Sequence[int], dtype: Any) -> Any:
+    """The abstract value of an array."""
+    return core.ShapedArray(tuple(shape), dtype)
+
+
 def lower_jaxpr(ctx: Any, closed: Any, args: Sequence[Any]) -> Any:
     """The MLIR values of ``closed`` on the MLIR values ``args``, as a lowering rule returns them."""
     return mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)(ctx, *args)
@@ -168,6 +179,11 @@ def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
             return core.ShapedArray(shape, jax.numpy.dtype(dtype))
         return aval.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False)
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def with_shape(aval: Any, shape: tuple[Any, ...]) -> Any:
+    """``aval`` with other sizes of its dimensions."""
+    return aval.update(shape=shape)
 
 
 def varies(aval: Any) -> bool:
@@ -419,16 +435,19 @@ def first_results(closed: Any, count: int) -> Any:
     return replace_jaxpr(closed, outvars=jaxpr.outvars[:count], debug_info=info)
 
 
-def trace_jaxpr(fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None) -> Any:
+def trace_jaxpr(
+    fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, lower: bool = False, like: Any = None, name: str = ""
+) -> Any:
     """The closed jaxpr of ``fn``, which takes arrays of ``avals`` and returns a flat list of arrays.
 
     No cache is read or filled, so a fresh closure costs nothing beyond its trace and ``jax.explain_cache_misses`` stays silent.
     ``lower`` resolves high-level types; it is needed where the result replaces the body of an equation that is being lowered.
-    ``like``: a jaxpr that the result takes the place of; the result keeps the name of its function.
+    ``like``: a jaxpr that the result takes the place of; the result keeps the name of its function. ``name``: that name.
     """
     info = api_util.debug_info("kitsune_jax.pipeline", fn, tuple(avals), {})
-    if like is not None and _source_of(like):
-        info = info._replace(func_src_info=_source_of(like))
+    name = name or ("" if like is None else _source_of(like))
+    if name:
+        info = info._replace(func_src_info=name)
     return _trace_flat(fn, avals, info, lower)[0]
 
 
@@ -513,18 +532,117 @@ def out_avals(closed: Any) -> list[Any]:
     return [v.aval for v in open_parts(closed)[0].outvars]
 
 
-def has_symbolic_shapes(closed: Any) -> bool:
-    """Does an argument or an intermediate value have a dimension that is not an integer (``jax.export`` with symbolic shapes)?"""
-    jaxpr, _ = open_parts(closed)
-    atoms = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    return any(type(d) is not int and not hasattr(d, "__index__") for v in atoms for d in getattr(v.aval, "shape", ()))
-
-
 def without_dead_code(closed: Any) -> Any:
     """``closed`` with the same arguments and results, without the equations that no result needs, as ``jax.jit`` lowers it."""
     jaxpr, consts = open_parts(closed)
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return core.ClosedJaxpr(live, consts) if type(closed).__name__ == "ClosedJaxpr" else live
+
+
+# --- sizes that are not known yet (``jax.export`` with symbolic shapes) -----------------------------------------------------------
+
+
+def is_symbolic(size: Any) -> bool:
+    """Is the size of a dimension an expression, and no integer?"""
+    return type(size) is not int and isinstance(size, getattr(shape_poly, "_DimExpr", ()))
+
+
+def has_symbolic_shapes(closed: Any) -> bool:
+    """Does an argument or an intermediate value have a dimension whose size is not an integer?"""
+    jaxpr, _ = open_parts(closed)
+    atoms = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    return any(map(is_symbolic, (d for v in atoms for d in getattr(v.aval, "shape", ()))))
+
+
+def symbolic_sizes(ctx: Any) -> dict[str, Any]:
+    """The names of the sizes that the module which ``ctx`` lowers does not know, with their MLIR values."""
+    names = ctx.module_context.shape_poly_state.dim_vars
+    found = zip(names, ctx.dim_var_values, strict=True)
+    return {name: value for name, value in found if name != "_platform_index"}  # an argument of a program for several platforms
+
+
+def size_at(size: Any, sizes: Mapping[str, int]) -> int:
+    """The size of a dimension where the symbols in it have these values."""
+    return int(core.evaluate_shape((size,), tuple(sizes), *sizes.values())[0])
+
+
+def size_of_text(text: str, scope: Any = None) -> Any:
+    """The size that is written as ``text``, such as "2*b + 1", in a ``scope`` of symbols or in one of its own."""
+    (size,) = jax.export.symbolic_shape(f"{text},", scope=scope)
+    return size
+
+
+_ASSUMED = 1024  # a symbol stands for a batch or for the tokens of a text: more than a row has elements, mostly
+
+
+def assumed_sizes(shape: Sequence[Any]) -> list[int]:
+    """``shape`` for estimates, with a number in the place of each symbol."""
+    return [size_at(d, dict.fromkeys(d._get_vars(), _ASSUMED)) if is_symbolic(d) else d for d in shape]
+
+
+def satisfies(size: Any, sizes: Mapping[str, int]) -> bool:
+    """Do the values ``sizes`` satisfy the constraints that the user gave for the symbols of ``size``?"""
+    for constraint in size.scope._explicit_constraints:
+        try:
+            left, right = (size_at(x, sizes) for x in (constraint.e1, constraint.e2))
+        except KeyError:  # of a symbol that no argument has
+            continue
+        if left != right if constraint.cmp.name == "EQ" else left < right:
+            return False
+    return True
+
+
+class AtSizes:
+    """Jaxprs, their equations' parameters and types with numbers in the place of symbols. ``sizes``: the value of each symbol.
+
+    ``origins``: by the identity of each new equation, that equation and the one in whose place it is. ``expressions``: all sizes
+    with symbols that were met, by their texts.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = sizes
+        self.origins: dict[int, tuple[Any, Any]] = {}
+        self.expressions: dict[str, Any] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, x: Any) -> Any:
+        """``x``: a jaxpr, a type, a size, or a parameter of an equation."""
+        if is_symbolic(x):
+            self.expressions.setdefault(str(x), x)
+            return size_at(x, self.sizes)
+        if is_jaxpr(x):
+            if id(x) not in self._known:
+                self._known[id(x)] = x, self._jaxpr(x)
+            return self._known[id(x)][1]
+        if isinstance(x, tuple | list):
+            new = [self.of(y) for y in x]
+            if all(a is b for a, b in zip(x, new, strict=True)):
+                return x
+            return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
+        if isinstance(x, core.AbstractValue) and any(map(is_symbolic, getattr(x, "shape", ()))):
+            if is_ref(x):
+                raise NotImplementedError("a mutable array has a symbolic shape")
+            return with_shape(x, self.of(tuple(x.shape)))
+        return x
+
+    def _jaxpr(self, closed: Any) -> Any:
+        jaxpr, consts = open_parts(closed)
+        made: dict[Any, Any] = {}
+
+        def atoms(found: Sequence[Any]) -> list[Any]:
+            for v in found:
+                if not is_literal(v) and v not in made:
+                    made[v] = type(v)(self.of(v.aval))
+            return [v if is_literal(v) else made[v] for v in found]
+
+        places = {name: atoms(getattr(jaxpr, name)) for name in ("constvars", "invars")}
+        eqns = []
+        for eqn in jaxpr.eqns:
+            params = {name: self.of(value) for name, value in eqn.params.items()}
+            eqns.append(eqn.replace(invars=atoms(eqn.invars), outvars=atoms(eqn.outvars), params=params))
+            self.origins[id(eqns[-1])] = eqns[-1], eqn
+        new = jaxpr.replace(**places, eqns=eqns, outvars=atoms(jaxpr.outvars))
+        return core.ClosedJaxpr(new, consts) if type(closed).__name__ == "ClosedJaxpr" else new
 
 
 # --- equations --------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Partitioners of custom calls, meshes and XLA's shardings, and modules for one shard.
+"""Custom calls that others replace: XLA's partitioner, or the call of an exported program; meshes, shardings, modules of shards.
 
-Comes in: a lowering context, shapes, XLA's shardings, or the jaxpr of one shard. Goes out: partitioned custom calls and registered
-partitioners; shardings and types of one shard; the module that XLA puts in the place of a call.
+Comes in: a lowering context, shapes, XLA's shardings, or the jaxpr of one shard. Goes out: custom calls and registered partitioners
+and resolvers of them; shardings and types of one shard; the module that takes the place of a call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from kitsune_jax._compat.jaxprs import (
     core,
     in_avals,
     inner_jaxprs,
+    is_exported,
+    is_symbolic,
     jax_module,
     mlir,
     new_primitive,
     open_parts,
+    physical,
     register_lowering,
+    symbolic_sizes,
     x64,
 )
 
@@ -105,8 +109,26 @@ def partitioned_call(
     ``factors``: the factors of each operand's and result's dimensions with their sizes (``sharding.factors.ShardingRule``).
     ``first``: the mesh axes that divide the dimensions of the first result, whatever XLA propagates.
     """
-    ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
+    ir = mlir_lib.ir
     results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(aval.dtype))) for aval in ctx.avals_out]
+    call = _partitioned_op(results, args, name, config, factors)
+    if first is not None:
+        mesh, free = ctx.module_context.axis_context.mesh, jax.sharding.PartitionSpec.UNCONSTRAINED
+        specs = [first, *((free,) * aval.ndim for aval in ctx.avals_out[1:])]
+        shardings = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in specs)
+        found = tuple(s._to_sdy_sharding(aval.ndim) for s, aval in zip(shardings, ctx.avals_out, strict=True))
+        mlir.set_sharding(ctx.module_context, call, sharding_impls.SdyArrayList(found))
+    return _placed(ctx, call.results)
+
+
+def _placed(ctx: Any, results: Sequence[Any]) -> Sequence[Any]:
+    """``results`` with the shardings of their types, which on an explicit mesh hold for every result."""
+    placed = getattr(mlir, "lower_with_sharding_in_types", None)
+    return results if placed is None else [placed(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
+
+
+def _partitioned_op(results: Sequence[Any], args: Sequence[Any], name: str, config: str, factors: Any) -> Any:
+    ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
     call = hlo.CustomCallOp(
         results,
         list(args),
@@ -119,16 +141,7 @@ def partitioned_call(
         result_layouts=None,
     )
     call.attributes["sdy.sharding_rule"] = _rule(factors, [x.type for x in args], results)
-    if first is not None:
-        mesh, free = ctx.module_context.axis_context.mesh, jax.sharding.PartitionSpec.UNCONSTRAINED
-        specs = [first, *((free,) * aval.ndim for aval in ctx.avals_out[1:])]
-        shardings = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in specs)
-        found = tuple(s._to_sdy_sharding(aval.ndim) for s, aval in zip(shardings, ctx.avals_out, strict=True))
-        mlir.set_sharding(ctx.module_context, call, sharding_impls.SdyArrayList(found))
-    placed = getattr(mlir, "lower_with_sharding_in_types", None)  # the types of an explicit mesh hold for every result
-    if placed is None:
-        return call.results
-    return [placed(ctx, x, aval) for x, aval in zip(call.results, ctx.avals_out, strict=True)]
+    return call
 
 
 def _rule(factors: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -205,6 +218,146 @@ def no_mesh() -> Iterator[None]:
         if hasattr(mesh_lib, "use_abstract_mesh"):
             stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
         yield
+
+
+# --- calls whose sizes are known where an exported program is called ------------------------------------------------------------
+
+
+def unsized_call(ctx: Any, args: Sequence[Any], name: str, config: str) -> Any:
+    """The results of a custom call in a program that is exported with symbolic shapes. Behind ``args`` its operands are the values
+    of ``symbolic_sizes``."""
+    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
+    shapes = [mlir.eval_dynamic_shape_as_tensor(ctx, aval.shape) for aval in ctx.avals_out]
+    operands = [*args, *symbolic_sizes(ctx).values()]
+    call = mlir.custom_call(name, result_types=types, operands=operands, backend_config=config, api_version=2, result_shapes=shapes)
+    return _placed(ctx, call.results)
+
+
+_resolved = set[str]()  # the calls that have a resolver
+
+
+def resolves(name: str) -> bool:
+    """Have calls of that name a resolver?"""
+    return name in _resolved
+
+
+def register_resolver(name: str, resolve: Callable[..., Any]) -> None:
+    """Where an exported program is called, ``resolve(ctx, config, integers)`` is asked about each ``unsized_call`` of that name.
+
+    ``ctx`` lowers the program that calls; ``integers``: the number that each operand is, None where it is an array. It returns a
+    module that takes the call's place, or (configuration, factors) of a ``partitioned_call``; and how many operands are sizes.
+
+    JAX's rule for calls of exported programs is wrapped, because no other place knows the shapes before XLA compiles.
+    Raises ``AttributeError`` where this JAX has no such rule.
+    """
+    exporting = jax_module("jax._src.export._export")
+    plain, primitive, refine = exporting._call_exported_lowering, exporting.call_exported_p, _refinement()
+
+    def rule(ctx: Any, *args: Any, exported: Any) -> Any:
+        known = not any(is_symbolic(d) for aval in ctx.avals_in for d in getattr(aval, "shape", ()))
+        if known and not is_exported(ctx) and name.encode() in exported.mlir_module_serialized:
+            with ctx.module_context.module.context, mlir_lib.ir.Location.unknown():
+                module = exported.mlir_module(serialized=False)
+                if next(_unsized(module, name), None) is not None:
+                    module = _with_types(module, [physical(ctx.avals_in[k]) for k in exported.module_kept_var_idx])
+                    module = mlir_lib.ir.Module.parse(refine(mlir.module_to_bytecode(module)))
+                    _resolve(ctx, module, name, resolve)
+                    exported = _Resolved(exported, module, ctx.avals_in, ctx.avals_out)
+        return plain(ctx, *args, exported=exported)
+
+    register_lowering(primitive, rule)
+    _resolved.add(name)
+
+
+def _refinement() -> Callable[[bytes], bytes]:
+    """XLA's pass that turns the shapes of a module into numbers, once those of its arguments are."""
+    found = jax_module("jax._src.lib")._jax.mlir.refine_polymorphic_shapes
+
+    def refine(module: bytes) -> bytes:
+        shardy = bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
+        made: bytes = found(mlir_module=module, enable_shape_assertions=True, validate_static_shapes=True, enable_shardy=shardy)
+        return made
+
+    return refine
+
+
+class _Resolved:
+    """An exported program with another module, of fixed shapes."""
+
+    def __init__(self, exported: Any, module: Any, in_avals: Sequence[Any], out_avals: Sequence[Any]):
+        self._exported, self._module = exported, module
+        self.in_avals, self.out_avals, self.uses_global_constants = tuple(in_avals), tuple(out_avals), False
+
+    def mlir_module(self, serialized: bool = True) -> Any:
+        return mlir.module_to_string(self._module) if serialized else self._module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exported, name)
+
+
+def _unsized(module: Any, name: str) -> Iterator[Any]:
+    """The calls of that name in ``module`` that no partitioner waits for."""
+
+    def inside(op: Any) -> Iterator[Any]:
+        for region in op.regions:
+            for block in region:
+                for inner in block:
+                    yield from inside(inner.operation)
+        if op.name != "stablehlo.custom_call" or "sdy.sharding_rule" in op.attributes:
+            return
+        if mlir_lib.ir.StringAttr(op.attributes["call_target_name"]).value == name:
+            yield op
+
+    return inside(module.operation)
+
+
+def _with_types(module: Any, avals: Sequence[Any]) -> Any:
+    """``module`` with types of these shapes for the last arguments of its main function, each converted where it is read: the
+    functions that it calls have symbolic types yet."""
+    ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
+    main = ir.SymbolTable(module.operation)["main"]
+    types = list(main.type.inputs)
+    first = len(types) - len(avals)
+    for k, aval in enumerate(avals, first):
+        argument, before = main.arguments[k], types[k]
+        types[k] = ir.RankedTensorType.get(aval.shape, ir.RankedTensorType(before).element_type)
+        if types[k] != before:
+            argument.set_type(types[k])
+            with ir.InsertionPoint.at_block_begin(main.entry_block):
+                converted = hlo.ConvertOp(before, argument)
+            argument.replace_all_uses_except(converted.result, converted.operation)
+    main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(types, main.type.results))
+    return module
+
+
+def _resolve(ctx: Any, module: Any, name: str, resolve: Callable[..., Any]) -> None:
+    """Replace the calls of that name in ``module``, whose shapes are known."""
+    ir, func = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").func
+    table = ir.SymbolTable(module.operation)
+    for op in list(_unsized(module, name)):
+        text = ir.StringAttr(op.attributes["backend_config"]).value
+        operands, results = list(op.operands), list(op.results)
+        types = [x.type for x in results]
+        found, count = resolve(ctx, text, list(map(_integer, operands)))
+        operands = operands[: len(operands) - count]
+        with ir.InsertionPoint(op), op.location:
+            if isinstance(found, bytes):
+                callee = mlir.merge_mlir_modules(module, "kitsune_part", ir.Module.parse(found), dst_symtab=table)
+                new = func.CallOp(types, ir.FlatSymbolRefAttr.get(callee), operands)
+            else:
+                new = _partitioned_op(types, operands, name, *found)
+        for before, after in zip(results, new.results, strict=True):
+            before.replace_all_uses_with(after)
+        op.erase()
+
+
+def _integer(value: Any) -> int | None:
+    """The number that ``value`` is, if it is a constant integer."""
+    ir = mlir_lib.ir
+    made, kind = value.owner, ir.RankedTensorType(value.type)
+    if kind.rank or not isinstance(kind.element_type, ir.IntegerType) or getattr(made, "name", "") != "stablehlo.constant":
+        return None
+    return int(ir.DenseElementsAttr(made.attributes["value"]).get_splat_value().value)
 
 
 # --- in a partitioner -----------------------------------------------------------------------------------------------------------

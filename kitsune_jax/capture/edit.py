@@ -71,7 +71,7 @@ class Step:
     ``evaluate`` takes an array (or tracer) for each of the op's inputs and returns its results; a literal may be any array.
     ``prepare``: to be called before ``evaluate`` of a loop or branch that is left to XLA: it puts pipelines into the bodies, and
     returns the failures. ``rewritten``: a loop that a rewrite has changed, so that its equation computes something else.
-    ``constant``: the integers that the op without inputs makes, where they are known.
+    ``constant``: the integers that the op without inputs makes, where they are known. ``whole``: the opaque op is the equation.
     """
 
     origin: Origin = Origin()
@@ -80,6 +80,7 @@ class Step:
     prepare: Callable[[], Sequence[Failure]] | None = None
     rewritten: bool = False
     constant: np.ndarray | None = None
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -541,7 +541,8 @@ class _Walk:
 
     def _opaque(self, eqn: Any, ins: list[int], origin: Origin, reason: str) -> list[int]:
         bodies = Bodies(eqn, origin, self.rewrite if eqn.primitive.name in _LOOPS else None)
-        step = Step(origin, bodies.evaluate, bool(_effects(eqn)), None if bodies.rewrite is None else bodies.prepare)
+        prepare = None if bodies.rewrite is None else bodies.prepare
+        step = Step(origin, bodies.evaluate, bool(_effects(eqn)), prepare, whole=True)
         ins = [random.wrap(self.builder, v, atom.aval) for v, atom in zip(ins, eqn.invars, strict=True)]
         outs = self.builder.opaque(ins, [v.aval for v in eqn.outvars], step, reason, flops=_convolution_flops(eqn))
         return [random.unwrap(self.builder, v) for v in outs]

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ from kitsune_jax.ops.graph import Graph, Op, topological
 from kitsune_jax.planning.cost import SUMS_OVER_DEVICES
 from kitsune_jax.report.data import MeasuredTimes, plural, time_text
 from kitsune_jax.report.render import Report, merge_body_reports, repeated, with_measured, with_measured_calls
-from kitsune_jax.sharding.calls import Surroundings, partitioned_jaxpr, why_divided_by_xla
+from kitsune_jax.sharding.calls import TARGET, Surroundings, Unfit, partitioned_jaxpr, symbolic_jaxpr, why_divided_by_xla
 from kitsune_jax.tuning.inputs import why_not_timed
 
 # --- the order in which a function's ops and regions are evaluated ----------------------------------------------------------------
@@ -189,6 +189,13 @@ EXPORTED = (
     "jax.export writes plain HLO, which runs where kitsune_jax is not installed; to export the pipelines, use "
     'kj.pipeline(fn, export="calls")'
 )
+SYMBOLIC = (
+    "shapes are symbolic, and a plan needs numbers: lower or export the function with concrete shapes, or export it with "
+    'kj.pipeline(fn, export="calls")'
+)
+SYMBOLIC_JAX = "shapes are symbolic, and this version of JAX calls exported programs in a way that kitsune_jax does not know"
+# Its pass crashes on shapes that are computed there, for calls or for plain HLO (jnp.ones of a symbolic shape; JAX 0.12).
+SYMBOLIC_SHARD = "shapes are symbolic inside of a jax.shard_map, where XLA does not turn the shapes of calls into numbers"
 EXPORTED_CALLS = (
     "jax.export keeps the pipelines as custom calls: pass disabled_checks to it, and install this version of kitsune_jax where the "
     "program runs"
@@ -257,6 +264,9 @@ def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform
         logger.debug("%s: nothing was pipelined: %s", _compat.function_name(call_jaxpr), obstacle)
         return _compat.lower_jaxpr(ctx, call_jaxpr, args)
     assert target is not None and platform is not None
+    if _compat.has_symbolic_shapes(call_jaxpr):
+        around = Surroundings(target, platform)
+        return _compat.lower_jaxpr(ctx, symbolic_or_plain(call_jaxpr, options, around, _compat.symbolic_sizes(ctx)), args)
     if not _compat.runs_on_one_device(ctx):
         mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
         around = Surroundings(
@@ -309,9 +319,13 @@ def _obstacle(ctx: Any, call_jaxpr: Any, options: Options) -> str | None:
         return SHARDED
     if not _compat.runs_on_one_device(ctx) and _compat.has_unreduced_sums(call_jaxpr):
         return UNREDUCED
-    if _compat.has_symbolic_shapes(call_jaxpr):
-        return "shapes are symbolic, and a plan needs numbers: lower or export the function with concrete shapes"
-    return None
+    if not _compat.has_symbolic_shapes(call_jaxpr):
+        return None
+    if options.export == "plain" or not _compat.is_exported(ctx):
+        return SYMBOLIC
+    if not _compat.resolves(TARGET):
+        return SYMBOLIC_JAX
+    return SYMBOLIC_SHARD if _compat.partly_manual_mesh(ctx) is not None else None
 
 
 def pipelined_or_plain(
@@ -362,6 +376,39 @@ def partitioned_or_plain(call_jaxpr: Any, options: Options, around: Surroundings
             raise
         record(_compat.function_name(call_jaxpr), Failure.of(error, "the whole function"))
         return call_jaxpr
+
+
+def symbolic_or_plain(call_jaxpr: Any, options: Options, around: Surroundings, names: Collection[str]) -> Any:
+    """``call_jaxpr`` with a custom call in place of each subgraph, whose pipelines are planned when the symbols ``names`` in its
+    shapes have values. Unchanged where no Graph holds for all values, or this package fails."""
+    name = _compat.function_name(call_jaxpr)
+    try:
+        with collector_paused():
+            return symbolic_jaxpr(call_jaxpr, options, around, tuple(names))
+    except Unfit as why:
+        if options.strict:
+            raise NotPipelined(f"kitsune_jax: nothing was pipelined: shapes are symbolic, and {why}") from why
+        logger.debug("%s: nothing was pipelined: shapes are symbolic, and %s", name, why)
+    except Exception as error:
+        if options.strict:
+            raise
+        record(name, Failure.of(error, "the whole function"))
+    return call_jaxpr
+
+
+def pipelined_part(ctx: Any, part: Any, options: Options, around: Surroundings) -> Any:
+    """``part``, a part of an exported program whose sizes are known where ``ctx`` lowers its call, with pipelines."""
+    if tuning.is_measuring() or (missing := missing_target(around.target)) is not None:
+        if not tuning.is_measuring():
+            logger.debug("a part of an exported program has no pipelines: %s", missing)
+        return part
+    budget = None
+    if around.target == around.platform and not options.strict and _compat.is_alone(ctx):
+        budget = tuning.budget_of(_compat.program_of(ctx), around.platform)
+    try:
+        return pipelined_or_plain(part, options, around.target, budget)
+    except NotPipelined:  # a part of a function need not hold any
+        return pipelined_or_plain(part, dataclasses.replace(options, strict=False), around.target)
 
 
 # Of plans of shards that nobody times: a transformer layer of 2 x 512 tokens, modelled at 1.14x, ran at 0.94x of jax.jit (Zen 5, 2

@@ -116,7 +116,7 @@ def _directions(eqn: Any, backward: bool) -> set[bool]:
 
 def _bytes(aval: Any) -> int:
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    return math.prod(getattr(aval, "shape", ())) * itemsize
+    return math.prod(_compat.assumed_sizes(getattr(aval, "shape", ()))) * itemsize
 
 
 def is_derivative(program: Any) -> bool:

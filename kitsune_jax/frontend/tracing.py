@@ -28,6 +28,7 @@ from kitsune_jax.errors import MutatedArgument, ResidualsWarning
 from kitsune_jax.frontend import lowering
 from kitsune_jax.gradient import residual_cleanup
 from kitsune_jax.sharding.calls import register as register_partitioner
+from kitsune_jax.sharding.calls import register_loaded
 
 # --- arguments: which leaves are arrays, which are static -------------------------------------------------------------------------
 
@@ -472,6 +473,10 @@ def _primitive() -> Any:
         register_partitioner(lowering.pipelined_shard)
     except Exception:  # a JAX without such partitioners costs the pipelines of sharded programs only
         config.logger.warning("this JAX takes no partitioner: sharded functions run without pipelines", exc_info=True)
+    try:
+        register_loaded(lowering.pipelined_part, lowering.machine_key)
+    except Exception:
+        config.logger.warning("this JAX calls exported programs in another way: those with symbolic shapes have no pipelines")
     return primitive
 
 

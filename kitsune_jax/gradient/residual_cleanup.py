@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -204,7 +204,7 @@ def _flops(eqn: Any) -> float:
     """Operations of a product."""
     (contract, _), _ = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape
-    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contract)
+    return 2.0 * math.prod(_compat.assumed_sizes([*eqn.outvars[0].aval.shape, *(shape[d] for d in contract)]))
 
 
 def _rebuilt(
@@ -287,7 +287,7 @@ def shrink_residuals(
 
 def _is_move(eqn: Any) -> bool:
     if eqn.primitive.name == "gather":
-        return math.prod(eqn.params["slice_sizes"]) * eqn.outvars[0].aval.dtype.itemsize >= _GATHERED_BYTES
+        return math.prod(_compat.assumed_sizes(eqn.params["slice_sizes"])) * eqn.outvars[0].aval.dtype.itemsize >= _GATHERED_BYTES
     return eqn.primitive.name in _MOVES
 
 
@@ -384,9 +384,9 @@ class _MoveRepeater:
 
 
 def _bytes(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(_compat.assumed_sizes(getattr(aval, "shape", ()))) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
 def _has_odd_rows(v: Any) -> bool:
-    shape: Sequence[int] = getattr(v.aval, "shape", ())
+    shape = _compat.assumed_sizes(getattr(v.aval, "shape", ()))
     return len(shape) > 1 and shape[-1] * v.aval.dtype.itemsize % _VECTOR_BYTES != 0

@@ -452,4 +452,4 @@ def _is_row(shape: Sequence[int], over: Sequence[int]) -> bool:
 
 
 def _count(aval: Any) -> int:
-    return math.prod(aval.shape)
+    return math.prod(_compat.assumed_sizes(aval.shape))

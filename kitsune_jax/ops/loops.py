@@ -109,14 +109,15 @@ def evaluate_jax(table: Table, op: Op, arrays: Sequence[Any]) -> list[Any]:
     state = [lax.convert_element_type(x, body.values[v].dtype) for x, v in zip(initial, p.in_carries, strict=True)]
 
     def step(state: Any, slices: Any) -> Any:
-        made = _graph_by_jax(table, body, [*consts, *state, *slices])
+        made = graph_by_jax(table, body, [*consts, *state, *slices])
         return made[:carries], made[carries:]
 
     final, ys = lax.scan(step, state, list(xs), op["length"], op["reverse"])
     return [*final, *ys]
 
 
-def _graph_by_jax(table: Table, graph: Graph, arrays: Sequence[Any]) -> list[Any]:
+def graph_by_jax(table: Table, graph: Graph, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a Graph without opaque ops by JAX, on arrays or tracers."""
     env: dict[int, Any] = dict(zip(graph.inputs, arrays, strict=True))
     env |= {v: lax.full((), x.literal, np_dtype(x.dtype)) for v, x in enumerate(graph.values) if x.literal is not None}
     for op in graph.ops:

@@ -1,16 +1,20 @@
-"""Custom calls that hold a Graph until XLA knows the shardings of their operands, and the program of one shard in their place.
+"""Custom calls that hold a Graph until the shardings or the sizes of their operands are known, and the program in their place.
 
-Comes in: a function that is lowered for several devices, with its options. Goes out: its MLIR values. Parts of the function between
-operators that the op table does not know become one call each, with a sharding rule for XLA's propagation; XLA's partitioner then
-calls ``_Partitioner``, which plans the pipelines of one shard. Invariants: a call's configuration says everything that its program
-depends on, so that JAX's caches are right; a failure of this package becomes a program without pipelines.
+Comes in: a function that is lowered for several devices, or exported with symbolic shapes, with its options. Goes out: the same as
+a jaxpr with calls. Parts of the function between operators that the op table does not know become one call each. One that is
+lowered for several devices has a sharding rule for XLA's propagation; XLA's partitioner then calls ``_Partitioner``, which plans
+the pipelines of one shard. For one with symbolic sizes ``_Resolver`` plans the pipelines, when JAX lowers the call of the exported
+program with arrays of known sizes. Invariants: a call's configuration says everything that its program depends on, so that JAX's
+caches are right; a failure of this package becomes a program without pipelines.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat, config
-from kitsune_jax.capture.edit import Captured, needed_ops
+from kitsune_jax.capture.edit import Captured, Origin, needed_ops
+from kitsune_jax.capture.equation import bind_in_place
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import PARTITIONED
 from kitsune_jax.config import Options, logger
 from kitsune_jax.errors import Failure, record
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
-from kitsune_jax.ops.loops import evaluate_jax
+from kitsune_jax.ops.loops import evaluate_jax, graph_by_jax
 from kitsune_jax.ops.spec import COMPARISONS, np_dtype
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.sharding.by_xla import smaller_partition
@@ -83,11 +88,12 @@ class Subgraph:
     outputs: tuple[int, ...]
 
 
-def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
+def subgraphs_of(captured: Captured, like: Graph | None = None) -> list[Subgraph | int]:
     """The parts of a function and, by their indices, the ops that no part has, in an order in which they can run.
 
     An op that the table does not know divides the function: the ops that it needs are in an earlier part than those that need it.
-    Ops that need no operand of the function are in every part that reads them, and constant arrays are made first.
+    Ops that need no operand of the function are in every part that reads them, and constant arrays are made first. ``like``: the
+    Graph of the same function at other sizes; the parts are those of that one, and all ops of the table are in parts.
     """
     graph, steps = captured.graph, captured.steps
     producers = graph.producers()
@@ -112,8 +118,9 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
             read.setdefault(v, []).append(i)
     nodes: list[Subgraph | int] = []
     levels = [[i for i, at in enumerate(of_op) if at == k and graph.ops[i].kind != "opaque"] for k in range(max((*of_op, 0)) + 1)]
-    worth = [any(OPS[graph.ops[i].kind].family in _WORTH for i in mine) for mine in levels]
-    again = [_repeated(graph, of_op, k, read, producers) if worth[k] else set[int]() for k in range(len(levels))]
+    worth = [bool(mine) if like else any(OPS[graph.ops[i].kind].family in _WORTH for i in mine) for mine in levels]
+    sized = like or graph
+    again = [_repeated(sized, of_op, k, read, producers) if worth[k] else set[int]() for k in range(len(levels))]
     readers = {v: set(ops) for v, ops in read.items()}  # of values, without those that make them again
     for mine, more in zip(levels, again, strict=True):
         for v in {v for i in more for v in graph.ops[i].outputs}:
@@ -137,7 +144,10 @@ def subgraphs_of(captured: Captured) -> list[Subgraph | int]:
         for i in _made_of_nothing(v, graph, producers, of_op)
     }
     alone |= {i for v in graph.outputs for i in _made_of_nothing(v, graph, producers, of_op)}
-    return [*constants, *sorted(alone), *nodes]
+    if like is None or not alone:
+        return [*constants, *sorted(alone), *nodes]
+    made = sorted(v for i in alone for v in graph.ops[i].outputs)
+    return [*constants, _subgraph(graph, sorted(alone), made, producers, of_op), *nodes]
 
 
 def _repeated(
@@ -280,19 +290,21 @@ def _of_first(evaluate: Any, x: Any, _: Any) -> Any:
 # --- the lowering ---------------------------------------------------------------------------------------------------------------
 
 
-def _region_primitive() -> Any:
+@functools.cache
+def _region() -> Any:
     primitive = _compat.new_primitive("kitsune_region")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
-    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule, first: tuple[str, ...] | None) -> Any:
+    def rule(
+        ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None, first: tuple[str, ...] | None = None
+    ) -> Any:
+        if rule is None:
+            return _compat.unsized_call(ctx, args, TARGET, text)
         return _compat.partitioned_call(ctx, args, TARGET, text, rule, first)
 
     _compat.register_lowering(primitive, rule)
     return primitive
-
-
-_region_p: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,11 +329,31 @@ class Surroundings:
         return found if self.manual and len(found) > 1 else None
 
 
+def _text(name: str, options: Options, around: Surroundings, graph: Any, **more: Any) -> str:
+    """The configuration of a call."""
+    found = {
+        "version": config.__version__,
+        "options": dataclasses.asdict(options),
+        "around": dataclasses.asdict(around),
+        "name": name,
+        "graph": graph,
+        **more,
+    }
+    return json.dumps(found, sort_keys=True, default=lambda size: {_SIZE: str(size)})
+
+
+def _read(text: str) -> dict[str, Any]:
+    """The configuration. Raises ``ValueError`` for one of another version of this package."""
+    found: dict[str, Any] = json.loads(text)
+    if found["version"] != config.__version__:
+        raise ValueError(
+            f"this program was exported with kitsune_jax {found['version']}, and this is {config.__version__}: export it again"
+        )
+    return found
+
+
 def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -> Any:
     """``call_jaxpr`` with a call in the place of each of its subgraphs, also in the bodies of loops that XLA runs."""
-    global _region_p
-    if _region_p is None:
-        _region_p = _region_primitive()
 
     def rewrite(body: Any, _: int) -> Any:
         new = partitioned_jaxpr(body, options, around)
@@ -371,25 +403,290 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
                 arrays = [jax.lax.optimization_barrier(read(v)) if v in called else read(v) for v in op.inputs]
                 env.update(zip(op.outputs, run_op(node, arrays), strict=True))
                 continue
-            text = json.dumps(
-                {
-                    "version": config.__version__,
-                    "options": dataclasses.asdict(options),
-                    "around": dataclasses.asdict(around),
-                    "name": _compat.function_name(call_jaxpr),
-                    "graph": graph_to_json(inner := node.graph if order is None else _with_order(node.graph, sizes)),
-                },
-                sort_keys=True,
-            )
+            inner = node.graph if order is None else _with_order(node.graph, sizes)
+            text = _text(_compat.function_name(call_jaxpr), options, around, graph_to_json(inner))
             avals = [captured.avals[v] for v in node.outputs]
             if order is not None:
                 avals.insert(0, _compat.aval_like(avals[0], sizes, np.int8))
-            made = _region_p.bind(*map(read, node.inputs), avals=tuple(avals), text=text, rule=sharding_rule(inner), first=order)
+            made = _region().bind(*map(read, node.inputs), avals=tuple(avals), text=text, rule=sharding_rule(inner), first=order)
             env.update(zip(node.outputs, made[order is not None :], strict=True))
             called.update(node.outputs)
         return [read(v) for v in graph.outputs]
 
     return _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)
+
+
+# --- sizes that are not known yet -----------------------------------------------------------------------------------------------
+
+_SIZE = "$"  # the only key of a size with symbols: {"$": "2*b + 1"}
+# A function is captured with so many values of its symbols, and one more for each of them: no two expressions agree in all of them
+# by chance. Small values tell max(b - 2, 0) from b - 2; operators for one row may differ from others, which are right for it too.
+_SAMPLES, _SMALL_SAMPLES = 4, 3
+# The product of all symbols, if a constraint does not ask for multiples: the elements of an array are to fit into 32 bits.
+_ELEMENTS, _SMALL, _TRIES = 1000, 4, 40
+_MULTIPLES = (1, 2, 8, 60, 64, 1024)
+_LOOPS = frozenset({"scan", "while", "cond"})
+
+
+class Unfit(Exception):
+    """The reason why no Graph stands for a function at all sizes."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Sample:
+    """A function captured where its symbols have the values ``sizes``, and the parts that it is cut into."""
+
+    sizes: Mapping[str, int]
+    at: _compat.AtSizes
+    captured: Captured
+    nodes: Sequence[Subgraph | int] = ()
+
+    @property
+    def structure(self) -> Any:
+        """All but the sizes of values and the parameters of operators."""
+        graph = self.captured.graph
+        return graph.inputs, graph.outputs, [(op.kind, op.inputs, op.outputs, op.label) for op in graph.ops]
+
+
+def symbolic_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings, names: Sequence[str]) -> Any:
+    """``call_jaxpr``, whose sizes have the symbols ``names``, with a call in the place of each of its subgraphs.
+
+    It is captured with several values of each symbol. Where the Graphs differ in integers alone, each of these is an expression of
+    the symbols. Raises ``Unfit`` where they differ in more, and where no operator has anything to stream.
+    """
+    jaxpr, consts = _compat.hoist_consts(call_jaxpr)
+    first, *others = _samples(jaxpr, names)
+    expressions = _Expressions([first, *others])
+    captured, name = first.captured, _compat.function_name(call_jaxpr)
+    graph, in_bodies = captured.graph, 0
+    parts = {
+        k: expressions.fit([graph_to_json(part.graph) for part in same if isinstance(part, Subgraph)])
+        for k, same in enumerate(zip(*(sample.nodes for sample in expressions.samples), strict=True))
+        if isinstance(same[0], Subgraph)
+    }
+    shapes = {
+        v: tuple(expressions.fit([list(sample.captured.graph.values[v].shape) for sample in expressions.samples]))
+        for v in {v for node in first.nodes for v in (graph.ops[node].outputs if isinstance(node, int) else node.outputs)}
+    }
+
+    def body(found: Any) -> Any:
+        nonlocal in_bodies
+        if not _compat.is_jaxpr(found) or _compat.open_parts(found)[1]:
+            return found
+        try:
+            made = _compat.as_kind_of(_compat.constants_inside(symbolic_jaxpr(found, options, around, names)), found)
+        except Unfit as why:
+            logger.debug("%s: a body with symbolic shapes stays as it is: %s", name, why)
+            return found
+        in_bodies += 1
+        return made
+
+    def run_op(i: int, arrays: list[Any]) -> list[Any]:
+        step = captured.steps[i]
+        if not step.whole:
+            made = captured.run(i, arrays)
+        else:
+            *enclosing, eqn = step.origin.eqns
+            if id(eqn) not in first.at.origins:
+                raise Unfit(f"{graph.ops[i].label} has no form with symbolic shapes ({graph.ops[i].source or 'no source line'})")
+            eqn = first.at.origins[id(eqn)][1]
+            params = eqn.params
+            if eqn.primitive.name in _LOOPS:
+                params = {k: tuple(map(body, v)) if isinstance(v, tuple) else body(v) for k, v in params.items()}
+            made = bind_in_place(eqn, Origin((*enclosing, eqn)), params, *arrays)
+        for v, x in zip(graph.ops[i].outputs, made, strict=True):
+            if tuple(_compat.physical(jax.typeof(x)).shape) != shapes[v]:
+                raise Unfit(f"{graph.ops[i].label} has another shape with symbols ({graph.ops[i].source or 'no source line'})")
+        return list(made)
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(graph.inputs, [*consts, *args], strict=True))
+
+        def read(v: int) -> Any:
+            value = graph.values[v]
+            return env[v] if v in env else np.asarray(value.literal, np_dtype(value.dtype))
+
+        for k, node in enumerate(first.nodes):
+            if isinstance(node, int):
+                op = graph.ops[node]
+                env.update(zip(op.outputs, run_op(node, [read(v) for v in op.inputs]), strict=True))
+                continue
+            text = _text(name, options, around, parts[k], sizes=list(names))
+            avals = tuple(_compat.with_shape(captured.avals[v], shapes[v]) for v in node.outputs)
+            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=None)
+            env.update(zip(node.outputs, made, strict=True))
+        return [read(v) for v in graph.outputs]
+
+    made = _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)
+    if not in_bodies and not any(OPS[op.kind].family in _WORTH for op in graph.ops if op.kind != "opaque"):
+        raise Unfit("no operator in it has anything to stream")
+    return made
+
+
+def _samples(jaxpr: Any, names: Sequence[str]) -> list[_Sample]:
+    """``jaxpr`` at several sizes, cut into the same parts. Raises ``Unfit``."""
+    avals = [*_compat.in_avals(jaxpr), *_compat.out_avals(jaxpr)]
+    symbolic = next((d for aval in avals for d in getattr(aval, "shape", ()) if _compat.is_symbolic(d)), None)
+    large, small = _values(names, symbolic)
+    first = _sample(jaxpr, large[0])
+    found = [first]
+    for sizes in (*large[1:], *small):
+        sample = _sample(jaxpr, sizes)
+        if sample.structure == first.structure:
+            found.append(sample)
+        elif sizes in large:
+            raise Unfit(f"it has other operators where {_assignment(sizes)} than where {_assignment(first.sizes)}")
+    like = first.captured.graph
+    return [dataclasses.replace(sample, nodes=subgraphs_of(sample.captured, like)) for sample in found]
+
+
+def _assignment(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in sizes.items())
+
+
+def _sample(jaxpr: Any, sizes: Mapping[str, int]) -> _Sample:
+    at = _compat.AtSizes(sizes)
+    try:
+        known = at.of(jaxpr)
+    except (NotImplementedError, KeyError, ValueError) as error:
+        raise Unfit(f"it cannot be traced where {_assignment(sizes)}: {error}") from error
+    return _Sample(sizes, at, capture(known, lambda body, _: body, PARTITIONED))
+
+
+def _values(names: Sequence[str], size: Any) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """Large and small values of the symbols, which satisfy the constraints of the scope of ``size``. Raises ``Unfit``."""
+    draw = random.Random(0)
+
+    def drawn(count: int, *most: int) -> list[dict[str, int]]:
+        found: list[dict[str, int]] = []
+        for highest, factor in itertools.product(most, _MULTIPLES):
+            for _ in range(_TRIES):
+                sizes = {name: factor * draw.randint(1, highest) for name in names}
+                if sizes not in found and (size is None or _compat.satisfies(size, sizes)):
+                    found.append(sizes)
+                if len(found) == count:
+                    return found
+        return found
+
+    most, count = max(17, round(_ELEMENTS ** (1 / max(1, len(names))))), _SAMPLES + len(names)
+    large, small = drawn(count, most, most // 4, _SMALL), drawn(_SMALL_SAMPLES, _SMALL)
+    if len(large) < count:
+        raise Unfit(f"{count} values that satisfy the constraints of its sizes were not found")
+    return large, small
+
+
+class _Expressions:
+    """The expressions of symbols that have the values found in the ``samples`` of a function."""
+
+    def __init__(self, samples: Sequence[_Sample]):
+        self.samples = samples
+        met = {text: size for sample in samples for text, size in sample.at.expressions.items()}
+        symbols = [_compat.size_of_text(name, next(iter(met.values())).scope) for name in samples[0].sizes] if met else []
+        products = [a * b for a, b in itertools.combinations_with_replacement(symbols, 2)]
+        candidates = [*symbols, *(met[text] for text in sorted(met, key=lambda text: (len(text), text))), *products]
+        self._known: dict[tuple[int, ...], Any] = {}
+        for size in candidates:
+            self._known.setdefault(tuple(_compat.size_at(size, sample.sizes) for sample in samples), size)
+        self._vectors = list(self._known)
+
+    def fit(self, found: Sequence[Any]) -> Any:
+        """Equal trees of lists, dictionaries and numbers, with an expression in the place of each integer that differs."""
+        first = found[0]
+        if isinstance(first, dict) and all(isinstance(x, dict) and x.keys() == first.keys() for x in found):
+            return {key: self.fit([x[key] for x in found]) for key in first}
+        if isinstance(first, list | tuple) and all(isinstance(x, list | tuple) and len(x) == len(first) for x in found):
+            return [self.fit(entries) for entries in zip(*found, strict=True)]
+        if all(type(x) is type(first) and repr(x) == repr(first) for x in found):
+            return first
+        if all(type(x) is int for x in found):
+            return self._expression(tuple(found))
+        raise Unfit(f"its operators differ with its sizes: {first!r} where {_assignment(self.samples[0].sizes)}")
+
+    def _expression(self, values: tuple[int, ...]) -> Any:
+        if values not in self._known:
+            self._known[values] = self._linear(values)
+        return self._known[values]
+
+    def _linear(self, values: tuple[int, ...]) -> Any:
+        """``factor * expression + term``."""
+        for vector in self._vectors:
+            other = next((k for k, x in enumerate(vector) if x != vector[0]), None)
+            if other is None:
+                continue
+            factor, rest = divmod(values[other] - values[0], vector[other] - vector[0])
+            term = values[0] - factor * vector[0]
+            if not rest and all(factor * x + term == y for x, y in zip(vector, values, strict=True)):
+                return factor * self._known[vector] + term
+        raise Unfit(
+            f"a number in its operators is no expression of its sizes: {values[0]} where "
+            f"{_assignment(self.samples[0].sizes)}, {values[1]} where {_assignment(self.samples[1].sizes)}"
+        )
+
+
+def _at_sizes(found: Any, sizes: Mapping[str, int]) -> Any:
+    """The tree ``found`` with numbers in the place of the expressions in it."""
+    known: dict[str, int] = {}
+
+    def number(x: Any) -> Any:
+        if isinstance(x, list):
+            return [number(y) for y in x]
+        if not isinstance(x, dict):
+            return x
+        if x.keys() != {_SIZE}:
+            return {key: number(y) for key, y in x.items()}
+        text = x[_SIZE]
+        if text not in known:
+            known[text] = _compat.size_at(_compat.size_of_text(text), sizes)
+        return known[text]
+
+    return number(found)
+
+
+# (the context that JAX lowers a call of an exported program in, a part's jaxpr, options, surroundings) -> the jaxpr with pipelines
+Loaded = Callable[[Any, Any, Options, Surroundings], Any]
+
+
+def register_loaded(pipelined: Loaded, machine_key: Callable[[str], str]) -> None:
+    """Have JAX ask for the programs of parts with symbolic sizes where it lowers the call of an exported program.
+    ``machine_key``: of what plans for a target depend on."""
+    _compat.register_resolver(TARGET, functools.partial(_resolved, pipelined, machine_key))
+
+
+def _resolved(
+    pipelined: Loaded, machine_key: Callable[[str], str], ctx: Any, text: str, integers: Sequence[int | None]
+) -> tuple[bytes | tuple[str, ShardingRule], int]:
+    """For a call in a program that JAX lowers in ``ctx``: its module or, where XLA divides that program, what it is partitioned by;
+    and the number of operands that are sizes."""
+    found = _read(text)
+    names = found["sizes"]
+    values = [n for n in integers[len(integers) - len(names) :] if n is not None]
+    if len(values) < len(names):
+        raise ValueError(f"kitsune_jax: the sizes {', '.join(names)} of {found['name']} are not known where it is compiled")
+    graph = graph_from_json(_at_sizes(found["graph"], dict(zip(names, values, strict=True))))
+    mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
+    target, platform = found["around"]["target"], found["around"]["platform"]
+    around = Surroundings(target, platform, "", tuple(mesh.items()), manual)
+    options: Options | None = Options(**config.check_options(found["options"]))
+    here = _compat.platforms_of(ctx)
+    if platform not in here:  # a branch of a program for several platforms, which is not taken
+        platform, options = here[0], None
+    if config.disabled():
+        options = None
+    alone = _compat.runs_on_one_device(ctx)
+    if options is not None and not alone and _compat.partitions_automatically(ctx):
+        around = dataclasses.replace(around, machine=machine_key(target))
+        return (_text(found["name"], options, around, graph_to_json(graph)), sharding_rule(graph)), len(names)
+    everywhere = mesh or {"a0": 1}
+    with _compat.manual_mesh(everywhere):
+        avals = [_compat.array_type(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
+        part = _compat.trace_jaxpr(functools.partial(_part, graph), avals, lower=True, name=found["name"])
+        if options is not None and alone:
+            part = pipelined(ctx, part, options, around)
+        return _compat.module_of(part, everywhere, platform), len(names)
+
+
+def _part(graph: Graph, *arrays: Any) -> list[Any]:
+    return graph_by_jax(OPS, graph, arrays)
 
 
 # --- the partitioner ------------------------------------------------------------------------------------------------------------
@@ -432,11 +729,7 @@ class _Partitioner:
 
     def __call__(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, text: Any) -> Any:
         text = text if isinstance(text, str) else bytes(text).decode()
-        found = json.loads(text)
-        if found["version"] != config.__version__:
-            raise ValueError(
-                f"this program was exported with kitsune_jax {found['version']}, and this is {config.__version__}: export it again"
-            )
+        found = _read(text)
         machine = config.num_threads(), config.profile(), config.cuda_arch(), config.cuda_avoid()
         key = (text, tuple(map(str, shardings)), str(result_sharding), machine)
         if key not in self._known:

@@ -138,6 +138,19 @@ def test_an_export_for_two_platforms_holds_both_kernels_and_runs_on_the_one_at_h
     checks.close(both.call(rows(200), W1, W2), checks.in_float64(mlp, rows(200), W1, W2))
 
 
+@needs_nvrtc
+def test_an_export_with_symbolic_shapes_is_compiled_for_a_gpu_when_its_sizes_are_known() -> None:
+    fn = jax.jit(kj.pipeline(mlp, force=True, strict=True, export="calls"))
+    (n,) = export.symbolic_shape("n")
+    allowed = [*ALLOWED, export.DisabledSafetyCheck.custom_call("kitsune_region (import kitsune_jax)")]
+    both = export.export(fn, platforms=("cpu", "cuda"), disabled_checks=allowed)(jax.ShapeDtypeStruct((n, 16), jnp.float32), W1, W2)
+    received = export.deserialize(both.serialize())
+    text = jax.jit(received.call).trace(rows(200), W1, W2).lower(lowering_platforms=("cuda",)).as_text()
+    (one,) = kernels_of_text(text)
+    assert one.image.startswith(b"\x7fELF") and checks.TARGET not in text
+    checks.close(received.call(rows(200), W1, W2), checks.in_float64(mlp, rows(200), W1, W2))
+
+
 # --- without a compiler
 
 WITHOUT = textwrap.dedent(

@@ -10,7 +10,6 @@ import textwrap
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax import export
 
@@ -99,13 +98,6 @@ def test_platforms_without_a_target_lower_inline() -> None:
     text = jax.jit(kj.pipeline(mlp, force=True)).trace(X, W1, W2).lower(lowering_platforms=("tpu",)).as_text()
     assert "kitsune" not in text
     assert "stablehlo.dot_general" in text
-
-
-def test_export_with_symbolic_shapes_lowers_inline() -> None:
-    (rows,) = export.symbolic_shape("rows")
-    exported = _exported(with_calls(mlp), jax.ShapeDtypeStruct((rows, 8), jnp.float32), W1, W2)
-    for x in (X, X[:3]):
-        close(exported.call(x, W1, W2), in_float64(mlp, x, W1, W2))
 
 
 PROGRAM = textwrap.dedent(
