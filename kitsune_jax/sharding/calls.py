@@ -32,7 +32,7 @@ from kitsune_jax.errors import Failure, record
 from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.loops import evaluate_jax, graph_by_jax
 from kitsune_jax.ops.spec import COMPARISONS, np_dtype
-from kitsune_jax.ops.table import OPS
+from kitsune_jax.ops.table import OPS, verify
 from kitsune_jax.sharding.by_xla import smaller_partition
 from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
 from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
@@ -420,10 +420,11 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
 
 _SIZE = "$"  # the only key of a size with symbols: {"$": "2*b + 1"}
 # A function is captured with so many values of its symbols, and one more for each of them: no two expressions agree in all of them
-# by chance. Small values tell max(b - 2, 0) from b - 2; operators for one row may differ from others, which are right for it too.
-_SAMPLES, _SMALL_SAMPLES = 4, 3
-# The product of all symbols, if a constraint does not ask for multiples: the elements of an array are to fit into 32 bits.
-_ELEMENTS, _SMALL, _TRIES = 1000, 4, 40
+# by chance. The product of the symbols is such that the elements of arrays can be counted in 32 bits.
+_SAMPLES, _ELEMENTS, _TRIES = 4, 1000, 40
+# Other values: the operators for one row, or for a million, may differ from those for some, which are right for them too. The
+# largest values with which expressions are compared, min(b, 512) with b.
+_SMALL, _LARGE, _LARGEST = 4, 1 << 16, 1 << 20
 _MULTIPLES = (1, 2, 8, 60, 64, 1024)
 _LOOPS = frozenset({"scan", "while", "cond"})
 
@@ -441,11 +442,25 @@ class _Sample:
     captured: Captured
     nodes: Sequence[Subgraph | int] = ()
 
-    @property
-    def structure(self) -> Any:
-        """All but the sizes of values and the parameters of operators."""
-        graph = self.captured.graph
-        return graph.inputs, graph.outputs, [(op.kind, op.inputs, op.outputs, op.label) for op in graph.ops]
+    @functools.cached_property
+    def structure(self) -> str:
+        """The Graph without the sizes of values and the integers among literals and parameters."""
+        return repr(_structure(self.captured.graph))
+
+
+def _structure(graph: Graph) -> Any:
+    values = [(len(value.shape), value.dtype, _without_integers(value.literal)) for value in graph.values]
+    ops = [
+        (op.kind, op.inputs, op.outputs, _without_integers(op.params), op.label, op.body and _structure(op.body))
+        for op in graph.ops
+    ]
+    return values, graph.inputs, graph.outputs, ops
+
+
+def _without_integers(found: Any) -> Any:
+    if isinstance(found, tuple):
+        return [_without_integers(x) for x in found]
+    return "" if type(found) is int else found
 
 
 def symbolic_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings, names: Sequence[str]) -> Any:
@@ -495,7 +510,7 @@ def symbolic_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings, name
                 params = {k: tuple(map(body, v)) if isinstance(v, tuple) else body(v) for k, v in params.items()}
             made = bind_in_place(eqn, Origin((*enclosing, eqn)), params, *arrays)
         for v, x in zip(graph.ops[i].outputs, made, strict=True):
-            if tuple(_compat.physical(jax.typeof(x)).shape) != shapes[v]:
+            if not expressions.are_equal(_compat.physical(jax.typeof(x)).shape, shapes[v]):
                 raise Unfit(f"{graph.ops[i].label} has another shape with symbols ({graph.ops[i].source or 'no source line'})")
         return list(made)
 
@@ -517,7 +532,13 @@ def symbolic_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings, name
             env.update(zip(node.outputs, made, strict=True))
         return [read(v) for v in graph.outputs]
 
-    made = _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)
+    try:
+        made = _compat.trace_jaxpr(run, _compat.in_avals(call_jaxpr), lower=True, like=call_jaxpr)
+    except (TypeError, ValueError) as error:  # two expressions may be equal without JAX's knowing it
+        raise Unfit(f"it cannot be traced with calls: {error}") from error
+    for found, wanted in zip(_compat.out_avals(made), _compat.out_avals(call_jaxpr), strict=True):
+        if not expressions.are_equal(_compat.physical(found).shape, _compat.physical(wanted).shape):
+            raise Unfit(f"a result would have the shape {found.shape} and not {wanted.shape}")
     if not in_bodies and not any(OPS[op.kind].family in _WORTH for op in graph.ops if op.kind != "opaque"):
         raise Unfit("no operator in it has anything to stream")
     return made
@@ -527,14 +548,20 @@ def _samples(jaxpr: Any, names: Sequence[str]) -> list[_Sample]:
     """``jaxpr`` at several sizes, cut into the same parts. Raises ``Unfit``."""
     avals = [*_compat.in_avals(jaxpr), *_compat.out_avals(jaxpr)]
     symbolic = next((d for aval in avals for d in getattr(aval, "shape", ()) if _compat.is_symbolic(d)), None)
-    large, small = _values(names, symbolic)
-    first = _sample(jaxpr, large[0])
+    values = _Values(names, symbolic)
+    count, most = _SAMPLES + len(names), max(17, round(_ELEMENTS ** (1 / max(1, len(names)))))
+    same = values.drawn(count, most, most // 4, _SMALL)
+    if len(same) < count:
+        raise Unfit(f"{count} values that satisfy the constraints of its sizes were not found")
+    first = _sample(jaxpr, same[0])
+    other = [*values.drawn(2, _SMALL), *values.drawn(1, max(17, round(_LARGE ** (1 / max(1, len(names))))))]
+    same += values.separating(list(first.at.expressions.values()), same)
     found = [first]
-    for sizes in (*large[1:], *small):
+    for sizes in (*same[1:], *other):
         sample = _sample(jaxpr, sizes)
         if sample.structure == first.structure:
             found.append(sample)
-        elif sizes in large:
+        elif sizes in same:
             raise Unfit(f"it has other operators where {_assignment(sizes)} than where {_assignment(first.sizes)}")
     like = first.captured.graph
     return [dataclasses.replace(sample, nodes=subgraphs_of(sample.captured, like)) for sample in found]
@@ -553,26 +580,51 @@ def _sample(jaxpr: Any, sizes: Mapping[str, int]) -> _Sample:
     return _Sample(sizes, at, capture(known, lambda body, _: body, PARTITIONED))
 
 
-def _values(names: Sequence[str], size: Any) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
-    """Large and small values of the symbols, which satisfy the constraints of the scope of ``size``. Raises ``Unfit``."""
-    draw = random.Random(0)
+class _Values:
+    """Values of the symbols ``names`` that satisfy the constraints of the scope of ``size``; the same in every process."""
 
-    def drawn(count: int, *most: int) -> list[dict[str, int]]:
+    def __init__(self, names: Sequence[str], size: Any):
+        self.names, self.size = names, size
+        self._draw = random.Random(0)
+
+    def drawn(self, count: int, *most: int) -> list[dict[str, int]]:
+        """``count`` different ones, or fewer where no more are found, up to the first of ``most`` that allows them."""
         found: list[dict[str, int]] = []
-        for highest, factor in itertools.product(most, _MULTIPLES):
+        for highest, factor in itertools.product((*most, 1), _MULTIPLES):
             for _ in range(_TRIES):
-                sizes = {name: factor * draw.randint(1, highest) for name in names}
-                if sizes not in found and (size is None or _compat.satisfies(size, sizes)):
+                sizes = self._one(highest, factor)
+                if sizes not in found and self._fit(sizes):
                     found.append(sizes)
                 if len(found) == count:
                     return found
         return found
 
-    most, count = max(17, round(_ELEMENTS ** (1 / max(1, len(names))))), _SAMPLES + len(names)
-    large, small = drawn(count, most, most // 4, _SMALL), drawn(_SMALL_SAMPLES, _SMALL)
-    if len(large) < count:
-        raise Unfit(f"{count} values that satisfy the constraints of its sizes were not found")
-    return large, small
+    def separating(self, expressions: Sequence[Any], known: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+        """Values at which those of ``expressions`` differ that are equal, or constant, at all of ``known``, if they are found."""
+        found: list[dict[str, int]] = []
+
+        def vector(size: Any) -> tuple[int, ...]:
+            return tuple(_compat.size_at(size, sizes) for sizes in (*known, *found))
+
+        first: dict[tuple[int, ...], Any] = {}
+        for size in sorted(expressions, key=str):
+            values = vector(size)
+            constant = values[0] if len(set(values)) == 1 else None
+            other = first.setdefault(values, size)
+            for like in (*(() if other is size else (other,)), *(() if constant is None else (constant,))):
+                for k in range(10 * _TRIES):
+                    sizes = self._one(2 << k % (_LARGEST.bit_length() - 1), self._draw.choice(_MULTIPLES))
+                    if self._fit(sizes) and _compat.size_at(like, sizes) != _compat.size_at(size, sizes):
+                        found.append(sizes)
+                        first = {vector(known): known for known in first.values()}
+                        break
+        return found
+
+    def _one(self, highest: int, factor: int) -> dict[str, int]:
+        return {name: factor * self._draw.randint(min(2, highest), highest) for name in self.names}
+
+    def _fit(self, sizes: Mapping[str, int]) -> bool:
+        return self.size is None or _compat.satisfies(self.size, sizes)
 
 
 class _Expressions:
@@ -590,17 +642,19 @@ class _Expressions:
         self._vectors = list(self._known)
 
     def fit(self, found: Sequence[Any]) -> Any:
-        """Equal trees of lists, dictionaries and numbers, with an expression in the place of each integer that differs."""
+        """Trees of lists, dictionaries and numbers that are equal but for integers, as one with expressions in their place."""
         first = found[0]
-        if isinstance(first, dict) and all(isinstance(x, dict) and x.keys() == first.keys() for x in found):
+        if isinstance(first, dict):
             return {key: self.fit([x[key] for x in found]) for key in first}
-        if isinstance(first, list | tuple) and all(isinstance(x, list | tuple) and len(x) == len(first) for x in found):
+        if isinstance(first, list | tuple):
             return [self.fit(entries) for entries in zip(*found, strict=True)]
-        if all(type(x) is type(first) and repr(x) == repr(first) for x in found):
-            return first
-        if all(type(x) is int for x in found):
-            return self._expression(tuple(found))
-        raise Unfit(f"its operators differ with its sizes: {first!r} where {_assignment(self.samples[0].sizes)}")
+        return first if all(x == first for x in found) or type(first) is not int else self._expression(tuple(found))
+
+    def are_equal(self, shape: Sequence[Any], other: Sequence[Any]) -> bool:
+        """Have both shapes the same sizes in all samples, and symbols in the same dimensions?"""
+        pairs = list(zip(shape, other, strict=True))
+        at = [(_compat.size_at(a, sample.sizes), _compat.size_at(b, sample.sizes)) for a, b in pairs for sample in self.samples]
+        return all(a == b for a, b in at) and all(_compat.is_symbolic(a) == _compat.is_symbolic(b) for a, b in pairs)
 
     def _expression(self, values: tuple[int, ...]) -> Any:
         if values not in self._known:
@@ -662,7 +716,15 @@ def _resolved(
     values = [n for n in integers[len(integers) - len(names) :] if n is not None]
     if len(values) < len(names):
         raise ValueError(f"kitsune_jax: the sizes {', '.join(names)} of {found['name']} are not known where it is compiled")
-    graph = graph_from_json(_at_sizes(found["graph"], dict(zip(names, values, strict=True))))
+    sizes = dict(zip(names, values, strict=True))
+    graph = graph_from_json(_at_sizes(found["graph"], sizes))
+    try:
+        verify(graph)
+    except ValueError as error:
+        raise ValueError(
+            f"kitsune_jax: the exported function {found['name']} has no pipelines where {_assignment(sizes)}: export it with "
+            f'export="plain" ({error})'
+        ) from error
     mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
     target, platform = found["around"]["target"], found["around"]["platform"]
     around = Surroundings(target, platform, "", tuple(mesh.items()), manual)

@@ -133,6 +133,11 @@ def counted(x: Any, w: Any) -> Any:
     return (jnp.tanh(x @ w) * jnp.arange(x.shape[0], dtype=x.dtype)[:, None]) @ w
 
 
+def most(x: Any, w: Any) -> Any:
+    """The first 900 rows, or all."""
+    return jnp.tanh(x[:900] @ w).sum(0), jnp.tanh(x[2:] @ w), jnp.tanh(x[:3] @ w)
+
+
 def looked_up(ids: Any, table: Any, w: Any) -> Any:
     return jnp.tanh(table[ids] @ w).sum(1)
 
@@ -152,6 +157,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], list[tuple[Any, ...]], int]] = {
     "between operators of XLA": (between_sorts, (sized(B, 8), SQUARE), [(rows(1, 8), SQUARE), (rows(33, 8), SQUARE)], 2),
     "in a loop of XLA": (sorted_steps, (sized(B, 8), SQUARE), [(rows(1, 8), SQUARE), (rows(33, 8), SQUARE)], 1),
     "quotients of sizes": (halves, (sized(B, 8), SQUARE), [(rows(2, 8), SQUARE), (rows(33, 8), SQUARE)], 2),
+    "bounds of sizes": (most, (sized(B, 8), SQUARE), [(rows(n, 8), SQUARE) for n in (1, 2, 3, 899, 901, 1300)], 1),
     "counted rows": (counted, (sized(B, 8), SQUARE), [(rows(1, 8), SQUARE), (rows(33, 8), SQUARE)], 1),
     "a table": (looked_up, (sized(B, 5, dtype=np.int32), TABLE, SQUARE), [(IDS, TABLE, SQUARE)], 1),
     "random bits": (dropped, (sized(B, 8), SQUARE), [(rows(1, 8), SQUARE), (rows(33, 8), SQUARE)], 1),
