@@ -89,7 +89,8 @@ def pipeline(
       target: ``None``: pipelines for the platform that runs the function. ``"emulator"``: on a CPU, run the CUDA kernels of a GPU,
         compiled by the host's C++ compiler and emulated thread by thread. For tests and debugging; slow.
       export: ``"plain"``: ``jax.export`` writes the function as HLO without this package. ``"calls"``: it keeps the pipelines as
-        custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run.
+        custom calls, which JAX exports only with ``disabled_checks`` and which need this package where they run. With symbolic
+        shapes pipelines are planned where the program is called.
       deterministic: equal arguments give equal bits in every run. ``False``: a GPU may use atomic scatter-adds (of ``segment_sum``
         and the gradient of a gather), so the last bits of such sums may differ from run to run.
       network: several devices only: (seconds of an empty message, bytes per second) between them, where XLA runs collectives beside

@@ -197,8 +197,8 @@ SYMBOLIC_JAX = "shapes are symbolic, and this version of JAX calls exported prog
 # Its pass crashes on shapes that are computed there, for calls or for plain HLO (jnp.ones of a symbolic shape; JAX 0.12).
 SYMBOLIC_SHARD = "shapes are symbolic inside of a jax.shard_map, where XLA does not turn the shapes of calls into numbers"
 EXPORTED_CALLS = (
-    "jax.export keeps the pipelines as custom calls: pass disabled_checks to it, and install this version of kitsune_jax where the "
-    "program runs"
+    "jax.export keeps the pipelines as custom calls: pass disabled_checks to it (with symbolic shapes for "
+    f"{TARGET!r}), and install this version of kitsune_jax where the program runs"
 )
 
 

@@ -188,6 +188,22 @@ def test_the_gradient_of_an_exported_function_has_pipelines(name: str) -> None:
         close(got, in_float64(jax.grad(total(f), (0, 1)), *args), 1e-3)
 
 
+def test_the_scores_of_an_attention_are_no_residuals_with_symbolic_shapes() -> None:
+    step = jax.grad(lambda x: jnp.sum(kj.pipeline(attention, force=True)(x, SQUARE) ** 2))
+
+    def calls(jaxpr: Any) -> Any:
+        for eqn in _compat.open_parts(jaxpr)[0].eqns:
+            if eqn.primitive.name == lowering.PRIMITIVE_NAME:
+                yield [v.aval.shape for v in eqn.outvars]
+            else:
+                for inner in _compat.inner_jaxprs(eqn):
+                    yield from calls(inner)
+
+    forward, backward = calls(jax.jit(step).trace(sized(B3, S3, 8)).jaxpr)
+    assert (B3, S3, 8) in forward and backward == [(B3, S3, 8)]
+    assert not any(shape.count(S3) == 2 for shape in forward)
+
+
 def test_an_export_is_plain_by_default() -> None:
     sent = export.export(jax.jit(kj.pipeline(mlp, force=True)))(*MLP).serialize(vjp_order=1)
     program = export.deserialize(sent)
