@@ -657,24 +657,18 @@ class _Expressions:
         return all(a == b for a, b in at) and all(_compat.is_symbolic(a) == _compat.is_symbolic(b) for a, b in pairs)
 
     def _expression(self, values: tuple[int, ...]) -> Any:
+        """An expression that has these values in the samples: one that was met, a product of two symbols, or a multiple of them."""
         if values not in self._known:
-            self._known[values] = self._linear(values)
+            factors = [(values[0] // vector[0], vector) for vector in self._vectors if vector[0]]
+            multiples = [(f, vector) for f, vector in factors if values == tuple(f * x for x in vector)]
+            if not multiples:
+                raise Unfit(
+                    f"a number in its operators is no multiple of its sizes: {values[0]} where "
+                    f"{_assignment(self.samples[0].sizes)}, {values[1]} where {_assignment(self.samples[1].sizes)}"
+                )
+            factor, vector = multiples[0]
+            self._known[values] = factor * self._known[vector]
         return self._known[values]
-
-    def _linear(self, values: tuple[int, ...]) -> Any:
-        """``factor * expression + term``."""
-        for vector in self._vectors:
-            other = next((k for k, x in enumerate(vector) if x != vector[0]), None)
-            if other is None:
-                continue
-            factor, rest = divmod(values[other] - values[0], vector[other] - vector[0])
-            term = values[0] - factor * vector[0]
-            if not rest and all(factor * x + term == y for x, y in zip(vector, values, strict=True)):
-                return factor * self._known[vector] + term
-        raise Unfit(
-            f"a number in its operators is no expression of its sizes: {values[0]} where "
-            f"{_assignment(self.samples[0].sizes)}, {values[1]} where {_assignment(self.samples[1].sizes)}"
-        )
 
 
 def _at_sizes(found: Any, sizes: Mapping[str, int]) -> Any:
