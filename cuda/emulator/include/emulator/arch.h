@@ -2,10 +2,8 @@
 //
 // Comes in: kernel source compiled by the host compiler with KITSUNE_EMULATE. Goes out: calls of the runtime (runtime.h).
 // Invariant: whatever compiles here means what it means on the device, or the launch fails with a message; what a device does not
-// have at KITSUNE_SM=800 is not declared. Math functions are those of <cmath>.
+// have at KITSUNE_SM=800 is not declared. Math functions are those of <math.h>.
 #pragma once
-
-#include <cmath>
 
 #include "emulator/convert.h"
 #include "emulator/math.h"
@@ -311,11 +309,11 @@ inline float mul_rounded(float x, float y) { return x * y; }
 // max.NaN and min.NaN: a NaN wins, and +0 is greater than -0 (PTX ISA, max).
 inline float max_nan(float x, float y) {
   if (x != x || y != y) return from_bits(0x7fffffffu);
-  return x > y || (x == y && !std::signbit(x)) ? x : y;
+  return x > y || (x == y && !__builtin_signbit(x)) ? x : y;
 }
 inline float min_nan(float x, float y) {
   if (x != x || y != y) return from_bits(0x7fffffffu);
-  return x < y || (x == y && std::signbit(x)) ? x : y;
+  return x < y || (x == y && __builtin_signbit(x)) ? x : y;
 }
 inline float fast_exp2(float v) { return exp2f(v); }
 inline float fast_rcp(float v) { return 1.0f / v; }

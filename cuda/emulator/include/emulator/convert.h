@@ -3,8 +3,7 @@
 // Comes in and goes out: values. Invariant: the rounding of PTX's cvt (nearest even; ties away for tf32) and its canonical NaN.
 #pragma once
 
-#include <cmath>
-#include <cstring>
+#include <string.h>
 
 #include "kitsune/arch/types.h"
 

@@ -5,7 +5,7 @@
 // kernels compile fast and link against one shared library.
 #pragma once
 
-#include <cstddef>
+#include <stddef.h>
 
 #include "kitsune/arch/types.h"
 
