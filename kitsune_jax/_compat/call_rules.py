@@ -199,7 +199,7 @@ def _linearize_equation(is_vjp: bool, nzs: Any, *primals: Any, jaxpr: Any) -> An
 
 
 @dataclasses.dataclass(frozen=True)
-class _Number:
+class _LiteralOperand:
     """A literal operand, number ``place``. ``text``: all that another one may differ in."""
 
     place: int
@@ -209,7 +209,7 @@ class _Number:
 
 @util.cache(max_size=1024)
 def _alone(
-    prim: Any, params: tuple[tuple[str, type, Any], ...], avals: tuple[Any, ...], numbers: tuple[_Number, ...], ctx: Any
+    prim: Any, params: tuple[tuple[str, type, Any], ...], avals: tuple[Any, ...], numbers: tuple[_LiteralOperand, ...], ctx: Any
 ) -> Any:
     """The jaxpr of one equation, whose operands are ``numbers`` and, in the other places, arguments of the types ``avals``."""
     known = {number.place: number.val for number in numbers}
@@ -232,7 +232,9 @@ def _key(eqn: Any) -> tuple[Any, ...] | None:
     if any(type(v.aval) is not core.ShapedArray or is_key(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return None
     numbers = tuple(
-        _Number(k, f"{type(v.val)} {v.aval} {literal_text(v.val)}", v.val) for k, v in enumerate(eqn.invars) if is_literal(v)
+        _LiteralOperand(k, f"{type(v.val)} {v.aval} {literal_text(v.val)}", v.val)
+        for k, v in enumerate(eqn.invars)
+        if is_literal(v)
     )
     params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
     key = prim, params, tuple(v.aval for v in eqn.invars if not is_literal(v)), numbers, eqn.ctx

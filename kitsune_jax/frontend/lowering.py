@@ -383,7 +383,7 @@ def symbolic_or_plain(call_jaxpr: Any, options: Options, around: Surroundings, n
     shapes have values. Unchanged where no Graph holds for all values, or this package fails."""
     name = _compat.function_name(call_jaxpr)
     try:
-        with collector_paused():
+        with _compat.collector_paused():
             return symbolic_jaxpr(call_jaxpr, options, around, tuple(names))
     except Unfit as why:
         if options.strict:

@@ -296,9 +296,7 @@ def _region() -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
-    def rule(
-        ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None, first: tuple[str, ...] | None = None
-    ) -> Any:
+    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None, first: tuple[str, ...] | None = None) -> Any:
         if rule is None:
             return _compat.unsized_call(ctx, args, TARGET, text)
         return _compat.partitioned_call(ctx, args, TARGET, text, rule, first)
@@ -721,7 +719,7 @@ def _resolved(
         ) from error
     mesh, manual = _compat.partly_manual_mesh(ctx) or ({}, ())
     target, platform = found["around"]["target"], found["around"]["platform"]
-    around = Surroundings(target, platform, "", tuple(mesh.items()), manual)
+    around = Surroundings(target, platform, mesh=tuple(mesh.items()), manual=manual)
     options: Options | None = Options(**config.check_options(found["options"]))
     here = _compat.platforms_of(ctx)
     if platform not in here:  # a branch of a program for several platforms, which is not taken
