@@ -34,7 +34,7 @@ from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from tests.support.checks import in_float64
 from tests.support.cuda_attention_cases import ATTENTION_GRADIENTS
 from tests.support.cuda_cases import Family
-from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, subject
+from tests.support.cuda_run import Kernel, Subject, arrangements, kernel_cache, run_program, subject
 
 __all__ = ["kernel_cache"]  # a fixture
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -317,3 +317,28 @@ def test_the_machine_code_of_planned_kernels(name: str, is_causal: bool) -> None
         assert sass.resources(compiled.log, compiled.cubin).spill_bytes <= spilled[by_keys]
         paths = flow(sass.disassemble(compiled.cubin, "kitsune_region").instructions)
         assert not in_flight(paths).hazards and not skipped(paths)
+
+
+def by_queries(do: Any, v: Any, k: Any, scores: Any, largest: Any, total: Any, shift: Any, seen: Any) -> Any:
+    """The gradient by queries from stored scores and a stored mask, as of one head of 4 096 tokens, whose scores XLA stores."""
+    products = jnp.einsum("bqd,bkd->bqk", do, v).astype(jnp.float32) / total[..., None] + shift[..., None]
+    by_scores = jnp.where(seen, products * jnp.exp(scores - largest[..., None]), 0) * 0.125
+    return jnp.einsum("bqk,bkd->bqd", by_scores.astype(do.dtype), k)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_gradients_by_queries_from_stored_scores(lanes: int) -> None:
+    """The operand of the late product is declared in front of the first one; it was declared twice, which does not compile."""
+    rng = np.random.default_rng(2)
+    batch, queries, keys, dim = 2, 70, 300, 16
+    arrays = [rng.standard_normal((batch, n, dim)) for n in (queries, keys, keys)]
+    floats = [rng.random((batch, queries, *more)) + low for more, low in (((keys,), 0.5), ((), 1.5), ((), 0.5), ((), 0.5))]
+    seen = rng.random((batch, queries, keys)) > 0.3
+    args = [*(jnp.asarray(a, "bfloat16") for a in arrays), *(jnp.asarray(a, "float32") for a in floats), jnp.asarray(seen)]
+    of = subject(by_queries, *args, batches=True)
+    plan = arrangements(of)[f"sm90-vertical-streamed-cluster1-lanes{lanes}-blocks64"]
+    program, given = of.program(plan), dict(zip(of.graph.inputs, of.args, strict=True))
+    assert "_late" in lower.generate_kernel(program, arrangement_of(plan, program), "test").source
+    (got,) = run_program(program, *(given[v] for v in of.region.inputs), lanes=lanes, resident=False)
+    want = in_float64(by_queries, *args)
+    assert np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max() < 0.02

@@ -479,7 +479,8 @@ class _LateProduct:
             return None
         between = tuple(n for n in body[after + 1 : second] if n not in starts and not _names(n, late.ref) and n != operand)
         tail = tuple(n for n in body[last + 1 :] if n not in stores)
-        return cls(loop, body[:first], early, early_wait, between, late, wait, tail, carry, starts[0], operand, makers[0])
+        head = tuple(n for n in body[:first] if n != operand)
+        return cls(loop, head, early, early_wait, between, late, wait, tail, carry, starts[0], operand, makers[0])
 
     def nodes(self) -> tuple[ir.Node, ...]:
         """The late product adds to the carry itself. Its operand is in float32 until the product of the block before is complete,
