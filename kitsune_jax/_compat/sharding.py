@@ -49,11 +49,12 @@ _registered = set[str]()  # the calls that have a partitioner
 def partitions_automatically(ctx: Any) -> bool:
     """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules?
 
-    Or a part of it, inside of a ``shard_map`` that leaves axes automatic.
+    Or a part of it, inside of a ``shard_map`` that leaves one axis automatic. With several, XLA asks for the program of a group of
+    devices and does not say in which order they are, so no collective could name them.
     """
     axes = ctx.module_context.axis_context
     if hasattr(axes, "manual_axes"):
-        several = any(size > 1 for name, size in axes.mesh.shape.items() if name not in axes.manual_axes)
+        several = sum(size > 1 for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) == 1
     else:
         several = (getattr(axes, "num_devices", 1) or 1) > 1
     return several and bool(_registered) and bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
@@ -101,24 +102,14 @@ def register_partitioner(name: str, partition: Callable[..., Any]) -> None:
         xla_bridge.register_plugin_callbacks(register)
 
 
-def partitioned_call(
-    ctx: Any, args: Sequence[Any], name: str, config: str, factors: Any, first: Sequence[str] | None = None
-) -> Any:
+def partitioned_call(ctx: Any, args: Sequence[Any], name: str, config: str, factors: Any) -> Any:
     """The results of a custom call that XLA's partitioner will replace.
 
     ``factors``: the factors of each operand's and result's dimensions with their sizes (``sharding.factors.ShardingRule``).
-    ``first``: the mesh axes that divide the dimensions of the first result, whatever XLA propagates.
     """
     ir = mlir_lib.ir
     results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(aval.dtype))) for aval in ctx.avals_out]
-    call = _partitioned_op(results, args, name, config, factors)
-    if first is not None:
-        mesh, free = ctx.module_context.axis_context.mesh, jax.sharding.PartitionSpec.UNCONSTRAINED
-        specs = [first, *((free,) * aval.ndim for aval in ctx.avals_out[1:])]
-        shardings = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in specs)
-        found = tuple(s._to_sdy_sharding(aval.ndim) for s, aval in zip(shardings, ctx.avals_out, strict=True))
-        mlir.set_sharding(ctx.module_context, call, sharding_impls.SdyArrayList(found))
-    return _placed(ctx, call.results)
+    return _placed(ctx, _partitioned_op(results, args, name, config, factors).results)
 
 
 def _placed(ctx: Any, results: Sequence[Any]) -> Sequence[Any]:

@@ -179,7 +179,8 @@ PRIMITIVE_NAME = "kitsune_pipeline"
 
 SHARDED = (
     "kitsune_jax: a pipelined function is lowered for several devices where its calls cannot be partitioned, so XLA compiles it "
-    "without pipelines: with jax_use_shardy_partitioner=False. Set it to True."
+    "without pipelines: inside of a jax.shard_map that leaves several axes of the mesh automatic, or with "
+    "jax_use_shardy_partitioner=False. Make all axes but one manual, or set it to True."
 )
 UNREDUCED = (
     "some of its arrays are unreduced or reduced over a mesh axis (PartitionSpec(unreduced=...)): parts of sums, which only XLA "

@@ -237,14 +237,6 @@ def _subgraph(graph: Graph, ops: Iterable[int], wanted: Sequence[int], producers
     return Subgraph(dataclasses.replace(found, ops=tuple(needed_ops(found.ops, found.outputs))), tuple(inputs), tuple(wanted))
 
 
-def _with_order(graph: Graph, sizes: tuple[int, ...]) -> Graph:
-    """``graph`` with a first result of shape ``sizes``, zeros."""
-    zero, made = len(graph.values), len(graph.values) + 1
-    values = (*graph.values, Value((), "int8", 0), Value(sizes, "int8"))
-    op = Op("broadcast_in_dim", (zero,), (made,), make_params(shape=sizes, dims=()))
-    return dataclasses.replace(graph, values=values, outputs=(made, *graph.outputs), ops=(*graph.ops, op))
-
-
 # --- sharding constraints inside of a part --------------------------------------------------------------------------------------
 
 
@@ -296,10 +288,10 @@ def _region() -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
-    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None, first: tuple[str, ...] | None = None) -> Any:
+    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None) -> Any:
         if rule is None:
             return _compat.unsized_call(ctx, args, TARGET, text)
-        return _compat.partitioned_call(ctx, args, TARGET, text, rule, first)
+        return _compat.partitioned_call(ctx, args, TARGET, text, rule)
 
     _compat.register_lowering(primitive, rule)
     return primitive
@@ -318,13 +310,6 @@ class Surroundings:
     function: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
     manual: tuple[str, ...] = ()
-
-    @property
-    def order(self) -> tuple[tuple[str, int], ...] | None:
-        """Several automatic axes beside manual ones, or None. XLA then numbers the devices along them in the order in which the
-        first result of a call is divided, so calls have a first result of one element for each of these devices."""
-        found = tuple((name, size) for name, size in self.mesh if size > 1 and name not in self.manual)
-        return found if self.manual and len(found) > 1 else None
 
 
 def _text(name: str, options: Options, around: Surroundings, graph: Any, **more: Any) -> str:
@@ -363,8 +348,6 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
     if not around.manual:
         captured = with_constraints_inside(captured)
     graph, nodes = captured.graph, subgraphs_of(captured)
-    order = None if around.order is None else tuple(name for name, _ in around.order)
-    sizes = tuple(size for _, size in around.order or ())
     for node in nodes:
         if isinstance(node, int) and (prepare := captured.steps[node].prepare) is not None:
             for failure in prepare():
@@ -401,13 +384,10 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
                 arrays = [jax.lax.optimization_barrier(read(v)) if v in called else read(v) for v in op.inputs]
                 env.update(zip(op.outputs, run_op(node, arrays), strict=True))
                 continue
-            inner = node.graph if order is None else _with_order(node.graph, sizes)
-            text = _text(_compat.function_name(call_jaxpr), options, around, graph_to_json(inner))
-            avals = [captured.avals[v] for v in node.outputs]
-            if order is not None:
-                avals.insert(0, _compat.aval_like(avals[0], sizes, np.int8))
-            made = _region().bind(*map(read, node.inputs), avals=tuple(avals), text=text, rule=sharding_rule(inner), first=order)
-            env.update(zip(node.outputs, made[order is not None :], strict=True))
+            text = _text(_compat.function_name(call_jaxpr), options, around, graph_to_json(node.graph))
+            avals = tuple(captured.avals[v] for v in node.outputs)
+            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=sharding_rule(node.graph))
+            env.update(zip(node.outputs, made, strict=True))
             called.update(node.outputs)
         return [read(v) for v in graph.outputs]
 
