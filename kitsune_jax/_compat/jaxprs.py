@@ -126,13 +126,13 @@ def default_platform() -> str:
 
 
 def runs_on_one_device(ctx: Any) -> bool:
-    """May the module that ``ctx`` lowers hold a custom call: is there one device, or is every mesh axis manual?
+    """May the module that ``ctx`` lowers hold a custom call: is there one device, or is every mesh axis manual that has several?
 
     Elsewhere XLA would gather the call's operands on every device without a word (jax issue 32098).
     """
     axes = ctx.module_context.axis_context
     if hasattr(axes, "manual_axes"):
-        return axes.mesh.size == 1 or frozenset(axes.manual_axes) == frozenset(axes.mesh.axis_names)
+        return all(size == 1 or name in axes.manual_axes for name, size in axes.mesh.shape.items())
     return getattr(axes, "num_devices", 2) == 1
 
 

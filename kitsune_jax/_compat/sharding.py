@@ -47,16 +47,10 @@ _registered = set[str]()  # the calls that have a partitioner
 
 
 def partitions_automatically(ctx: Any) -> bool:
-    """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules?
-
-    Or a part of it, inside of a ``shard_map`` that leaves one axis automatic. With several, XLA asks for the program of a group of
-    devices and does not say in which order they are, so no collective could name them.
-    """
+    """Is the module that ``ctx`` lowers for several devices, among which XLA divides it by Shardy's rules? Or a part of it, inside
+    of a ``shard_map`` that leaves axes of its mesh automatic?"""
     axes = ctx.module_context.axis_context
-    if hasattr(axes, "manual_axes"):
-        several = sum(size > 1 for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) == 1
-    else:
-        several = (getattr(axes, "num_devices", 1) or 1) > 1
+    several = hasattr(axes, "manual_axes") or (getattr(axes, "num_devices", 1) or 1) > 1
     return several and bool(_registered) and bool(getattr(jax.config, "jax_use_shardy_partitioner", False))
 
 
@@ -102,14 +96,24 @@ def register_partitioner(name: str, partition: Callable[..., Any]) -> None:
         xla_bridge.register_plugin_callbacks(register)
 
 
-def partitioned_call(ctx: Any, args: Sequence[Any], name: str, config: str, factors: Any) -> Any:
+def partitioned_call(
+    ctx: Any, args: Sequence[Any], name: str, config: str, factors: Any, marked: Mapping[str, int] | None = None
+) -> Any:
     """The results of a custom call that XLA's partitioner will replace.
 
     ``factors``: the factors of each operand's and result's dimensions with their sizes (``sharding.factors.ShardingRule``).
+    ``marked``: mesh axes with their sizes. The call then has one more operand: an array with a dimension for each, divided by it.
     """
     ir = mlir_lib.ir
     results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(aval.dtype))) for aval in ctx.avals_out]
-    return _placed(ctx, _partitioned_op(results, args, name, config, factors).results)
+    return _placed(ctx, _partitioned_op(ctx, results, args, name, config, factors, marked).results)
+
+
+def _mark(ctx: Any, axes: Mapping[str, int]) -> Any:
+    aval = core.ShapedArray(tuple(axes.values()), np.dtype(np.uint8))
+    where = jax.sharding.NamedSharding(ctx.module_context.axis_context.mesh, jax.sharding.PartitionSpec(*axes))
+    zeros = mlir.ir_constant(np.zeros(aval.shape, aval.dtype))
+    return mlir.wrap_with_sharding_op(ctx, zeros, aval, where._to_sdy_sharding(aval.ndim), allow_shardy_lowering=True)
 
 
 def _placed(ctx: Any, results: Sequence[Any]) -> Sequence[Any]:
@@ -118,8 +122,11 @@ def _placed(ctx: Any, results: Sequence[Any]) -> Sequence[Any]:
     return results if placed is None else [placed(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
 
 
-def _partitioned_op(results: Sequence[Any], args: Sequence[Any], name: str, config: str, factors: Any) -> Any:
+def _partitioned_op(
+    ctx: Any, results: Sequence[Any], args: Sequence[Any], name: str, config: str, factors: Any, marked: Mapping[str, int] | None
+) -> Any:
     ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
+    args = [*args, *([_mark(ctx, marked)] if marked else ())]
     call = hlo.CustomCallOp(
         results,
         list(args),
@@ -236,7 +243,8 @@ def register_resolver(name: str, resolve: Callable[..., Any]) -> None:
     """Where an exported program is called, ``resolve(ctx, config, integers)`` is asked about each ``unsized_call`` of that name.
 
     ``ctx`` lowers the program that calls; ``integers``: the number that each operand is, None where it is an array. It returns a
-    module that takes the call's place, or (configuration, factors) of a ``partitioned_call``; and how many operands are sizes.
+    module that takes the call's place, or (configuration, factors, marked) of a ``partitioned_call``; and how many operands are
+    sizes.
 
     JAX's rule for calls of exported programs is wrapped, because no other place knows the shapes before XLA compiles.
     Raises ``AttributeError`` where this JAX has no such rule.
@@ -336,7 +344,8 @@ def _resolve(ctx: Any, module: Any, name: str, resolve: Callable[..., Any]) -> N
                 callee = mlir.merge_mlir_modules(module, "kitsune_part", ir.Module.parse(found), dst_symtab=table)
                 new = func.CallOp(types, ir.FlatSymbolRefAttr.get(callee), operands)
             else:
-                new = _partitioned_op(types, operands, name, *found)
+                config, factors, marked = found
+                new = _partitioned_op(ctx, types, operands, name, config, factors, marked)
         for before, after in zip(results, new.results, strict=True):
             before.replace_all_uses_with(after)
         op.erase()
@@ -415,6 +424,18 @@ def common_mesh(
             found = [None if spec is None else tuple(map(_axes, spec)) for spec in specs]
             return dict(mesh.shape), found
     raise NotImplementedError("its shardings have no mesh in common")
+
+
+def in_order_of_devices(axes: dict[str, int], sharding: Any) -> dict[str, int]:
+    """``axes``, each of which divides one dimension in ``sharding``, in the order in which XLA numbers the devices: the first
+    changes slowest. Raises ``NotImplementedError`` where it numbers them in another way."""
+    wanted = [(axis,) for axis in axes]
+    for order in itertools.permutations(axes):
+        mesh = {axis: axes[axis] for axis in order}
+        with contextlib.suppress(Exception):
+            if [_axes(part) for part in sharding_impls.parse_flatten_op_sharding(sharding, _abstract(mesh))[0]] == wanted:
+                return mesh
+    raise NotImplementedError("its devices are in no order of the mesh")
 
 
 def _meshes(devices: int) -> Iterator[Any]:

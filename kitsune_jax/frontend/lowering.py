@@ -178,9 +178,8 @@ def _moves_nothing(graph: Graph, op: Op) -> bool:
 PRIMITIVE_NAME = "kitsune_pipeline"
 
 SHARDED = (
-    "kitsune_jax: a pipelined function is lowered for several devices where its calls cannot be partitioned, so XLA compiles it "
-    "without pipelines: inside of a jax.shard_map that leaves several axes of the mesh automatic, or with "
-    "jax_use_shardy_partitioner=False. Make all axes but one manual, or set it to True."
+    "kitsune_jax: a pipelined function is lowered for several devices with jax_use_shardy_partitioner=False, where its calls "
+    "cannot be partitioned, so XLA compiles it without pipelines. Set it to True."
 )
 UNREDUCED = (
     "some of its arrays are unreduced or reduced over a mesh axis (PartitionSpec(unreduced=...)): parts of sums, which only XLA "

@@ -288,10 +288,10 @@ def _region() -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
-    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None) -> Any:
+    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None, marked: tuple[tuple[str, int], ...]) -> Any:
         if rule is None:
             return _compat.unsized_call(ctx, args, TARGET, text)
-        return _compat.partitioned_call(ctx, args, TARGET, text, rule)
+        return _compat.partitioned_call(ctx, args, TARGET, text, rule, dict(marked))
 
     _compat.register_lowering(primitive, rule)
     return primitive
@@ -310,6 +310,23 @@ class Surroundings:
     function: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
     manual: tuple[str, ...] = ()
+
+    @property
+    def automatic(self) -> dict[str, int]:
+        """The automatic axes that divide anything, with their sizes, inside of a ``shard_map``."""
+        return {name: size for name, size in self.mesh if name not in self.manual and size > 1}
+
+
+def _rule_in(around: Surroundings, graph: Graph) -> tuple[ShardingRule, tuple[tuple[str, int], ...]]:
+    """The rule of a call, and the axes that divide one more operand of it, of which nothing is read.
+
+    Inside of a ``shard_map`` that leaves axes automatic, XLA asks for the program of a group of devices. With several such axes it
+    numbers the devices of a group in one order or another; how that operand is divided tells which.
+    """
+    rule, marked = sharding_rule(graph), tuple(around.automatic.items())
+    if len(marked) < 2:
+        return rule, ()
+    return dataclasses.replace(rule, inputs=(*rule.inputs, ((),) * len(marked))), marked
 
 
 def _text(name: str, options: Options, around: Surroundings, graph: Any, **more: Any) -> str:
@@ -386,7 +403,8 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
                 continue
             text = _text(_compat.function_name(call_jaxpr), options, around, graph_to_json(node.graph))
             avals = tuple(captured.avals[v] for v in node.outputs)
-            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=sharding_rule(node.graph))
+            rule, marked = _rule_in(around, node.graph)
+            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=rule, marked=marked)
             env.update(zip(node.outputs, made, strict=True))
             called.update(node.outputs)
         return [read(v) for v in graph.outputs]
@@ -506,7 +524,7 @@ def symbolic_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings, name
                 continue
             text = _text(name, options, around, parts[k], sizes=list(names))
             avals = tuple(_compat.with_shape(captured.avals[v], shapes[v]) for v in node.outputs)
-            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=None)
+            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=None, marked=())
             env.update(zip(node.outputs, made, strict=True))
         return [read(v) for v in graph.outputs]
 
@@ -680,7 +698,7 @@ def register_loaded(pipelined: Loaded, machine_key: Callable[[str], str]) -> Non
 
 def _resolved(
     pipelined: Loaded, machine_key: Callable[[str], str], ctx: Any, text: str, integers: Sequence[int | None]
-) -> tuple[bytes | tuple[str, ShardingRule], int]:
+) -> tuple[bytes | tuple[str, ShardingRule, dict[str, int]], int]:
     """For a call in a program that JAX lowers in ``ctx``: its module or, where XLA divides that program, what it is partitioned by;
     and the number of operands that are sizes."""
     found = _read(text)
@@ -709,7 +727,8 @@ def _resolved(
     alone = _compat.runs_on_one_device(ctx)
     if options is not None and not alone and _compat.partitions_automatically(ctx):
         around = dataclasses.replace(around, machine=machine_key(target))
-        return (_text(found["name"], options, around, graph_to_json(graph)), sharding_rule(graph)), len(names)
+        rule, marked = _rule_in(around, graph)
+        return (_text(found["name"], options, around, graph_to_json(graph)), rule, dict(marked)), len(names)
     everywhere = mesh or {"a0": 1}
     with _compat.manual_mesh(everywhere):
         avals = [_compat.array_type(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
@@ -776,13 +795,13 @@ class _Partitioner:
         graph = graph_from_json(found["graph"])
         _, results = _compat.parts_of_result(result_shape, result_sharding)
         options = Options(**config.check_options(found["options"]))
-        n = len(graph.inputs)
-        around = found["around"]
+        n, around = len(graph.inputs), _surroundings(found)
+        given, marks = shardings[:n], shardings[n:]
         try:
-            automatic = {name: size for name, size in around["mesh"] if name not in around["manual"]}
+            automatic = _compat.in_order_of_devices(around.automatic, marks[0]) if marks else around.automatic
             wished = next((dict(op["mesh"]) for op in graph.ops if dict(op.params).get("mesh")), None)
-            mesh, specs = _compat.common_mesh([*shardings, *results], automatic or None, wished)
-            return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
+            mesh, specs = _compat.common_mesh([*given, *results], automatic or None, wished)
+            return self._module(graph, mesh, specs[:n], specs[n:], shapes, marks, result_shape, found, options)
         except Exception as error:
             if options.strict:
                 raise _compat.compilation_error(
@@ -790,7 +809,8 @@ class _Partitioner:
                     f"that to XLA: {type(error).__name__}: {error}"
                 ) from error
             record(found["name"], Failure.of(error, "the partition of a call"))
-            return self._module(graph, {"a0": 1}, [None] * n, [None] * len(graph.outputs), shapes, result_shape, found, None)
+            whole_results = [None] * len(graph.outputs)
+            return self._module(graph, {"a0": 1}, [None] * n, whole_results, shapes, marks, result_shape, found, None)
 
     def _module(
         self,
@@ -799,33 +819,41 @@ class _Partitioner:
         given: Sequence[Spec | None],
         asked: Sequence[Spec | None],
         shapes: Any,
+        marks: Sequence[Any],
         result_shape: Any,
         found: dict[str, Any],
         options: Options | None,
     ) -> Any:
-        """(module, shardings of the operands, of the result). ``options``: None for a program without pipelines."""
+        """(module, shardings of the operands, of the result). ``options``: None for a program without pipelines. ``marks``: the
+        sharding of an operand that it does not read, if it has one."""
         inputs = [_padded(s, graph.values[v]) for v, s in zip(graph.inputs, given, strict=True)]
         wanted = [_padded(s, graph.values[v]) for v, s in zip(graph.outputs, asked, strict=True)]
         plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted)
-        operands = [_compat.sharding_of(mesh, spec) for spec in inputs]
+        operands = [*(_compat.sharding_of(mesh, spec) for spec in inputs), *marks]
         results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
-        around = found["around"]
-        everywhere = dict(around["mesh"]) or mesh  # of collectives, which name devices of the whole mesh
+        around = _surroundings(found)
+        everywhere = dict(around.mesh) or mesh  # of collectives, which name devices of the whole mesh
 
         def one_shard(*arrays: Any) -> list[Any]:
-            return evaluate(graph, plan, arrays, mesh, inputs)
+            return evaluate(graph, plan, arrays[: len(inputs)], mesh, inputs)
 
         with _compat.manual_mesh(everywhere):
             local = _compat.trace_jaxpr(one_shard, _compat.local_avals(shapes, operands), lower=True)
-            pipelined = local if options is None else self.pipelined(local, options, around["target"], everywhere)
-            module = _compat.module_of(pipelined, everywhere, around["platform"])
-        if options is not None and not (options.force or around["manual"]):
-            other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, around["platform"])
+            pipelined = local if options is None else self.pipelined(local, options, around.target, everywhere)
+            module = _compat.module_of(pipelined, everywhere, around.platform)
+        if options is not None and not (options.force or around.manual):
+            other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, around.platform)
             if other is not None:
                 module, why = other
                 logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
                 self.by_xla.setdefault(around.get("function", ""), []).append(why)
         return module, operands, _compat.as_result(result_shape, results)
+
+
+def _surroundings(found: Mapping[str, Any]) -> Surroundings:
+    around = found["around"]
+    mesh = tuple((name, size) for name, size in around["mesh"])
+    return Surroundings(around["target"], around["platform"], around["machine"], mesh, tuple(around["manual"]))
 
 
 def _padded(spec: Spec | None, value: Value) -> Spec:

@@ -83,11 +83,17 @@ def test_a_symbolic_export_for_one_device_is_divided_among_several_and_runs_in_a
     received = export.deserialize(symbolic(lambda f: f, jax.ShapeDtypeStruct((B, 32), np.float32), W, strict=True).serialize())
     on = mesh()
     args = jax.device_put(X, NamedSharding(on, P("data"))), jax.device_put(W, NamedSharding(on, P()))
-    shards = jax.shard_map(received.call, mesh=on, in_specs=(P(("data",)), P()), out_specs=P("data"), check_vma=False)
-    for call in (received.call, shards):
+    places = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}
+    shards = [jax.shard_map(received.call, mesh=on, axis_names=axes, **places) for axes in ({"data", "model"}, {"data"})]
+    three = mesh(shape=(2, 2, 2), names=("data", "model", "rows"))
+    for call in (received.call, *shards):
         compiled = jax.jit(call).lower(*args).compile()
         assert count(compiled.as_text()) > 0 and "all-gather" not in compiled.as_text()
         close(compiled(*args), in_float64(of_batches, X, W))
+    args = jax.device_put(X, NamedSharding(three, P(("data", "rows")))), jax.device_put(W, NamedSharding(three, P(None, "model")))
+    compiled = jax.jit(jax.shard_map(received.call, mesh=three, axis_names={"data"}, **places)).lower(*args).compile()
+    assert count(compiled.as_text()) > 0 and "all-gather" not in compiled.as_text()
+    close(compiled(*args), in_float64(of_batches, X, W))
 
 
 @pytest.mark.parametrize("axes", [{"data", "model"}, {"data"}], ids=["all axes", "some axes"])
