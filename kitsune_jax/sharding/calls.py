@@ -801,7 +801,7 @@ class _Partitioner:
             automatic = _compat.in_order_of_devices(around.automatic, marks[0]) if marks else around.automatic
             wished = next((dict(op["mesh"]) for op in graph.ops if dict(op.params).get("mesh")), None)
             mesh, specs = _compat.common_mesh([*given, *results], automatic or None, wished)
-            return self._module(graph, mesh, specs[:n], specs[n:], shapes, marks, result_shape, found, options)
+            return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
         except Exception as error:
             if options.strict:
                 raise _compat.compilation_error(
@@ -809,8 +809,7 @@ class _Partitioner:
                     f"that to XLA: {type(error).__name__}: {error}"
                 ) from error
             record(found["name"], Failure.of(error, "the partition of a call"))
-            whole_results = [None] * len(graph.outputs)
-            return self._module(graph, {"a0": 1}, [None] * n, whole_results, shapes, marks, result_shape, found, None)
+            return self._module(graph, {"a0": 1}, [None] * n, [None] * len(graph.outputs), shapes, result_shape, found, None)
 
     def _module(
         self,
@@ -819,19 +818,18 @@ class _Partitioner:
         given: Sequence[Spec | None],
         asked: Sequence[Spec | None],
         shapes: Any,
-        marks: Sequence[Any],
         result_shape: Any,
         found: dict[str, Any],
         options: Options | None,
     ) -> Any:
-        """(module, shardings of the operands, of the result). ``options``: None for a program without pipelines. ``marks``: the
-        sharding of an operand that it does not read, if it has one."""
+        """(module, shardings of the operands, of the result). ``options``: None for a program without pipelines."""
         inputs = [_padded(s, graph.values[v]) for v, s in zip(graph.inputs, given, strict=True)]
         wanted = [_padded(s, graph.values[v]) for v, s in zip(graph.outputs, asked, strict=True)]
         plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted)
-        operands = [*(_compat.sharding_of(mesh, spec) for spec in inputs), *marks]
-        results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
         around = _surroundings(found)
+        mark = [tuple((axis,) if axis in mesh else () for axis in around.automatic)] if len(shapes) > len(inputs) else []
+        operands = [_compat.sharding_of(mesh, spec) for spec in (*inputs, *mark)]
+        results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
         everywhere = dict(around.mesh) or mesh  # of collectives, which name devices of the whole mesh
 
         def one_shard(*arrays: Any) -> list[Any]:
