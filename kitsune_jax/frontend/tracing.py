@@ -476,7 +476,7 @@ def _primitive() -> Any:
     try:
         register_loaded(lowering.pipelined_part, lowering.machine_key)
     except Exception:
-        config.logger.warning("this JAX calls exported programs in another way: those with symbolic shapes have no pipelines")
+        config.logger.info("this JAX calls exported programs in another way: those with symbolic shapes have no pipelines")
     return primitive
 
 

@@ -189,6 +189,22 @@ def test_nothing_is_measured(
     assert not timed
 
 
+@pytest.mark.parametrize(("seconds", "want"), [({"jit": 2e-3, "modelled": 1e-3}, 1), ({"jit": 1e-3, "modelled": 2e-3}, 0)])
+def test_an_exported_function_with_a_symbolic_batch_is_timed_where_it_is_called(
+    measured: Callable[..., list[str]], seconds: dict[str, float], want: int
+) -> None:
+    timed = measured(**seconds)
+    (rows,) = jax.export.symbolic_shape("rows")
+    allowed = jax.export.DisabledSafetyCheck.custom_call("kitsune_region (import kitsune_jax)")
+    fn = jax.jit(kj.pipeline(mlp, export="calls"))
+    sent = jax.export.export(fn, disabled_checks=[allowed])(WS, jax.ShapeDtypeStruct((rows, 64), np.float32)).serialize()
+    assert not timed
+    compiled = jax.jit(jax.export.deserialize(sent).call).lower(WS, X).compile()
+    assert timed == [JIT, MODELLED]
+    assert count(compiled.as_text()) == want
+    np.testing.assert_allclose(compiled(WS, X), mlp(WS, X), rtol=1e-3, atol=1e-3)
+
+
 def _on_two_devices(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn`` compiled for a batch that two devices share."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
