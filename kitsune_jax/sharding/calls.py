@@ -844,14 +844,14 @@ class _Partitioner:
             if other is not None:
                 module, why = other
                 logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
-                self.by_xla.setdefault(around.get("function", ""), []).append(why)
+                self.by_xla.setdefault(around.function, []).append(why)
         return module, operands, _compat.as_result(result_shape, results)
 
 
 def _surroundings(found: Mapping[str, Any]) -> Surroundings:
     around = found["around"]
-    mesh = tuple((name, size) for name, size in around["mesh"])
-    return Surroundings(around["target"], around["platform"], around["machine"], mesh, tuple(around["manual"]))
+    mesh, manual = tuple((name, size) for name, size in around["mesh"]), tuple(around["manual"])
+    return Surroundings(**{**around, "mesh": mesh, "manual": manual})
 
 
 def _padded(spec: Spec | None, value: Value) -> Spec:
