@@ -22,7 +22,7 @@ RNG = np.random.default_rng(11)
 
 
 def array(*shape, dtype=np.float32):
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape), dtype))
 
 
 def captured(fn, *args, rewrite=None) -> Captured:

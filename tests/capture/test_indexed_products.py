@@ -38,7 +38,7 @@ def multiplications(f: Callable[..., Any], *args: Any) -> int:
 
 
 def ids(seed: int = 0, count: int = E, n: int = N) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, n, count), jnp.int32)
+    return jax.device_put(np.asarray(np.random.default_rng(seed).integers(0, n, count), jnp.int32))
 
 
 def edge_layer(w: Any, edges: Any, nodes: Any, senders: Any, receivers: Any) -> Any:

@@ -20,7 +20,7 @@ RNG = np.random.default_rng(11)
 
 
 def normal(*shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape), dtype))
 
 
 def kinds(f: Any, *args: Any) -> tuple[list[str], list[str]]:

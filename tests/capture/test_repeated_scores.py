@@ -40,9 +40,11 @@ def arguments(layers: int = 1, tokens: int = TOKENS) -> tuple[Array, list[tuple[
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape) * shape[0] ** -0.5, jnp.float32)
+        return jax.device_put(np.asarray(rng.standard_normal(shape) * shape[0] ** -0.5, jnp.float32))
 
-    return jnp.asarray(rng.standard_normal((1, tokens, 32)), jnp.float32), [(draw(32, 96), draw(32, 32)) for _ in range(layers)]
+    return jax.device_put(np.asarray(rng.standard_normal((1, tokens, 32)), jnp.float32)), [
+        (draw(32, 96), draw(32, 32)) for _ in range(layers)
+    ]
 
 
 def scores(graph: Graph) -> int:
@@ -93,7 +95,7 @@ def test_a_long_chain_between_scores_and_weights() -> None:
 def test_what_is_given_is_read_again() -> None:
     """A mask that is an argument, and weights that were dropped by one: neither is made again, and the numbers stay."""
     q, k, v, do = (jnp.asarray(a, jnp.float32) for a in np.random.default_rng(1).standard_normal((4, 1, 130, 2, 16)))
-    keep = jnp.asarray(np.random.default_rng(2).random((130, 130)) < 0.8)
+    keep = jax.device_put(np.random.default_rng(2).random((130, 130)) < 0.8)
 
     def gradients(q: Array, k: Array, v: Array, do: Array, keep: Array) -> Array:
         def loss(q: Array, k: Array, v: Array) -> Array:

@@ -65,7 +65,7 @@ def gradients(
 ) -> tuple[Callable[..., Any], list[Array]]:
     to_scores, to_result, *shapes = LAYOUTS[layout]
     rng = np.random.default_rng(0)
-    args = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    args = [jax.device_put(np.asarray(rng.standard_normal(shape), dtype)) for shape in shapes]
 
     def network(q: Array, k: Array, v: Array) -> Array:
         weights = softmax(jnp.einsum(to_scores, q, k) * 0.5)
@@ -113,7 +113,8 @@ def test_other_sums_stay() -> None:
     """The values of the second product are others, and so is the factor of the first: nothing may be taken for a result."""
     rng = np.random.default_rng(1)
     q, k, v, w, g = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((263, 8), (257, 8), (257, 12), (257, 12), (263, 12))
+        jax.device_put(np.asarray(rng.standard_normal(s), jnp.float32))
+        for s in ((263, 8), (257, 8), (257, 12), (257, 12), (263, 12))
     )
 
     def function(q: Array, k: Array, v: Array, w: Array, g: Array) -> Any:
@@ -128,7 +129,9 @@ def test_other_sums_stay() -> None:
 
 def test_a_number_that_the_weights_of_the_result_do_not_have_is_a_factor_of_the_sum() -> None:
     rng = np.random.default_rng(2)
-    q, k, v, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((263, 8), (257, 8), (257, 12), (263, 12)))
+    q, k, v, g = (
+        jax.device_put(np.asarray(rng.standard_normal(s), jnp.float32)) for s in ((263, 8), (257, 8), (257, 12), (263, 12))
+    )
 
     def function(q: Array, k: Array, v: Array, g: Array) -> Any:
         p = jax.nn.softmax(q @ k.T)

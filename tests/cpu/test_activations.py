@@ -65,7 +65,8 @@ def layer(f: Function) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def operands(rows: int, k: int, n: int, dtype: object, scale: float = 1.0) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return tuple(jnp.asarray(array(*shape) * s, dtype) for shape, s in (((rows, k), scale), ((k, n), k**-0.5), ((n,), 0.5)))
+    shapes = ((rows, k), scale), ((k, n), k**-0.5), ((n,), 0.5)
+    return tuple(jax.device_put(np.asarray(array(*shape) * s, dtype)) for shape, s in shapes)
 
 
 # In 16 bits a product applies what is rounded once, and functions of jax.nn whose steps it rounds as they do. (JAX converts the 0
@@ -124,7 +125,7 @@ def test_sums_are_rounded_before_the_bias_and_so_are_the_steps_of_the_activation
 @pytest.mark.parametrize("spelling", ["jax.nn.gelu, tanh", "jax.nn.gelu, erf"])
 def test_gelu_has_the_digits_of_jit(spelling, name):
     """The product of one column is exact, so the two see the same sums."""
-    x = jnp.asarray(np.linspace(-9, 9, 4001), name).reshape(-1, 1)
+    x = jax.device_put(np.asarray(np.linspace(-9, 9, 4001), name)).reshape(-1, 1)
     w = jnp.ones((1, 1), name)
     f = SPELLINGS[spelling][1]
     got, want = (
@@ -138,7 +139,7 @@ def test_gelu_has_the_digits_of_jit(spelling, name):
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("y", [-7, -3, -2, -1, 2, 3, 4, 7, 10])
 def test_powers_are_rounded_after_each_product_as_jit_does(programs, name, y):
-    x = jnp.asarray(np.random.default_rng(y + 9).uniform(0.4, 1.9, (37, 45)), name)
+    x = jax.device_put(np.asarray(np.random.default_rng(y + 9).uniform(0.4, 1.9, (37, 45)), name))
     got, want = (jax.jit(g)(x) for g in (kj.pipeline(lambda x: x**y, force=True), lambda x: x**y))
     assert programs
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))

@@ -31,7 +31,7 @@ SAMPLE = [
 
 def gradient_of(name: str, length: int, by: tuple[int, ...], dtype: str) -> tuple[Callable[..., tuple[Array, ...]], list[Array]]:
     case, rng = CASES[name], np.random.default_rng(length)
-    operands = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in case.shapes(length)]
+    operands = [jax.device_put(np.asarray(rng.standard_normal(shape), dtype)) for shape in case.shapes(length)]
 
     def loss(*operands: Array) -> Array:
         return jnp.sum(case.function(*operands[:-1]).astype(jnp.float32) * operands[-1])
@@ -59,7 +59,7 @@ def test_a_rest_of_one_element(name: str, by: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["causal", "causal, one head"])
 def test_blocks_that_a_mask_cuts_are_smaller(name: str, dtype: str, programs: list[CpuProgram]) -> None:
     case, rng = CASES[name], np.random.default_rng(0)
-    operands = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in case.shapes(587)]
+    operands = [jax.device_put(np.asarray(rng.standard_normal(shape), dtype)) for shape in case.shapes(587)]
     with planned_as("in blocks", 256):
         got = jax.jit(kj.pipeline(case.function, strict=True, force=True))(*operands[:-1])
     jaxpr = jax.make_jaxpr(case.function)(*operands[:-1])

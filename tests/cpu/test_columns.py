@@ -55,8 +55,8 @@ def extremes(x: Array, p: Array, mass: Array) -> tuple[Array, Array]:
 
 def arguments(rows: int, columns: int, dtype: Any, seed: int = 0) -> tuple[Array, ...]:
     rng = np.random.default_rng(seed + 100 * rows + columns)
-    x, p = (jnp.asarray(rng.standard_normal((rows, columns)), dtype) for _ in range(2))
-    return x, p, jnp.asarray(rng.uniform(0.5, 1.5, columns), dtype)
+    x, p = (jax.device_put(np.asarray(rng.standard_normal((rows, columns)), dtype)) for _ in range(2))
+    return x, p, jax.device_put(np.asarray(rng.uniform(0.5, 1.5, columns), dtype))
 
 
 @pytest.mark.sampled(2)

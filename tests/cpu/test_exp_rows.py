@@ -44,7 +44,7 @@ def attention(causal: bool) -> Any:
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> Any:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(np.random.default_rng(seed).standard_normal(shape), dtype))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -154,7 +154,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
 @pytest.mark.parametrize("heads", [3, 8])
 def test_queries_that_lie_a_multiple_of_a_kibibyte_apart_are_copied_in_front_of_the_loop(calls, heads: int, dtype: str) -> None:
     tokens, size = 700, 64
-    q, k, v = (jnp.asarray(np.random.default_rng(s).standard_normal((tokens, heads, size)), dtype) for s in range(3))
+    q, k, v = (jax.device_put(np.asarray(np.random.default_rng(s).standard_normal((tokens, heads, size)), dtype)) for s in range(3))
     got = jax.jit(kj.pipeline(attention, force=True, strict=True))(q, k, v)
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     scores = np.einsum("qhd,khd->hqk", *wide[:2]) / math.sqrt(size)
@@ -168,7 +168,7 @@ def test_queries_that_lie_a_multiple_of_a_kibibyte_apart_are_copied_in_front_of_
 
 
 def test_softmax_of_bfloat16_scores_reads_them_as_the_product_has_scaled_and_stored_them(calls) -> None:
-    q, k, v = (jnp.asarray(np.random.default_rng(s).standard_normal((650, 3, 64)), "bfloat16") for s in range(3))
+    q, k, v = (jax.device_put(np.asarray(np.random.default_rng(s).standard_normal((650, 3, 64)), "bfloat16")) for s in range(3))
     jax.jit(kj.pipeline(attention, force=True, strict=True))(q, k, v)
     loops = [i for c in calls for p in c.parts for s in p.program.stages for i in s.body if isinstance(i, bc.CpuLoop)]
     whole = loops[0].body  # blocks that no query's position cuts

@@ -33,7 +33,7 @@ RNG = np.random.default_rng(3)
 
 
 def array(*shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape), dtype))
 
 
 def execute(fn: Callable[..., Any], *args: Any) -> tuple[list[np.ndarray], list[bc.CpuProgram]]:
@@ -118,12 +118,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         mlp_params(RNG, (5, 8, 3)),
     ),
     "causal_mask": (lambda x: jnp.where(jnp.arange(7)[:, None] >= jnp.arange(9)[None], x, -1e9), array(7, 9)),
-    "one_hot": (lambda i, w: jax.nn.one_hot(i, 6) @ w, jnp.asarray(RNG.integers(0, 6, 11)), array(6, 3)),
+    "one_hot": (lambda i, w: jax.nn.one_hot(i, 6) @ w, jax.device_put(RNG.integers(0, 6, 11)), array(6, 3)),
     "cumulative": (lambda x: jnp.cumsum(x[:, ::-1], 1), array(7, 5)),
     "padded": (lambda x: jnp.pad(x, ((0, 0), (1, 2))) * 2, array(7, 5)),
     "argmax": (lambda x: jnp.argmax(x, -1), array(7, 5)),
     "fourier": (lambda x, b: jnp.concatenate([jnp.sin(x @ b), jnp.cos(x @ b), x], -1), array(19, 2), array(2, 8)),
-    "integers": (lambda x: (x * 3 + 1) % 7, jnp.asarray(RNG.integers(-50, 50, (11, 3)))),
+    "integers": (lambda x: (x * 3 + 1) % 7, jax.device_put(RNG.integers(-50, 50, (11, 3)))),
     "dense_net": (dense_net, array(11, 4), array(4, 3), array(7, 2)),
 }
 

@@ -44,7 +44,7 @@ def gradient(w: Any, nodes: Any, edges: Any, *ends: Any) -> Any:
 def data(nodes: int, edges: int, dtype: str = "float32", seed: int = 0) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
     floats = [rng.standard_normal(shape) * 0.3 for shape in ((WIDTH, WIDTH), (nodes, WIDTH), (edges, WIDTH))]
-    ends = [jnp.asarray(rng.integers(nodes, size=edges), jnp.int32) for _ in range(2)]
+    ends = [jax.device_put(np.asarray(rng.integers(nodes, size=edges), jnp.int32)) for _ in range(2)]
     return (*(jnp.asarray(x, dtype) for x in floats), *ends)
 
 

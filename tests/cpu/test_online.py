@@ -65,7 +65,7 @@ def test_any_scores_and_ids(rows, heads, width, n, dtype, ids, scores, finite, s
     rng = np.random.default_rng(seed)
     index = ids_of(rng, ids, rows, n)
     s = jnp.asarray(scores_of(rng, scores, rows, heads, index), dtype)
-    v = jnp.asarray(rng.standard_normal((rows, heads, width)), dtype)
+    v = jax.device_put(np.asarray(rng.standard_normal((rows, heads, width)), dtype))
     f = pooled(finite_softmax if finite else softmax)
 
     def call(s: Any, v: Any, index: Any) -> Any:
@@ -83,7 +83,7 @@ def test_a_node_with_half_of_all_edges(dtype: str) -> None:
     rng = np.random.default_rng(1)
     rows, n = 20_011, 501
     index = jnp.asarray(ids_of(rng, "half", rows, n))
-    s, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, 8), (rows, 8, 8)))
+    s, v = (jax.device_put(np.asarray(rng.standard_normal(shape), dtype)) for shape in ((rows, 8), (rows, 8, 8)))
 
     def call(s: Any, v: Any, index: Any) -> Any:
         return pooled(softmax)(s, v, index, n)
@@ -104,7 +104,7 @@ def test_gradients(argument: Any) -> None:
 def test_several_heads_share_a_score_and_extra_factors_stay() -> None:
     rng = np.random.default_rng(0)
     rows, n = 301, 23
-    s, v, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows,), (rows, 5), (rows, 5)))
+    s, v, g = (jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32)) for shape in ((rows,), (rows, 5), (rows, 5)))
     ids = jnp.asarray(ids_of(rng, "mixed", rows, n))
 
     def gated(s: Any, v: Any, g: Any, ids: Any) -> Any:

@@ -145,8 +145,8 @@ def test_sines_and_cosines_next_to_multiples_of_a_quarter_turn() -> None:
 def test_powers_to_integers(dtype: str, exponent: str) -> None:
     """An exponent of integers, an array or one number, is that of the dtype of the base, as in JAX."""
     rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.uniform(0.5, 2, (37, 5)) * rng.choice([-1, 1], (37, 5)), dtype)
-    y = jnp.asarray(rng.integers(0 if exponent == "uint8" else -4, 5, (37, 5)), exponent)
+    x = jax.device_put(np.asarray(rng.uniform(0.5, 2, (37, 5)) * rng.choice([-1, 1], (37, 5)), dtype))
+    y = jax.device_put(np.asarray(rng.integers(0 if exponent == "uint8" else -4, 5, (37, 5)), exponent))
     tolerance = {"float32": 1e-6, "bfloat16": 5e-3, "float16": 6e-4}[dtype]
     got = jax.jit(kj.pipeline(lambda x, y: (lax.pow(x, y), lax.pow(x, y[0, 0]), lax.pow(x, 3)), strict=True, force=True))(x, y)
     for g, to in zip(got, (y, y[0, 0], 3), strict=True):

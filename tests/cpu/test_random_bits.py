@@ -79,8 +79,8 @@ def network(weights, key, x):
 def test_a_training_step_with_dropout():
     """In one call, and with the masks handed from a forward call to a backward one."""
     rng = np.random.default_rng(0)
-    weights = [jnp.asarray(rng.standard_normal((24, 24)) / 5, jnp.float32) for _ in range(2)]
-    args = weights, jax.random.key(1), jnp.asarray(rng.standard_normal((301, 24)), jnp.float32)
+    weights = [jax.device_put(np.asarray(rng.standard_normal((24, 24)) / 5, jnp.float32)) for _ in range(2)]
+    args = weights, jax.random.key(1), jax.device_put(np.asarray(rng.standard_normal((301, 24)), jnp.float32))
     check(jax.value_and_grad(network), *args, rtol=2e-5, atol=2e-6)
     want = jax.jit(jax.value_and_grad(network))(*args)
     for got in (jax.value_and_grad(kj.pipeline(network, force=True, residuals=policy))(*args) for policy in ("save", "recompute")):
@@ -94,7 +94,7 @@ def attention(key, q, k, v):
 
 def test_attention_with_dropout():
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 16)), jnp.float32) for n in (45, 33, 33))
+    q, k, v = (jax.device_put(np.asarray(rng.standard_normal((2, n, 16)), jnp.float32)) for n in (45, 33, 33))
     check(attention, jax.random.key(1), q, k, v, rtol=2e-5, atol=2e-6)
 
 

@@ -105,7 +105,7 @@ def test_a_gradient_through_dropout() -> None:
         return (jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0) ** 2).mean()
 
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((67, 12), (12, 9)))
+    x, w = (jax.device_put(np.asarray(rng.standard_normal(s), jnp.float32)) for s in ((67, 12), (12, 9)))
     check(jax.value_and_grad(f, argnums=1), x, w, jax.random.key(2, impl="rbg"), tolerance=2e-5)
 
 

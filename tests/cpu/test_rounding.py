@@ -47,7 +47,7 @@ CHAINS = (two_sum_error, remainder, polynomial, choice)
 
 
 def numbers(dtype: str, *shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(np.random.default_rng(seed).standard_normal(shape), dtype))
 
 
 def same_bits(got: Any, want: Any) -> None:
@@ -152,7 +152,7 @@ def test_bfloat16_weights_with_a_compensated_update_follow_the_float64_path() ->
 def test_a_product_is_rounded_before_its_bias(name: str) -> None:
     """Sums of small integers are exact, so jit has the same bits whatever the order of its additions."""
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.integers(-15, 16, s), name) for s in ((67, 31), (31, 37)))
+    x, w = (jax.device_put(np.asarray(rng.integers(-15, 16, s), name)) for s in ((67, 31), (31, 37)))
     b = numbers(name, 37) * 40
     for f in (lambda x, w, b: x @ w + b, lambda x, w, b: jax.nn.relu(x @ w + b) * 1.1, lambda x, w, b: (x @ w) * 1.1 + b):
         same_bits_as_jit(jax.jit(kj.pipeline(f, force=True))(x, w, b), f, x, w, b)
@@ -255,7 +255,7 @@ def test_powers_of_two_round_nothing_in_bfloat16() -> None:
 def test_the_operand_of_a_function_has_the_digits_that_jit_gives_it(function: str, name: str) -> None:
     """XLA widens the operand of some functions, before a bfloat16 is rounded."""
     rng = np.random.default_rng(len(function))
-    x, y = (jnp.asarray(rng.uniform(0.3, 0.9, (64, 40)), name) for _ in range(2))
+    x, y = (jax.device_put(np.asarray(rng.uniform(0.3, 0.9, (64, 40)), name)) for _ in range(2))
 
     def f(x: jax.Array, y: jax.Array) -> jax.Array:
         return getattr(jax.lax, function)(x * y)

@@ -99,7 +99,7 @@ def test_a_nan_wins_and_zeros_have_signs(how: str) -> None:
 def test_odd_sizes(rows: int, width: int, n: int, ordered: bool) -> None:
     rng = np.random.default_rng(rows)
     ids = rng.integers(n, size=rows)
-    x = jnp.asarray(rng.standard_normal((rows, width)), jnp.float32)
+    x = jax.device_put(np.asarray(rng.standard_normal((rows, width)), jnp.float32))
     for how in ("sum", "max"):
         check(how, x, np.sort(ids) if ordered else ids, n, ordered)
 
@@ -128,5 +128,5 @@ def test_rows_that_are_wide(how: str, dtype: str, ids: str) -> None:
     rng = np.random.default_rng(len(ids))
     rows, n, width = 61, 37, 9001
     at = np.sort(IDS[ids](rows, n, rng))
-    check(how, jnp.asarray(rng.standard_normal((rows, width)), dtype), at, n, True)
-    check(how, jnp.asarray(rng.standard_normal((rows, width)), dtype), rng.permutation(at), n, False)
+    check(how, jax.device_put(np.asarray(rng.standard_normal((rows, width)), dtype)), at, n, True)
+    check(how, jax.device_put(np.asarray(rng.standard_normal((rows, width)), dtype)), rng.permutation(at), n, False)

@@ -51,10 +51,10 @@ def wanted(f: Any, *args: Any) -> Any:
 @settings(max_examples=8, deadline=None)
 def test_any_ids(edges, nodes, n, weights, dtype, ids, mode, ids_sorted, seed) -> None:
     rng = np.random.default_rng(seed)
-    table = jnp.asarray(rng.standard_normal((nodes, 3, 5)), dtype)
+    table = jax.device_put(np.asarray(rng.standard_normal((nodes, 3, 5)), dtype))
     shape = WEIGHTS[weights]
-    w = None if shape is None else jnp.asarray(rng.standard_normal((edges, *shape)), dtype)
-    senders, receivers = (jnp.asarray(ids_of(rng, ids, edges, k)) for k in (nodes, n))
+    w = None if shape is None else jax.device_put(np.asarray(rng.standard_normal((edges, *shape)), dtype))
+    senders, receivers = (jax.device_put(ids_of(rng, ids, edges, k)) for k in (nodes, n))
     args = table, w, senders, jnp.sort(receivers) if ids_sorted else receivers
     f = passing(n, mode, ids_sorted)
     got = np.asarray(jax.jit(kj.pipeline(f, force=True))(*args), np.float64)
@@ -69,9 +69,9 @@ def test_rows_are_read_where_the_table_has_them(programs, weights: str, dtype: s
     rng = np.random.default_rng(0)
     nodes, edges = 301, 4007
     shape = WEIGHTS[weights]
-    w = None if shape is None else jnp.asarray(rng.standard_normal((edges, *shape)), dtype)
-    senders, receivers = (jnp.asarray(rng.integers(0, nodes, edges), jnp.int32) for _ in range(2))
-    args = jnp.asarray(rng.standard_normal((nodes, 3, 5)), dtype), w, senders, jnp.sort(receivers)
+    w = None if shape is None else jax.device_put(np.asarray(rng.standard_normal((edges, *shape)), dtype))
+    senders, receivers = (jax.device_put(np.asarray(rng.integers(0, nodes, edges), jnp.int32)) for _ in range(2))
+    args = jax.device_put(np.asarray(rng.standard_normal((nodes, 3, 5)), dtype)), w, senders, jnp.sort(receivers)
     f = passing(nodes, ids_sorted=True)
     close(np.asarray(jax.jit(kj.pipeline(f, force=True))(*args), np.float64), wanted(f, *args), TOLERANCE[dtype])
     (found,) = taken(programs)
@@ -96,8 +96,8 @@ def test_attention_and_its_gradient_read_rows_in_place(programs) -> None:
 
 def test_rows_that_something_else_reads_are_taken_as_before(programs) -> None:
     rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.standard_normal((31, 20)), jnp.float32)
-    senders, receivers = (jnp.asarray(rng.integers(0, 31, 401), jnp.int32) for _ in range(2))
+    table = jax.device_put(np.asarray(rng.standard_normal((31, 20)), jnp.float32))
+    senders, receivers = (jax.device_put(np.asarray(rng.integers(0, 31, 401), jnp.int32)) for _ in range(2))
 
     receivers = jnp.sort(receivers)
 
@@ -116,8 +116,8 @@ def test_rows_that_something_else_reads_are_taken_as_before(programs) -> None:
 @settings(max_examples=8, deadline=None)
 def test_products_of_any_rows(edges, nodes, heads, inner, dtype, ids, both, seed) -> None:
     rng = np.random.default_rng(seed)
-    table, own = (jnp.asarray(rng.standard_normal((k, heads, inner)), dtype) for k in (nodes, edges))
-    senders, receivers = (jnp.asarray(ids_of(rng, ids, edges, nodes)) for _ in range(2))
+    table, own = (jax.device_put(np.asarray(rng.standard_normal((k, heads, inner)), dtype)) for k in (nodes, edges))
+    senders, receivers = (jax.device_put(ids_of(rng, ids, edges, nodes)) for _ in range(2))
 
     def products(table: Any, own: Any, senders: Any, receivers: Any) -> Any:
         other = jnp.cos(table)[receivers] if both else own
@@ -131,8 +131,8 @@ def test_products_of_any_rows(edges, nodes, heads, inner, dtype, ids, both, seed
 def test_products_for_every_second_place_of_a_result(programs) -> None:
     """The sums for the heads of a row are written one behind the other: a result in which they lie apart gets copies of them."""
     rng = np.random.default_rng(0)
-    table, own = (jnp.asarray(rng.standard_normal((k, 3, 5)), jnp.float32) for k in (31, 401))
-    senders = jnp.asarray(rng.integers(0, 31, 401), jnp.int32)
+    table, own = (jax.device_put(np.asarray(rng.standard_normal((k, 3, 5)), jnp.float32)) for k in (31, 401))
+    senders = jax.device_put(np.asarray(rng.integers(0, 31, 401), jnp.int32))
 
     def stacked(table: Any, own: Any, senders: Any) -> Any:
         return jnp.stack([jnp.sum(table[senders] * own, -1), own[..., 0]], -1)

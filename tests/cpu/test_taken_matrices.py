@@ -41,8 +41,8 @@ def arguments(form: str, size: str, dtype: str) -> tuple[Any, ...]:
     _, x, w = FORMS[form]
     n, rng = SIZES[size], np.random.default_rng(len(form) + len(size))
     shapes = [n[c] for c in x], [n["e"], *(n[c] for c in w)]
-    x_, w_ = (jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)
-    return x_, w_, jnp.asarray(rng.integers(-1, n["e"] + 1, (n["t"], n["k"])), jnp.int32)
+    x_, w_ = (jax.device_put(np.asarray(rng.standard_normal(s), dtype)) for s in shapes)
+    return x_, w_, jax.device_put(np.asarray(rng.integers(-1, n["e"] + 1, (n["t"], n["k"])), jnp.int32))
 
 
 def product(form: str, mode: str) -> Callable[..., Any]:

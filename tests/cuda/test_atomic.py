@@ -94,8 +94,8 @@ def loss(w: jax.Array, nodes: jax.Array, senders: jax.Array, receivers: jax.Arra
 
 
 def graph_of(edges: int, n: int, width: int, dtype: str) -> tuple[jax.Array, ...]:
-    w, nodes = (jnp.asarray(RNG.standard_normal(shape) * 0.3, dtype) for shape in ((width, width), (n, width)))
-    return w, nodes, *(jnp.asarray(RNG.integers(0, n, edges), jnp.int32) for _ in range(2))
+    w, nodes = (jax.device_put(np.asarray(RNG.standard_normal(shape) * 0.3, dtype)) for shape in ((width, width), (n, width)))
+    return w, nodes, *(jax.device_put(np.asarray(RNG.integers(0, n, edges), jnp.int32)) for _ in range(2))
 
 
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float16"))])

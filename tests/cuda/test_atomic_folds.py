@@ -121,8 +121,8 @@ EVERY = [
 def test_a_maximum_by_a_second_index_into_a_large_table(edges: int, dtype: str) -> None:
     """A table that no lane has room for; the sums have an order, and the maxima none: no option is needed, and bits are equal."""
     n, width = 3_100, 16
-    w, nodes = (jnp.asarray(RNG.standard_normal(shape) * 0.3, dtype) for shape in ((width, width), (n, width)))
-    ends = [jnp.asarray(RNG.integers(0, n, edges), jnp.int32) for _ in range(2)]
+    w, nodes = (jax.device_put(np.asarray(RNG.standard_normal(shape) * 0.3, dtype)) for shape in ((width, width), (n, width)))
+    ends = [jax.device_put(np.asarray(RNG.integers(0, n, edges), jnp.int32)) for _ in range(2)]
     pipelined = kj.pipeline(both_ends, target="emulator", force=True)
     report = kj.explain(pipelined)(w, nodes, *ends)
     (region,) = report.regions

@@ -106,7 +106,7 @@ def drawn(case: Case, dtype: str, seed: int = 0) -> list[Array]:
     """q, k, v and the result's cotangent."""
     rng = np.random.default_rng(seed)
     shapes = [(case.queries, case.heads), (case.keys, case.kv_heads), (case.keys, case.kv_heads), (case.queries, case.heads)]
-    return [jnp.asarray(rng.standard_normal((case.batch, *s, case.dim)), dtype) for s in shapes]
+    return [jax.device_put(np.asarray(rng.standard_normal((case.batch, *s, case.dim)), dtype)) for s in shapes]
 
 
 def gradients(case: Case, **options: Any) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def plain(q: Array, k: Array, v: Array) -> Array:
 def test_a_head_without_an_axis_for_heads(dtype: str) -> None:
     """Sums over the keys are made by queries and those over the queries by keys, and nothing else is: no array of scores."""
     rng = np.random.default_rng(3)
-    args = [jnp.asarray(rng.standard_normal((n, 16)), dtype) for n in (331, 397, 397, 331)]
+    args = [jax.device_put(np.asarray(rng.standard_normal((n, 16)), dtype)) for n in (331, 397, 397, 331)]
     step = kj.pipeline(lambda q, k, v, do: jax.vjp(plain, q, k, v)[1](do), target="emulator", force=True, strict=True)
     compiled = jax.jit(step).lower(*args).compile()
     before = runtime.calls()

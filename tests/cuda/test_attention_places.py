@@ -53,7 +53,7 @@ def gradients(q: Any, k: Any, v: Any, do: Any, place: Any) -> Any:
 def drawn(dtype: str, queries: int = 576, keys: int = 704, dim: int = 16) -> list[jax.Array]:
     """q, k, v and the result's cotangent."""
     rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.standard_normal((2, n, dim)), dtype) for n in (queries, keys, keys, queries)]
+    return [jax.device_put(np.asarray(rng.standard_normal((2, n, dim)), dtype)) for n in (queries, keys, keys, queries)]
 
 
 def error(args: list[jax.Array], place: int, got: tuple[Any, ...]) -> float:

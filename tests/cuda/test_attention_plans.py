@@ -117,7 +117,7 @@ def attention(case: Case, xp: Any, q: Any, k: Any, v: Any) -> Any:
 def drawn(case: Case, dtype: str) -> list[jax.Array]:
     rng = np.random.default_rng(4)
     shapes = [(case.queries, case.dim), (case.keys, case.dim), (case.keys, case.dim_v or case.dim)]
-    return [jnp.asarray(rng.standard_normal(shape_of(case, *s)), dtype) for s in shapes]
+    return [jax.device_put(np.asarray(rng.standard_normal(shape_of(case, *s)), dtype)) for s in shapes]
 
 
 def one_kernel(function: Callable[..., Any], *args: Any, seed: int = 1, kernels: int = 1) -> np.ndarray:
@@ -163,7 +163,7 @@ def wanted(q: Any, k: Any, v: Any, hidden: Any = None, bias: Any = 0.0) -> np.nd
 
 
 def tokens(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), "bfloat16")
+    return jax.device_put(np.asarray(np.random.default_rng(seed).standard_normal(shape), "bfloat16"))
 
 
 def qkv(queries: int = 70, keys: int = 300, heads: int = 4, kv_heads: int = 4, dim: int = 16) -> list[jax.Array]:
@@ -219,7 +219,7 @@ def test_padding() -> None:
 @pytest.mark.slow
 def test_segments_of_queries_and_keys() -> None:
     args, rng = qkv(), np.random.default_rng(7)
-    of_q, of_k = (jnp.asarray(np.sort(rng.integers(0, 3, (2, n))), "int32") for n in (70, 300))
+    of_q, of_k = (jax.device_put(np.asarray(np.sort(rng.integers(0, 3, (2, n))), "int32")) for n in (70, 300))
     got = one_kernel(lambda q, k, v, a, b: masked(q, k, v, mask=(a[:, :, None] == b[:, None, :])[:, None]), *args, of_q, of_k)
     apart = np.asarray(of_q)[:, None, :, None] != np.asarray(of_k)[:, None, None, :]
     assert error(got, wanted(*args, hidden=apart)) < TOLERANCE["bfloat16"]
@@ -228,7 +228,10 @@ def test_segments_of_queries_and_keys() -> None:
 @pytest.mark.slow
 def test_a_mask_and_a_bias_of_every_score() -> None:
     args, rng = qkv(), np.random.default_rng(7)
-    mask, bias = jnp.asarray(rng.random((2, 4, 70, 300)) < 0.5), jnp.asarray(rng.standard_normal((4, 70, 300)), "bfloat16")
+    mask, bias = (
+        jax.device_put(rng.random((2, 4, 70, 300)) < 0.5),
+        jax.device_put(np.asarray(rng.standard_normal((4, 70, 300)), "bfloat16")),
+    )
     got = one_kernel(lambda q, k, v, m, b: masked(q, k, v, mask=m, bias=b[None]), *args, mask, bias)
     assert error(got, wanted(*args, ~np.asarray(mask), np.asarray(bias, np.float64))) < TOLERANCE["bfloat16"]
 

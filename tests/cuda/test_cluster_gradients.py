@@ -218,8 +218,8 @@ def test_gradients_of_what_a_step_may_do(loop: Callable[..., Any], dtype: str, w
     """Sums of products that wait for each other, of carries, and beside columns that are handed on."""
     rng, (steps, rows) = np.random.default_rng(3), (3, 67)
     shapes = (width, width), (width, width), (rows, width), (steps, rows, width)
-    args = [jnp.asarray(k * rng.standard_normal(s), dtype) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
-    seen = jnp.asarray(rng.random((steps, rows)) < 0.7)
+    args = [jax.device_put(np.asarray(k * rng.standard_normal(s), dtype)) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
+    seen = jax.device_put(rng.random((steps, rows)) < 0.7)
 
     def step(*args: jax.Array) -> Any:
         def loss(*args: jax.Array) -> jax.Array:

@@ -165,7 +165,7 @@ def arguments(cell: str, width: int, steps: int, rows: int, dtype: str) -> tuple
     rng, gates = np.random.default_rng(width), LAYERS[cell][1]
     shapes = (width, gates * width), (width, gates * width), (gates * width,), (steps, rows, width)
     scales = width**-0.5, width**-0.5, 0.1, 1.0
-    return tuple(jnp.asarray(k * rng.standard_normal(s), dtype) for k, s in zip(scales, shapes, strict=True))
+    return tuple(jax.device_put(np.asarray(k * rng.standard_normal(s), dtype)) for k, s in zip(scales, shapes, strict=True))
 
 
 @functools.cache
@@ -203,7 +203,7 @@ def test_the_gradient_of_a_network_around_it() -> None:
     gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
     args = (
         *arguments("lstm", 128, 3, 70, "bfloat16"),
-        jnp.asarray(0.1 * np.random.default_rng(0).standard_normal((128, 32)), "bfloat16"),
+        jax.device_put(np.asarray(0.1 * np.random.default_rng(0).standard_normal((128, 32)), "bfloat16")),
     )
     report = kj.explain(kj.pipeline(gradients, force=True), platform="cuda", device="h200")(*args)
     assert ["clusters of 4" in region.traits for region in report.regions if any("scan" in s.name for s in region.stages)] == [
@@ -258,8 +258,8 @@ def test_what_a_step_may_do(loop: Callable[..., Any], dtype: str) -> None:
     """Arrays that are multiplied and added, masks of rows, products of what a step makes: planned over a cluster, two schedules."""
     rng, (steps, rows, width) = np.random.default_rng(3), (4, 67, 256)
     shapes = (width, width), (width, width), (rows, width), (steps, rows, width)
-    args = [jnp.asarray(k * rng.standard_normal(s), dtype) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
-    args.append(jnp.asarray(rng.random((steps, rows)) < 0.7))
+    args = [jax.device_put(np.asarray(k * rng.standard_normal(s), dtype)) for k, s in zip((0.05, 0.05, 1, 1), shapes, strict=True)]
+    args.append(jax.device_put(rng.random((steps, rows)) < 0.7))
     report = kj.explain(kj.pipeline(loop, force=True), platform="cuda", device="h200")(*args)
     assert ["clusters of" in str(region.traits) for region in report.regions] == [True]
     pipelined = jax.jit(kj.pipeline(loop, target="emulator", force=True))

@@ -50,7 +50,7 @@ def sums(x: Any, *weights: Any) -> Any:
 def case(dtype: str, rows: int) -> tuple[Subject, Arrangements, list[np.ndarray]]:
     rng = np.random.default_rng(rows)
     shapes = [(rows, 16), *zip((16, *WIDTHS), WIDTHS, strict=False)]
-    args = [jnp.asarray(rng.standard_normal(s) / np.sqrt(s[0] if k else 1), dtype) for k, s in enumerate(shapes)]
+    args = [jax.device_put(np.asarray(rng.standard_normal(s) / np.sqrt(s[0] if k else 1), dtype)) for k, s in enumerate(shapes)]
     of = subject(sums, *args)
     assert len(of.region.sinks) == 4, "the sums did not become sinks of one region"
     return of, arrangements(of), jax.tree.leaves(checks.in_float64(sums, *of.args))
@@ -112,7 +112,7 @@ def squared_error(params: Any, x: Any, y: Any) -> Any:
 def step_without_gradients(dtype: str, rows: int) -> tuple[Captured, list[PlannedRegion], list[Any]]:
     """The step where no sum of a weight gradient fits a kernel: XLA multiplies what the kernels store."""
     rng = np.random.default_rng(rows)
-    draw = lambda *shape, by=1.0: jnp.asarray(rng.standard_normal(shape) * by, dtype)  # noqa: E731
+    draw = lambda *shape, by=1.0: jax.device_put(np.asarray(rng.standard_normal(shape) * by, dtype))  # noqa: E731
     params = [(draw(k, n, by=k**-0.5), draw(n)) for k, n in itertools.pairwise(LAYERS)]
     args = [params, draw(rows, LAYERS[0]), draw(rows, LAYERS[-1])]
     closed = jax.make_jaxpr(jax.value_and_grad(squared_error))(*args)

@@ -254,7 +254,7 @@ def test_the_backward_pass_does_not_make_again_what_the_forward_pass_compared(f:
     supports = emulator.supports
     monkeypatch.setattr(emulator, "supports", lambda op, *of: "for XLA" if op.kind == "reduce_max" else supports(op, *of))
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((601, 32), (607, 32)))
+    q, k = (jax.device_put(np.asarray(rng.standard_normal(shape), dtype)) for shape in ((601, 32), (607, 32)))
     got = jax.jit(jax.grad(kj.pipeline(f, force=True, target="emulator")))(q, k)
     assert (np.abs(np.asarray(got, np.float32)).max(1) > 0).all(), "every row has a largest number"
     if dtype == "float32":

@@ -42,7 +42,7 @@ def one_head(q: Array, k: Array, v: Array, last: Array) -> Array:
 
 def arguments(batch: int, keys: int, heads: int, size: int, dtype: Any = jnp.float32) -> tuple[Array, ...]:
     shapes = (batch, 1, heads, size), (batch, keys, heads, size), (batch, keys, heads, size)
-    return tuple(jnp.asarray(RNG.standard_normal(s), dtype) for s in shapes)
+    return tuple(jax.device_put(np.asarray(RNG.standard_normal(s), dtype)) for s in shapes)
 
 
 CASES = [(token, 2, 1103, 3, 16), (of_jax, 3, 1024, 2, 24), (one_head, 1, 2053, 1, 33)]

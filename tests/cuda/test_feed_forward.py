@@ -46,7 +46,7 @@ def layer(fn: Callable[..., Array], dtype: str, rows: int, width: int, hidden: i
     rng = np.random.default_rng(3)
 
     def array(*shape: int, by: float = 1.0) -> Array:
-        return jnp.asarray(rng.standard_normal(shape) * by, dtype)
+        return jax.device_put(np.asarray(rng.standard_normal(shape) * by, dtype))
 
     weight = array(width, hidden, by=width**-0.5)
     other = array(width, hidden, by=width**-0.5) if fn is gated else array(hidden)

@@ -25,7 +25,7 @@ ROUNDING = {"float32": 4e-3, "bfloat16": 4e-2, "float16": 8e-3}
 
 
 def drawn(*shape: int, dtype: str = "float32", scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape) * scale, dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape) * scale, dtype))
 
 
 def layer_norm(x: Any) -> Any:
@@ -55,7 +55,7 @@ def graph(n: int, m: int, d: int, dtype: str, ids: str = "random") -> tuple[jax.
     if ids == "sorted":
         receivers = np.sort(receivers)
     weights = [drawn(k * d, d, dtype=dtype, scale=(2 / (k * d)) ** 0.5) for k in (3, 1, 2, 1)]
-    indices = (jnp.asarray(RNG.integers(0, n, m), jnp.int32), jnp.asarray(receivers, jnp.int32))
+    indices = (jax.device_put(np.asarray(RNG.integers(0, n, m), jnp.int32)), jnp.asarray(receivers, jnp.int32))
     return (drawn(n, d, dtype=dtype), drawn(m, d, dtype=dtype), *indices, *weights)
 
 

@@ -205,7 +205,7 @@ EXACT = Family("exact", dense_relu, (Arg((32, 64)), Arg((64,)), Arg((-1, 32))))
 def test_integers_are_multiplied_exactly(dtype: str, sm: str) -> None:
     """Sums of 32 products of integers up to 2 are representable in every dtype: any lost or doubled term shows."""
     rng = np.random.default_rng(5)
-    args = tuple(jnp.asarray(rng.integers(-2, 3, a.shape), dtype) for a in EXACT.arguments(130, dtype))
+    args = tuple(jax.device_put(np.asarray(rng.integers(-2, 3, a.shape), dtype)) for a in EXACT.arguments(130, dtype))
     of = subject(dense_relu, *args)
     (got,) = run(of, arrangements(of)[f"{sm}-vertical-resident-lanes2"])
     wide = [np.asarray(a).astype(np.int64) for a in args]
@@ -222,8 +222,8 @@ def test_more_instances_than_tiles_and_fewer() -> None:
 
 def test_a_cluster_of_more_than_the_portable_eight_ctas() -> None:
     rng = np.random.default_rng(5)
-    weights = [jnp.asarray(rng.standard_normal((16, 16)) / 4, jnp.float32) for _ in range(12)]
-    x = jnp.asarray(rng.standard_normal((130, 16)), jnp.float32)
+    weights = [jax.device_put(np.asarray(rng.standard_normal((16, 16)) / 4, jnp.float32)) for _ in range(12)]
+    x = jax.device_put(np.asarray(rng.standard_normal((130, 16)), jnp.float32))
 
     def chain(ws: list[jax.Array], x: jax.Array) -> jax.Array:
         return functools.reduce(lambda h, w: jnp.tanh(h @ w), ws, x)

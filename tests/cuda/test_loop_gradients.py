@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -197,7 +196,7 @@ def test_bugs_planted_in_the_loop_are_found() -> None:
 
 def arguments(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(7)
-    return tuple(jnp.asarray(0.4 * rng.standard_normal(shape), dtype) for shape in shapes)
+    return tuple(jax.device_put(np.asarray(0.4 * rng.standard_normal(shape), dtype)) for shape in shapes)
 
 
 USERS: dict[str, tuple[Callable[..., Any], int, tuple[tuple[int, ...], ...]]] = {

@@ -108,7 +108,7 @@ def read_out(params: tuple[jax.Array, ...], xs: jax.Array) -> jax.Array:
 
 def arguments(*shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(11)
-    return tuple(jnp.asarray(0.4 * rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    return tuple(jax.device_put(np.asarray(0.4 * rng.standard_normal(shape), jnp.float32)) for shape in shapes)
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,11 @@ def attention(of_sender: jax.Array, of_receiver: jax.Array, h: jax.Array, sender
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_layer_of_gat_is_one_pass_over_its_edges(dtype: str) -> None:
     edges, n, heads, width = 500, 40, 4, 8
-    s, r, h = (jnp.asarray(RNG.standard_normal(shape), dtype) for shape in ((n, heads), (n, heads), (n, heads, width)))
-    senders = jnp.asarray(RNG.integers(0, n, edges), jnp.int32)
-    receivers = jnp.asarray(np.where(RNG.random(edges) < 0.5, n // 3, RNG.integers(0, n, edges)), jnp.int32)
+    s, r, h = (
+        jax.device_put(np.asarray(RNG.standard_normal(shape), dtype)) for shape in ((n, heads), (n, heads), (n, heads, width))
+    )
+    senders = jax.device_put(np.asarray(RNG.integers(0, n, edges), jnp.int32))
+    receivers = jax.device_put(np.asarray(np.where(RNG.random(edges) < 0.5, n // 3, RNG.integers(0, n, edges)), jnp.int32))
     layer = kj.pipeline(attention, target="emulator", force=True)
     report = kj.explain(layer)(s, r, h, senders, receivers)
     edges_of = report.regions[0]

@@ -72,7 +72,7 @@ def arguments(optimiser: str, rows: int, dtype: str) -> tuple[Any, ...]:
     rng = np.random.default_rng(5)
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape) * 0.3, dtype)
+        return jax.device_put(np.asarray(rng.standard_normal(shape) * 0.3, dtype))
 
     params = {"w0": draw(24, 32), "b0": draw(32), "w1": draw(32, 10)}
     zeros = jax.tree.map(lambda p: jnp.abs(p) * 0.1, params)

@@ -211,9 +211,11 @@ def message_passing_steps(params: Any, nodes: Any, edges: Any, senders: Any, rec
 def test_edges_and_nodes_of_a_network_are_phases_of_one_kernel(dtype: str, steps: int, kernels: int) -> None:
     """As many phases as the target takes: edges, nodes, edges again."""
     n, e, d = 37, 301, 32
-    params = [tuple(jnp.asarray(RNG.standard_normal((d, d)) / d**0.5, dtype) for _ in range(2)) for _ in range(steps)]
-    nodes, edges = (jnp.asarray(RNG.standard_normal((rows, d)), dtype) for rows in (n, e))
-    senders, receivers = (jnp.asarray(RNG.integers(n, size=e), jnp.int32) for _ in range(2))
+    params = [
+        tuple(jax.device_put(np.asarray(RNG.standard_normal((d, d)) / d**0.5, dtype)) for _ in range(2)) for _ in range(steps)
+    ]
+    nodes, edges = (jax.device_put(np.asarray(RNG.standard_normal((rows, d)), dtype)) for rows in (n, e))
+    senders, receivers = (jax.device_put(np.asarray(RNG.integers(n, size=e), jnp.int32)) for _ in range(2))
     args = params, nodes, edges, senders, receivers
     lowered = jax.jit(kj.pipeline(message_passing_steps, force=True, strict=True, target="emulator")).lower(*args)
     assert lowered.as_text().count("@kitsune_cuda") == kernels

@@ -55,7 +55,7 @@ def test_bits_are_those_of_xla_under_every_schedule(impl: str, rows: int, width:
         return jax.random.bits(jax.random.wrap_key_data(key, impl=impl), x.shape) ^ x
 
     key = jax.random.key_data(jax.random.key(11, impl=impl))
-    x = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (rows, width), np.uint32))
+    x = jax.device_put(np.random.default_rng(0).integers(0, 2**32, (rows, width), np.uint32))
     of = subject(f, key, x)
     run = Kernel(of, dataclasses.replace(CUDA.plan(of.graph, of.region, H200, NO_CONTEXT), replicas=1))
     want = f(key, x)

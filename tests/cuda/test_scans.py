@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("kernel_cache")
 
 
 def draw(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(0.3 * np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(0.3 * np.random.default_rng(seed).standard_normal(shape), dtype))
 
 
 def cart_pole(state: Any, actions: jax.Array) -> Any:

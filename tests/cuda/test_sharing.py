@@ -54,7 +54,7 @@ def case(what: str, rows: int) -> Subject:
     rng = np.random.default_rng(rows)
 
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape) * scale, jnp.bfloat16)
+        return jax.device_put(np.asarray(rng.standard_normal(shape) * scale, jnp.bfloat16))
 
     params = [p for _ in range(LAYERS) for p in (normal(WIDTH, WIDTH, scale=WIDTH**-0.5), normal(WIDTH, scale=0.1))]
     return subject(FUNCTIONS[what], *params, normal(rows, WIDTH), normal(rows, WIDTH))

@@ -104,7 +104,7 @@ def test_rows_come_through_the_ring(rows: int, widths: tuple[int, ...], dtype: s
 def test_columns_of_boxes_are_read_beside_products(rows: int, dtype: str) -> None:
     """Single columns, in either box, and columns from a third of a box on."""
     rng = np.random.default_rng(rows)
-    x, w = (jnp.asarray(rng.standard_normal(s) * s[1] ** -0.5, dtype) for s in ((rows, 192), (192, 64)))
+    x, w = (jax.device_put(np.asarray(rng.standard_normal(s) * s[1] ** -0.5, dtype)) for s in ((rows, 192), (192, 64)))
 
     def function(x: Any, w: Any) -> Any:
         return jax.nn.relu(x @ w) * x[:, 67:68] + x[:, 33:97] * x[:, 5:6] + x[:, 128:]
@@ -138,7 +138,7 @@ def test_tiles_of_a_lane_may_be_consecutive(replicas: int) -> None:
 def test_clusters_share_weights_and_not_tiles(rows: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
     shapes = ((rows, 96), (96, 128), (128, 96))
-    args = [jnp.asarray(rng.standard_normal(s) * s[0] ** -0.5, dtype) for s in shapes]
+    args = [jax.device_put(np.asarray(rng.standard_normal(s) * s[0] ** -0.5, dtype)) for s in shapes]
     of = subject(lambda x, w, v: jax.nn.relu(x @ w) @ v + x, *args)
     plan = arrangements(of)["sm90-vertical-streamed-cluster2-lanes2"]
     kernel = Kernel(of, plan)

@@ -218,8 +218,8 @@ def test_a_network_that_is_pipelined_alone_has_a_forward_and_a_backward_kernel(r
 def test_the_optimiser_of_a_pipelined_step_runs_in_its_kernel() -> None:
     """AdamW and a cross-entropy with integer labels: one kernel for loss, gradients and updates."""
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.standard_normal((24, 5)) * 0.2, jnp.float32), "b": jnp.zeros(5)}
-    x, y = jnp.asarray(rng.standard_normal((130, 24)), jnp.float32), jnp.asarray(rng.integers(0, 5, 130))
+    params = {"w": jax.device_put(np.asarray(rng.standard_normal((24, 5)) * 0.2, jnp.float32)), "b": jnp.zeros(5)}
+    x, y = jax.device_put(np.asarray(rng.standard_normal((130, 24)), jnp.float32)), jax.device_put(rng.integers(0, 5, 130))
     optimiser = optax.adamw(1e-2)
 
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:

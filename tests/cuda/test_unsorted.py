@@ -117,8 +117,8 @@ def test_the_gradient_by_senders_of_a_stream_by_receivers(dtype: str) -> None:
         summed = jax.ops.segment_sum(jnp.tanh(nodes[senders] @ w), receivers, n)
         return jnp.sum(summed.astype(jnp.float32) ** 2)
 
-    w, nodes = (jnp.asarray(RNG.standard_normal(shape) * 0.3, dtype) for shape in ((width, width), (n, width)))
-    indices = [jnp.asarray(RNG.integers(0, n, edges), jnp.int32) for _ in range(2)]
+    w, nodes = (jax.device_put(np.asarray(RNG.standard_normal(shape) * 0.3, dtype)) for shape in ((width, width), (n, width)))
+    indices = [jax.device_put(np.asarray(RNG.integers(0, n, edges), jnp.int32)) for _ in range(2)]
     step = kj.pipeline(jax.value_and_grad(loss, (0, 1)), target="emulator", force=True)
     report = kj.explain(step)(w, nodes, *indices)
     assert report.coverage > 0.9

@@ -31,7 +31,7 @@ def network(mode: str | None = None, segments: int = SEGMENTS) -> Network:
 
 
 def arrays(dtype: Any = jnp.float32, rows: int = ROWS) -> tuple[jax.Array, jax.Array]:
-    return tuple(jnp.asarray(RNG.standard_normal(shape), dtype) for shape in ((rows, WIDTH), (FEW, WIDTH)))
+    return tuple(jax.device_put(np.asarray(RNG.standard_normal(shape), dtype)) for shape in ((rows, WIDTH), (FEW, WIDTH)))
 
 
 def edges(dtype: Any = np.int32, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +80,7 @@ def test_dtypes_and_few_rows(dtype: Any, rows: int) -> None:
 def test_the_gradient_of_a_gather_sorts_no_constant() -> None:
     """The sum by senders is in the backward pass, which knows the constant as the forward pass does."""
     rows, segments = LARGE
-    x, table = jnp.asarray(RNG.standard_normal((rows, WIDTH)), jnp.float32), jnp.ones((segments, WIDTH))
+    x, table = jax.device_put(np.asarray(RNG.standard_normal((rows, WIDTH)), jnp.float32)), jnp.ones((segments, WIDTH))
     senders = RNG.integers(-3, segments, rows).astype(np.int32)
 
     def loss(x: jax.Array, table: jax.Array, senders: Any) -> jax.Array:

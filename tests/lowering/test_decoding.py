@@ -42,7 +42,7 @@ def of_jax(q: Array, k: Array, v: Array, position: Array) -> Array:
 def arguments(queries: int, heads: int, keys: int, dtype: Any = jnp.float32) -> tuple[Array, ...]:
     shapes = (1, queries, heads, SIZE), (1, keys, 1, SIZE), (1, keys, 1, SIZE)
     rng = np.random.default_rng(queries + keys)
-    return tuple(jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)
+    return tuple(jax.device_put(np.asarray(rng.standard_normal(s), dtype)) for s in shapes)
 
 
 CASES = [

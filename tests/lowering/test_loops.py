@@ -33,7 +33,7 @@ def forced(f: Callable[..., Any], target: str | None = None) -> Any:
 
 def carries(n: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(n)
-    return tuple(jnp.asarray(rng.uniform(0.5, 1.0, (ROWS, WIDTH)), jnp.float32) for _ in range(n))
+    return tuple(jax.device_put(np.asarray(rng.uniform(0.5, 1.0, (ROWS, WIDTH)), jnp.float32)) for _ in range(n))
 
 
 def computations(hlo: str) -> dict[str, list[str]]:

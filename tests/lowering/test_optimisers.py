@@ -40,7 +40,7 @@ def network(seed: int = 0, dtype: Any = jnp.float32) -> tuple[Params, jax.Array,
     rng = np.random.default_rng(seed)
 
     def array(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape) * 0.4, dtype)
+        return jax.device_put(np.asarray(rng.standard_normal(shape) * 0.4, dtype))
 
     params = {"w0": array(11, 13), "b0": array(13), "w1": array(13, 5), "b1": array(5)}
     return params, array(ROWS, 11), array(ROWS, 5)
@@ -215,7 +215,7 @@ def test_scalar_and_one_element_parameters() -> None:
 
 def test_a_parameter_shared_by_two_layers() -> None:
     rng = np.random.default_rng(6)
-    w, x, y = (jnp.asarray(rng.standard_normal(s) * 0.3, jnp.float32) for s in ((7, 7), (ROWS, 7), (ROWS, 7)))
+    w, x, y = (jax.device_put(np.asarray(rng.standard_normal(s) * 0.3, jnp.float32)) for s in ((7, 7), (ROWS, 7), (ROWS, 7)))
 
     def objective(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ w) @ w.T - y) ** 2)

@@ -26,7 +26,7 @@ ULP = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 
 def normal(*shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape), dtype))
 
 
 def check(f: Callable[..., Any], *args: Any, covered: bool = True, tolerance: float | None = None) -> Any:

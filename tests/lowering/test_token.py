@@ -94,7 +94,7 @@ def test_products_of_few_rows(rows: int, dtype: Any, tolerance: float) -> None:
     """Sums of rows of a weight, at sizes that no vector and no group of rows divides."""
     rng = np.random.default_rng(rows)
     for k, n in ((97, 131), (300, 1)):
-        x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, k), (k, n)))
+        x, w = (jax.device_put(np.asarray(rng.standard_normal(shape), dtype)) for shape in ((rows, k), (k, n)))
         got = jax.jit(kj.pipeline(lambda x, w: (jax.nn.relu(x) @ w) * 2, force=True, strict=True))(x, w)
         want = np.maximum(np.asarray(x, np.float64), 0) @ np.asarray(w, np.float64) * 2
         size = np.maximum(np.asarray(x, np.float64), 0) @ np.abs(np.asarray(w, np.float64)) * 2  # of what is added up

@@ -58,7 +58,7 @@ def window(shape: tuple[int, ...], dims: tuple[int, ...], sizes: tuple[int, ...]
 
 
 def normal(*shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape), dtype))
 
 
 def check(f: Callable[..., Any], *args: Any, covered: bool = True) -> None:

@@ -29,7 +29,7 @@ def _softmax(x: Any) -> Any:
 
 def _arrays(*shapes: tuple[int, ...]) -> list[Any]:
     rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    return [jax.device_put(np.asarray(rng.standard_normal(s), jnp.float32)) for s in shapes]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ RNG = np.random.default_rng(2)
 
 
 def array(*shape: int, dtype=np.float32):
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return jax.device_put(np.asarray(RNG.standard_normal(shape), dtype))
 
 
 def run_through_interpreter(fn, *args, seed: int = 0):
@@ -128,7 +128,7 @@ def test_tile_program_equals_jax(name):
 def test_tile_program_equals_jax_in_float64(name):
     with enable_x64():
         fn, *args = CASES[name]()
-        args = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
+        args = jax.tree.map(lambda a: jax.device_put(np.asarray(a, np.float64)), args)
         got, regions = run_through_interpreter(fn, *args, seed=1)
         assert regions, "nothing was pipelined"
         for g, w in zip(got, jax.tree.leaves(in_float64(fn, *args)), strict=True):

@@ -36,11 +36,11 @@ def phases(found: Routed) -> list[Phase]:
 
 
 def ids(rng: np.random.Generator, n: int = NODES, rows: int = EDGES) -> jax.Array:
-    return jnp.asarray(rng.integers(0, n, rows), jnp.int32)
+    return jax.device_put(np.asarray(rng.integers(0, n, rows), jnp.int32))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def layer(w: Any, v: Any, edges: Any, nodes: Any, senders: Any, receivers: Any) -> tuple[Any, Any]:

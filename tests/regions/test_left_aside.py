@@ -36,7 +36,7 @@ def biased(q: Any, k: Any, v: Any, table: Any) -> Any:
 def operands() -> list[jax.Array]:
     rng = np.random.default_rng(0)
     shapes = [(BATCH, TOKENS, HEADS, SIZE)] * 3 + [(BUCKETS, HEADS)]
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    return [jax.device_put(np.asarray(rng.standard_normal(s), jnp.float32)) for s in shapes]
 
 
 @pytest.mark.parametrize("device", ["zen5-2", "amx-2", "avx512-64"])

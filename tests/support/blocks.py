@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,7 +48,7 @@ def planned(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def draw(seed: int, *shapes: tuple[int, ...], dtype: str = "float32") -> list[jax.Array]:
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
+    return [jax.device_put(np.asarray(rng.standard_normal(s), dtype)) for s in shapes]
 
 
 def programs(function: Callable[..., Any], *args: Any) -> list[TileProgram]:

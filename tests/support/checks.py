@@ -24,7 +24,7 @@ in_parts = pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.ma
 def arrays(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[jax.Array]:
     """Normal float32 arrays."""
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(s).astype(np.float32) * scale) for s in shapes]
+    return [jax.device_put(rng.standard_normal(s).astype(np.float32) * scale) for s in shapes]
 
 
 def forced(f: Any, **options: Any) -> Any:

@@ -34,8 +34,8 @@ class Arg:
     def draw(self, rng: np.random.Generator, rows: int, dtype: str) -> Array:
         shape = _shape(self, rows)
         if self.classes:
-            return jnp.asarray(rng.integers(0, self.classes, shape), self.dtype or dtype)
-        return jnp.asarray(rng.standard_normal(shape).astype(np.float32) * self.scale, self.dtype or dtype)
+            return jax.device_put(np.asarray(rng.integers(0, self.classes, shape), self.dtype or dtype))
+        return jax.device_put(np.asarray(rng.standard_normal(shape).astype(np.float32) * self.scale, self.dtype or dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ def _eager(name: str, draw: Callable[..., np.ndarray]) -> Callable[..., Any]:
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.key_data(key)
         rng = np.random.default_rng(np.asarray(key).ravel())
-        return jnp.asarray(draw(rng, shape, *bounds, **named), jax.dtypes.canonicalize_dtype(dtype))
+        return jax.device_put(np.asarray(draw(rng, shape, *bounds, **named), jax.dtypes.canonicalize_dtype(dtype)))
 
     return drawn
 

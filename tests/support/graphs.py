@@ -38,8 +38,8 @@ def mlp(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
 def mlp_params(rng: np.random.Generator, dims: tuple[int, ...], dtype: Any = np.float32) -> list[tuple[Any, Any]]:
     return [
         (
-            jnp.asarray(rng.standard_normal((i, o)) * (2.0 / i) ** 0.5, dtype),
-            jnp.asarray(rng.standard_normal(o) * 0.1, dtype),
+            jax.device_put(np.asarray(rng.standard_normal((i, o)) * (2.0 / i) ** 0.5, dtype)),
+            jax.device_put(np.asarray(rng.standard_normal(o) * 0.1, dtype)),
         )
         for i, o in zip(dims[:-1], dims[1:], strict=True)
     ]
@@ -60,8 +60,8 @@ def nerf_params(rng: np.random.Generator, width: int = 256, inputs: int = 63, dt
     dims = [(inputs, width), *[(width, width)] * 3, (width + inputs, width), *[(width, width)] * 3, (width, 4)]
     return [
         (
-            jnp.asarray(rng.standard_normal((i, o)) * (2.0 / i) ** 0.5, dtype),
-            jnp.asarray(rng.standard_normal(o) * 0.1, dtype),
+            jax.device_put(np.asarray(rng.standard_normal((i, o)) * (2.0 / i) ** 0.5, dtype)),
+            jax.device_put(np.asarray(rng.standard_normal(o) * 0.1, dtype)),
         )
         for i, o in dims
     ]

@@ -42,5 +42,5 @@ def attention(normalised: Callable[..., Any]) -> Callable[..., Any]:
 def attention_arguments(dtype: Any = jnp.float32, n: int = N, edges: int = E, seed: int = 0) -> tuple[Any, ...]:
     shapes = (edges, HEADS), (n, HEADS), (n, HEADS, WIDTH), (HEADS, WIDTH)
     rng = np.random.default_rng(seed)
-    ids = (jnp.asarray(rng.integers(0, n, edges), jnp.int32) for _ in range(2))
+    ids = (jax.device_put(np.asarray(rng.integers(0, n, edges), jnp.int32)) for _ in range(2))
     return (*(jnp.asarray(a, dtype) for a in arrays(seed + 7, *shapes)), *ids)

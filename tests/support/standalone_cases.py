@@ -69,7 +69,7 @@ def quickstart() -> Case:
 
 
 def array(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+    return jax.device_put(rng.standard_normal(shape, dtype=np.float32))
 
 
 def example(name: str, *libraries: str) -> Any:
@@ -116,7 +116,7 @@ def digits_nnx() -> Case:
 
 def digits() -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
-    return array(rng, ROWS, 64), jnp.asarray(rng.integers(0, 10, ROWS), jnp.int32)
+    return array(rng, ROWS, 64), jax.device_put(np.asarray(rng.integers(0, 10, ROWS), jnp.int32))
 
 
 def photograph_equinox() -> Case:

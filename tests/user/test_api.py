@@ -70,7 +70,7 @@ def test_there_is_no_option_without_an_effect() -> None:
 
 
 def test_sums_of_a_cpu_are_deterministic_whatever_is_asked_for() -> None:
-    ids = jnp.asarray(np.random.default_rng(4).integers(0, 5_000, 20_000), jnp.int32)
+    ids = jax.device_put(np.asarray(np.random.default_rng(4).integers(0, 5_000, 20_000), jnp.int32))
     x = arrays(5, (20_000, 32))[0]
     found = set()
     for deterministic in (True, False, False):

@@ -20,7 +20,9 @@ def test_both_columns_compute_the_same(name: str) -> None:
 
     def array(x: jax.ShapeDtypeStruct) -> jax.Array:
         whole = jnp.issubdtype(x.dtype, jnp.integer)
-        return jnp.asarray(rng.integers(0, 99, x.shape) if whole else 0.1 * np.abs(rng.standard_normal(x.shape)), x.dtype)
+        return jax.device_put(
+            np.asarray(rng.integers(0, 99, x.shape) if whole else 0.1 * np.abs(rng.standard_normal(x.shape)), x.dtype)
+        )
 
     args = jax.tree.map(array, NETWORKS[name].make(COLUMNS["jit"], 2)[1])
     ours, theirs = (jax.jit(NETWORKS[name].make(COLUMNS[c], 2)[0])(*args) for c in ("pipeline", "jit"))

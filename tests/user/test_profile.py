@@ -663,7 +663,7 @@ def test_a_jax_that_cannot_read_traces_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def normal(*shape: int) -> jax.Array:
     rng = np.random.default_rng(len(shape))
-    return jnp.asarray(rng.normal(size=shape) / max(1, shape[0]) ** 0.5, jnp.float32)
+    return jax.device_put(np.asarray(rng.normal(size=shape) / max(1, shape[0]) ** 0.5, jnp.float32))
 
 
 def tiny_layers(w: Any, x: Any) -> Any:
