@@ -28,6 +28,9 @@ from kitsune_jax.planning.streams import Region
 from kitsune_jax.program.ir import TileProgram
 from kitsune_jax.targets.cuda import target as cuda_target
 from reference.check import verify
+from tests.support.cuda_run import kernel_cache
+
+__all__ = ["kernel_cache"]  # a fixture
 
 # A process of tests holds millions of objects of traces and programs, and looking through them took 6 % of its time.
 gc.freeze()

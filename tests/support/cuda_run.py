@@ -50,9 +50,10 @@ from reference.interpret import interpret
 Array = Any
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """Kernels of this session are compiled once, whichever process asks first, and never into the user's cache."""
+    """Kernels of this session are compiled once, whichever process asks first, and never into the user's cache: tests/conftest.py
+    hands it to every test."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kernels"
     with pytest.MonkeyPatch.context() as patch:
