@@ -755,13 +755,24 @@ class _Evaluation:
         kept = [self._in_common(n, *axes) for n, *axes in zip(value.shape, have, want, strict=True)]
         for d, n in enumerate(value.shape):
             if lost := have[d][kept[d] :]:
-                x = lax.all_gather(x, lost, axis=d, tiled=True)
+                x = self._gathered(x, lost, d)
                 if x.shape[d] > n:
                     x = lax.slice_in_dim(x, 0, n, axis=d)
         for d, common in enumerate(kept):
             if more := want[d][common:]:
                 x = self._part(x, d, more)
         return x
+
+    def _gathered(self, x: Any, axes: Axes, d: int) -> Any:
+        """The parts of dimension ``d`` that the devices along ``axes`` have, one after the other.
+
+        XLA gathers along the first dimension of an array, and copies the operand and the result of any other gather. A pipeline
+        reads the parts where they are.
+        """
+        if d == 0:
+            return lax.all_gather(x, axes, axis=0, tiled=True)
+        parts = jnp.moveaxis(lax.all_gather(x, axes), 0, d)
+        return lax.reshape(parts, (*x.shape[:d], shards(axes, self.mesh) * x.shape[d], *x.shape[d + 1 :]))
 
     def _in_common(self, n: int, have: Axes, want: Axes) -> int:
         """How many of the first axes of a dimension of ``n`` elements stay. Parts of padded shards are not those of the whole."""
