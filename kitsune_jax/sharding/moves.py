@@ -90,6 +90,13 @@ class Moves:
             return found
         return lax.pmax(found, self.axes) if dtype == np.bool_ else lax.psum(found, self.axes)
 
+    def sliced(self, op: Op, x: Any) -> Any:
+        """``x``, what the slice ``op`` reads, sliced along the dimensions that it moves and that are whole."""
+        whole = {d for d, (n, limit, start) in enumerate(zip(x.shape, op["limit"], op["start"], strict=True)) if start or limit < n}
+        for d in sorted(whole - {self.dim}):
+            x = lax.slice_in_dim(x, op["start"][d], op["limit"][d], axis=d)
+        return x
+
     def _received(self, x: Any, step: _Round, n: int, position: Any) -> Any:
         """The elements of a round in their places of ``n``, and anything in all other places."""
         d, size = self.dim, step.size
@@ -161,8 +168,14 @@ def running_over_devices(x: Any, running: Callable[[Any, bool], Any], fold: str,
 
 def moves_of(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, made: Spec) -> Moves | None:
     """The moves of ``op``, whose result is divided as ``made`` along the dimensions that stay as they are."""
-    (d, *others), out = _moved_dims(op, graph), graph.values[op.outputs[0]].shape
-    segments = _segments(op, graph, d) if not others else []
+    dims, out = _moved_dims(op, graph), graph.values[op.outputs[0]].shape
+    known = [spec for v in op.inputs if (spec := specs[v]) is not None and len(spec) == len(out)]
+    if len(dims) > 1:  # along the others each device slices or pads what it has
+        dims = [d for d in dims if any(spec[d] for spec in known)]
+    if len(dims) != 1:
+        return None
+    (d,) = dims
+    segments = _segments(op, graph, d)
     values = list(dict.fromkeys(s.value for s in segments))
     divided = {v: spec[d] for v in values if (spec := specs[v]) is not None and spec[d]}
     axes = next(iter(divided.values()), ())
@@ -188,13 +201,13 @@ def moves_of(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, mad
 
 
 def _moved_dims(op: Op, graph: Graph) -> list[int]:
-    """The dimensions along which ``op`` does not keep its elements in place; some, where it keeps all."""
+    """The dimensions along which ``op`` does not keep its elements in place; none for strides."""
     if op.kind == "concatenate":
         return [op["dimension"]]
     pairs = zip(graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape, strict=True)
     strided = [op["interior"] if op.kind == "pad" else [s - 1 for s in op["strides"] or ()]]
     found = [d for d, (a, b) in enumerate(pairs) if a != b or (op.kind == "pad" and op["low"][d])]
-    return [0, 0] if any(map(any, strided)) or not found else found
+    return [] if any(map(any, strided)) else found
 
 
 def _segments(op: Op, graph: Graph, d: int) -> list[_Segment]:

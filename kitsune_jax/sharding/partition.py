@@ -589,10 +589,19 @@ class _Evaluation:
 
     def _moved_elements(self, op: Op, spec: Spec, moved: Moves) -> Any:
         arrays = {v: self.read(v, have) for v, have in moved.reads}
-        fill = self.read(op.inputs[1], ()) if op.kind == "pad" else None
         out = self.graph.values[op.outputs[0]]
-        shape = local_shape(out.shape, spec, self.mesh)
-        return moved.run(arrays, fill, shape, np_dtype(out.dtype), self._position(moved.axes))
+        shape = list(local_shape(out.shape, spec, self.mesh))
+        padding, fill = [(0, 0, 0)] * len(shape), None
+        if op.kind == "slice":
+            arrays = {v: moved.sliced(op, x) for v, x in arrays.items()}
+        if op.kind == "pad":
+            fill = self.read(op.inputs[1], ())
+            for d in range(len(shape)):
+                if d != moved.dim and (op["low"][d] or op["high"][d]):
+                    padding[d] = op["low"][d], op["high"][d], 0
+                    shape[d] -= op["low"][d] + op["high"][d]
+        made = moved.run(arrays, fill, tuple(shape), np_dtype(out.dtype), self._position(moved.axes))
+        return lax.pad(made, jnp.asarray(fill, made.dtype), padding) if any(map(any, padding)) else made
 
     def _keep(self, v: int, spec: Spec, array: Any) -> None:
         self.first[v] = spec

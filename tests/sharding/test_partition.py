@@ -127,6 +127,14 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
         (_normal(12, 4), _indices(12, 6)),
     ),
+    "a stencil": (
+        lambda x: (
+            jnp.sum(jax.lax.pad(x[:-2, 1:-1] + x[2:, 1:-1] - x[1:-1, 2:], np.float32(2), [(2, 1, 0), (1, -2, 0)]), 1),
+            x[1, 2] * 2,
+            x[9:11, 3:],
+        ),
+        (_normal(12, 6),),
+    ),
     "differences": (jax.grad(lambda x: jnp.sum(jnp.tanh((x[1:] - x[:-1]) @ jnp.ones((4, 2))) ** 2)), (_normal(12, 4),)),
     "softmaxes": (
         lambda q, k, v: (

@@ -162,6 +162,12 @@ def self_attention(x: Any, w: Any, wo: Any) -> Any:
     return attention(q, k, v).reshape(x.shape) @ wo
 
 
+def stencil(u: Any, w: Any) -> Any:
+    """A step of the heat equation on a grid, and a product."""
+    p = jnp.pad(u, 1)
+    return jnp.tanh((u + 0.1 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u)) @ w)
+
+
 def until_large(x: Any, w: Any) -> Any:
     return jax.lax.while_loop(lambda c: jnp.sum(c) < 1e3, lambda c: c + jnp.abs(jnp.tanh(c @ w) @ w.T) + 1, x)
 
@@ -262,6 +268,7 @@ PROGRAMS: dict[str, Sharded] = {
     ),
     "rolled rows": Sharded(lambda x, w: jnp.roll(x, 1, 0) @ w, (_MLP[0], _MLP[1]), (P("data"), P())),
     "rolled columns": Sharded(lambda x, w: jnp.tanh(jnp.roll(x @ w, 3, 1)), (_MLP[0], _MLP[1]), (P("data"), P(None, "model"))),
+    "a stencil": Sharded(stencil, (_normal(48, 32), _normal(32, 32)), (P("data"), P())),
     "a loop that depends on data": Sharded(until_large, (_normal(48, 32), _normal(32, 64)), (P("data"), P())),
     "second derivative": Sharded(
         lambda x, w1, b1, w2: jax.jvp(jax.grad(lambda w: jnp.sum(mlp(x, w, b1, w2) ** 2)), (w1,), (w1,))[1],
