@@ -20,6 +20,7 @@ import numpy as np
 from kitsune_jax import _compat, config, targets
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.planning.cost import all_reduce_seconds
@@ -242,7 +243,8 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     capabilities = dataclasses.replace(capabilities, stores_least=options.stores_least, workers=machine.workers)
     if not (options.merge and capabilities.runs_phases):
         capabilities = dataclasses.replace(capabilities, most_merged=1)
-    chosen = known.selections.get(options_of_selection := dataclasses.replace(options, code=False))
+    asked = dataclasses.replace(options, code=False), capabilities
+    chosen = known.selections.get(asked)
     if chosen is None:
         chosen = select(
             graph,
@@ -255,7 +257,7 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
             failed=failed,
         )
         if not failed.seen:
-            known.selections[options_of_selection] = chosen
+            known.selections[asked] = chosen
     made = _make_calls(graph, chosen.regions, executor, machine, generate=options.code and executor.available())
     rejected = list(chosen.rejected)
     for call, result in made:
@@ -385,10 +387,11 @@ class _TargetSearch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Known:
-    """``plans`` of regions, and ``selections`` by the options that they were made with, whether with code or without."""
+    """``plans`` of regions, and ``selections`` by the options and capabilities that they were made with, whether with code or
+    without."""
 
     plans: dict[RegionKey, Plan | str] = dataclasses.field(default_factory=dict)
-    selections: dict[RouteOptions, Selection] = dataclasses.field(default_factory=dict)
+    selections: dict[tuple[RouteOptions, TargetCapabilities], Selection] = dataclasses.field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=16)

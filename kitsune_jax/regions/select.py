@@ -234,7 +234,7 @@ def select(
         """Every op is asked for its best stream, and one over a few rows of a batch may hold a whole network, of which the streams
         over more rows hold a layer each: together they may gain more than it does, with more workers."""
         found = _Selector(index, wiring, search).run()
-        if force or not any(_idles(index, r, capabilities.workers) for c in found.regions for r in c.regions):
+        if not any(_idles(index, r, capabilities.workers) for c in found.regions for r in c.regions):
             return found
         wide = _Selector(index, wiring, dataclasses.replace(search, wide_first=True)).run()
         return max(found, wide, key=lambda s: sum(seconds_gained(p.plan) for c in s.regions for p in c.phases))
@@ -498,17 +498,16 @@ class _Selector:
             known = self.without_gradients[id(region)] = region, (rest, smaller)
         return known[1]
 
-    def _gain(self, c: Chosen) -> tuple[bool, bool, float, float]:
+    def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared; larger is better. With ``force`` the model does not decide: a stream over rows
-        precedes one over a layer's columns or scores, which ends in sums of partial products; one that keeps all workers busy
-        precedes others; then the larger region."""
+        precedes one over a layer's columns or scores, which ends in sums of partial products; then the larger region."""
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
             sums = () if c.region.space.batch else c.region.sinks
             splits = any(splits_layer(self.graph.ops[i], self.wiring.scores) for i in sums)
-            return (not splits, not _idles(self.index, c.region, self.capabilities.workers), float(ops), gain)
-        return (True, True, gain, float(len(c.region.ops)))
+            return (not splits, float(ops), gain)
+        return (True, gain, float(len(c.region.ops)))
 
     def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:
         kept, new = self.spreads.at(seed)
