@@ -42,6 +42,7 @@ from kitsune_jax._compat.jaxprs import (
     trace_jaxpr,
     tree_util,
     util,
+    with_room_for_frames,
 )
 
 # --- rules for JAX 0.10, which has no ``register_call_primitive_rules`` -----------------------------------------------------------
@@ -286,6 +287,7 @@ def register_call_rules(prim: Any, choose_residuals: Callable[..., Any], context
 def _linearize_rule(prim: Any, choose_residuals: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
     """JAX's rule, but with the residuals of ``choose_residuals`` where that returns some."""
 
+    @with_room_for_frames
     @collector_paused()
     def divide(call_jaxpr: Any, nzs: tuple[bool, ...], is_vjp: bool, how: Any) -> Any:
         primal, made, nz_out, forwarded, tangent = ad.linearize_jaxpr(_with_equal_equations(call_jaxpr), list(nzs), is_vjp=is_vjp)

@@ -69,6 +69,7 @@ def explain_calls(calls: Sequence[PipelinedCall], obstacles: Sequence[str | None
     return merge_reports(reports, f"{len(reports)} pipelined calls are reported as one; operators outside of them are not counted")
 
 
+@_compat.with_room_for_frames
 def explain_jaxpr(call_jaxpr: Any, options: Options, platform: str, device: str | None, obstacle: str | None = None) -> Report:
     """The report of ``call_jaxpr`` and of the bodies of its loops on a machine that need not be present. Emits nothing.
 

@@ -242,6 +242,7 @@ def watch_calls(elsewhere: bool) -> Iterator[list[LoweredCall]]:
         _watch.reset(token)
 
 
+@_compat.with_room_for_frames
 def lower_call(ctx: Any, *args: Any, call_jaxpr: Any, options: Options, platform: str | None) -> Any:
     """The lowering rule. ``platform`` is "cpu", "cuda", or ``None`` for every other."""
     if tuning.is_measuring():

@@ -780,6 +780,7 @@ class _Partitioner:
         self._known.clear()
         self.by_xla.clear()
 
+    @_compat.with_room_for_frames
     def __call__(self, shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, text: Any) -> Any:
         text = text if isinstance(text, str) else bytes(text).decode()
         found = _read(text)

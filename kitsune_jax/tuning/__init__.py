@@ -273,6 +273,7 @@ class _Measurement:
         with _compat.x64(self.x64):
             self._measure()
 
+    @_compat.with_room_for_frames
     def _measure(self) -> None:
         devices = jax.local_devices(backend=self.platform)[: math.prod(self.axes.values())]
         mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(self.axes.values())), tuple(self.axes)) if self.axes else None

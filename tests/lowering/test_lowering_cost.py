@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import cProfile
 import gc
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import kitsune_jax as kj
+from kitsune_jax import _compat
 from kitsune_jax._compat import call_rules
 from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.frontend import lowering
@@ -145,3 +148,38 @@ def test_rules_of_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
     shared, once = traced(), len(ran)
     monkeypatch.setattr(call_rules, "_with_equal_equations", lambda call_jaxpr: call_jaxpr)
     assert traced() == shared and len(ran) == 6 and once == 1
+
+
+def _inner(x: int) -> int:
+    return x + 1
+
+
+def _loop() -> int:
+    return sum(_inner(x) for x in range(1000))
+
+
+def _faults_below(depth: int, run: Callable[[], int]) -> int:
+    """Page faults of ``run`` below ``depth`` calls."""
+    if depth:
+        return _faults_below(depth - 1, run)
+    run()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_frames_have_room_at_any_depth() -> None:
+    """A call at the end of a chunk of frames maps a new chunk: without room some depth has a fault in every call."""
+    roomy = _compat.with_room_for_frames(_loop)
+    assert roomy() == 500_500 and roomy.__name__ == "_loop"
+    assert max(_faults_below(depth, roomy) for depth in range(150)) < 200
+
+
+def test_room_for_frames_hands_on_arguments_and_errors() -> None:
+    @_compat.with_room_for_frames
+    def divided(x: int, *, by: int) -> float:
+        return x / by
+
+    assert divided(6, by=3) == 2
+    with pytest.raises(ZeroDivisionError):
+        divided(1, by=0)
