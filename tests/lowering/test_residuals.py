@@ -158,7 +158,7 @@ def test_report_compares_the_policy_in_use_with_the_alternatives() -> None:
 
 def test_only_the_explained_program_is_planned_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report takes no longer than lowering: nothing is planned for the comparison of policies alone."""
-    monkeypatch.setattr(residuals, "_MOST_PLANNED", 3)
+    monkeypatch.setattr(residuals, "_MOST_PLANNED", {"cpu": 3})
     args = inputs()
     step = kj.explain(gradient("save"))(*args)
     assert rows_of(step)["save"].plan is not None and rows_of(step)["recompute"].plan is None
