@@ -90,11 +90,11 @@ class Comparison:
 # recurrent loops, which now load the rows of a step during the step before (LSTM 256 wide 0.57 ms, modelled as 0.60; GRU 0.60 as
 # 0.51; LSTM 64 wide 0.76 as 0.60; CartPole 0.68 as 0.63).
 MEASURED: dict[str, tuple[Ran, ...]] = {
-    "attention_128_causal infer bf16 1024": (Ran(31, 64, 3),),
-    "attention_128_causal infer bf16 4096": (Ran(31, 64, 3),),
-    "attention_128_full infer bf16 4096": (Ran(21, 64, 2),),
-    "attention_64_causal infer bf16 4096": (Ran(31, 128, 2),),
-    "attention_64_full infer bf16 4096": (Ran(21, 128, 2),),
+    "attention_128_causal infer bf16 1024": (Ran(30, 64, 3),),
+    "attention_128_causal infer bf16 4096": (Ran(30, 64, 3),),
+    "attention_128_full infer bf16 4096": (Ran(20, 64, 2),),
+    "attention_64_causal infer bf16 4096": (Ran(30, 128, 2),),
+    "attention_64_full infer bf16 4096": (Ran(20, 128, 2),),
     "meshgraphnets infer bf16 200000": (
         Ran(37, "l2", 2, stages=(35, 2)),
         Ran(102, "resident", 2, order=True),

@@ -127,7 +127,13 @@ class Equation:
         return self.slice(v, at, [start + size if d == axis else n for d, n in enumerate(shape)])
 
     def transpose(self, v: int, permutation: Sequence[int]) -> int:
-        return v if tuple(permutation) == tuple(range(len(permutation))) else self.op("transpose", v, permutation=permutation)
+        """``v`` with its dimensions in another order; if a transposition made ``v``, its operand in that order."""
+        if tuple(permutation) == tuple(range(len(permutation))):
+            return v
+        made = self.builder.made_by(v)
+        if made is not None and made.kind == "transpose":  # the gradient of a table that is also multiplied transposed has two
+            return self.transpose(made.inputs[0], [made["permutation"][d] for d in permutation])
+        return self.op("transpose", v, permutation=permutation)
 
     def convert(self, v: int, dtype: str) -> int:
         """``v`` in another dtype; a literal becomes another literal."""

@@ -241,3 +241,71 @@ def test_a_product_that_others_read_keeps_its_order() -> None:
         capture(jax.make_jaxpr(f)(*args), None, RewriteContext(TargetCapabilities(stores_rows=on))) for on in (False, True)
     )
     assert plain.graph == rewritten.graph
+
+
+# --- products of transposed operands ----------------------------------------------------------------------------------------------
+
+
+def embeddings(x: Array, table: Array, ids: Array) -> Array:
+    """The loss of a language model whose last layer is its table of embeddings."""
+    logits = jnp.tanh(x + table[ids]) @ table.T
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits, -1), ids[:, None], -1))
+
+
+TRANSPOSED: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
+    "weight": (lambda x, w: jnp.sin(x) @ w.T, (7, 5), (6, 5)),
+    "weight of two dimensions": (
+        lambda x, w: lax.dot_general(jnp.sin(x), w.transpose(2, 0, 1), (((1,), (0,)), ((), ()))),
+        (7, 5),
+        (2, 3, 5),
+    ),
+    "gradient by hand": (lambda x, y: jnp.sin(x).T @ jnp.cos(y), (N, 5), (N, 6)),
+    "both": (lambda x, w: x.T @ w.T, (5, 7), (6, 5)),
+    "itself": (lambda x, _: x.T @ x, (N, 5), (1,)),
+    "twice": (lambda x, w: jnp.sin(x) @ w.T.T, (7, 5), (5, 6)),
+}
+
+
+def kinds_of(f: Function, *args: Array) -> list[str]:
+    captured = capture(jax.make_jaxpr(f)(*args))
+    assert not captured.failures
+    verify(captured.graph)
+    return [op.kind for op in captured.graph.ops]
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_product_reads_a_transposed_operand_as_it_lies(name: str, dtype: str) -> None:
+    f, *shapes = TRANSPOSED[name]
+    rng = np.random.default_rng(4)
+    args = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    assert "transpose" not in kinds_of(f, *args)
+    check_close(jax.jit(kj.pipeline(f, force=True))(*args), f, args, dtype, roundings=32)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: (x @ w.T, jnp.sum(jnp.sin(w.T) ** 2, 0)),  # the transposition is made for another reader
+        lambda x, w: (x @ w.T, w.T),
+        lambda x, w: lax.dot_general(x, jnp.stack([w, w]).transpose(2, 1, 0), (((1,), (0,)), ((), ()))),  # columns in another order
+    ],
+    ids=["read by another", "a result", "order"],
+)
+def test_a_transposition_that_a_product_cannot_replace_stays(f: Function) -> None:
+    args = jnp.ones((7, 5)), jnp.ones((6, 5))
+    assert "transpose" in kinds_of(f, *args)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("argument", [0, 1, (0, 1)])
+def test_the_gradient_of_a_table_that_is_also_a_layer_is_not_transposed(argument: Any, dtype: str) -> None:
+    """Autodiff transposes it twice: once behind the product, and once more because the product reads the table transposed."""
+    rng = np.random.default_rng(5)
+    x, table = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in [(N, 6), (53, 6)])
+    args = x, table, jnp.asarray(rng.integers(0, 53, N), jnp.int32)
+    f = jax.grad(embeddings, argument)
+    assert "transpose" not in kinds_of(f, *args)
+    got = jax.jit(kj.pipeline(f, force=True))(*args)
+    for g, k in zip(got, argument, strict=True) if isinstance(argument, tuple) else [(got, argument)]:
+        check_close(g, jax.grad(embeddings, k), args, dtype, roundings=64)

@@ -18,6 +18,7 @@ from kitsune_jax.capture.rewrites.loops import move_constants, move_products, mo
 from kitsune_jax.capture.rewrites.products import (
     exchange_operands,
     fold_slices,
+    fold_transposed_operands,
     fold_transposes,
     masks_of_results,
     move_indexing,
@@ -75,6 +76,7 @@ OF_BODIES: Sequence[Rewrite] = (
     Rewrite("finding constant indices in order", promise_sorted),
     Rewrite("summing rows of weights and their gradients by results", sum_results),
     Rewrite("folding transpositions into weight gradients", fold_transposes),
+    Rewrite("folding transpositions of operands into products", fold_transposed_operands),
     Rewrite("exchanging operands of products to store rows", exchange_operands, lambda c: c.capabilities.stores_rows),
     Rewrite("recomputing attention scores in the backward pass", repeat_scores),
     Rewrite("moving indexing to the other side of products", move_indexing),
