@@ -125,7 +125,7 @@ int64_t strands_for(const Program& p, size_t bytes, double ns) {
     const int64_t each = static_cast<int64_t>(spare) / strands;  // as many for every worker
     strands *= each > 2 ? each : 1;
   }
-  size_t most = plus(kMost, array_bytes(p.inputs, p.outputs));
+  size_t most = plus(kMost, times(2, array_bytes(p.inputs, p.outputs)));  // sums of 16-bit results have 32 bits
   strands = std::min(strands, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(bytes, 1), kMaxWorkers)));
   return std::clamp<int64_t>(strands, 1, p.tiles);
 }

@@ -77,6 +77,8 @@ inline void test_outer() {
   for (DType type : {DType::kF32, DType::kF64, DType::kF16})
     for (int64_t R : {1, 7, 33})
       for (int64_t M : {12, 13, 25, 47}) test_outer_case({R, M, 401, type, R == 7}, random);
+  // Columns of X that are interleaved in parts, equal ones or not.
+  for (int64_t M : {2047, 2048, 4100, 6001}) test_outer_case({M == 2048 ? 257 : 131, M, 33, DType::kBF16, M % 2 == 0}, random);
   for (int i = 0; i < kNumProducts; ++i) test_outer_case({128, 80, 96, DType::kBF16, false, Product(i)}, random);
 }
 
