@@ -28,6 +28,9 @@ class TargetCapabilities:
     divides_gradients: bool = False
     #: The operands of weight gradients may be stored for products of their own, where these and the rest take less time.
     stores_gradients: bool = False
+    #: Every worker of a call has sums of its own, and workers without memory for them are idle. Operands of weight gradients may
+    #: then be stored too.
+    sums_by_worker: bool = False
     #: Rows are stored much faster than columns, so an attention is captured with its values in rows, whatever the order of the
     #: operands in its product (``capture.rewrites.products.exchange_operands``).
     stores_rows: bool = False

@@ -389,6 +389,24 @@ def _without_tables(index: GraphIndex, sp: Spread, region: Region, plan: Plan | 
     return _best_without(index, sp, (region, plan, {}), dict.fromkeys((others, folds), _TABLE), plan_of)
 
 
+def store_gradients(
+    index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, plan_of: PlanOf, alone: Callable[[int], Plan | str]
+) -> Found:
+    """``region``, of whose ``plan`` workers are idle, without its large weight gradients, if that gains more.
+
+    Every worker has sums of its own, which are added up in the end: those of a language model with 50 257 tokens take 154 MB for
+    its table alone, and only as many workers run as have memory for them. A product of its own (``alone``) streams over the rows
+    of the weight, reads the operands of the gradient from memory, and keeps no sums.
+    """
+    graph = index.graph
+    products = [i for i in region.sinks if graph.ops[i].kind == "dot_general" and not graph.ops[i]["lhs_batch"]]
+    sizes = {i: graph.values[graph.ops[i].outputs[0]].size for i in products}
+    if not sizes or len(region.ops) == len(products):
+        return region, plan, {}
+    large = tuple(i for i, size in sizes.items() if _SMALL * size >= max(sizes.values()))
+    return _best_without(index, sp, (region, plan, {}), {large: _GRADIENT}, plan_of, alone)
+
+
 def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | str, plan_of: PlanOf) -> Found:
     """``region`` without weight gradients, if that gains more.
 
@@ -411,8 +429,17 @@ def drop_gradients(index: GraphIndex, sp: Spread, region: Region, plan: Plan | s
     return _best_without(index, sp, (region, plan, {}), dict.fromkeys((tuple(sizes), large), _GRADIENT), plan_of)
 
 
-def _best_without(index: GraphIndex, sp: Spread, whole: Found, choices: Mapping[tuple[int, ...], str], plan_of: PlanOf) -> Found:
-    """``whole``, or its region without the ops of the one of ``choices`` that gains most, with the reasons."""
+def _best_without(
+    index: GraphIndex,
+    sp: Spread,
+    whole: Found,
+    choices: Mapping[tuple[int, ...], str],
+    plan_of: PlanOf,
+    alone_of: Callable[[int], Plan | str] | None = None,
+) -> Found:
+    """``whole``, or its region without the ops of the one of ``choices`` that gains most, with the reasons. ``alone_of``: the plan
+    of a removed op, by default in the same stream."""
+    alone_of = alone_of or (lambda i: plan_of(region_of(index, sp, needed(index, sp, {i}))))
     region, plan, _ = best = whole
     most = 0.0
     for left, text in choices.items():
@@ -422,7 +449,7 @@ def _best_without(index: GraphIndex, sp: Spread, whole: Found, choices: Mapping[
         smaller = plan_of(rest) if rest.outputs else ""
         if isinstance(smaller, str):
             continue
-        alone = [plan_of(region_of(index, sp, needed(index, sp, {i}))) for i in left]
+        alone = [alone_of(i) for i in left]
         gain = gain_of_splitting(plan, smaller, alone)
         if gain > most:
             why = {i: own if isinstance(own, str) else f"{text} {estimate_text(own)}" for i, own in zip(left, alone, strict=True)}

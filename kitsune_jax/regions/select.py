@@ -25,6 +25,7 @@ from kitsune_jax.planning.streams import (
     StreamSpace,
     Supports,
     Wiring,
+    candidate_seeds,
     has_few_rows,
     is_batched,
     relations_of,
@@ -40,6 +41,7 @@ from kitsune_jax.regions.alternatives import (
     drop_gradients,
     possible_cuts,
     recompute,
+    store_gradients,
 )
 from kitsune_jax.regions.grow import (
     NEVER_SEEDS,
@@ -489,14 +491,30 @@ class _Selector:
 
     def _drop_gradients(self, sp: Spread, region: Region, plan: Plan | str) -> tuple[Region, Plan | str]:
         """``region`` and its plan, or the rest of it without weight gradients whose operands are stored for others."""
-        if not self.capabilities.stores_gradients:
+        able = self.capabilities
+        idle = able.sums_by_worker and not isinstance(plan, str) and plan.replicas < min(plan.tiles, able.workers)
+        if not (able.stores_gradients or idle):
             return region, plan
         known = self.without_gradients.get(id(region))
         if known is None:
-            rest, smaller, why = drop_gradients(self.index, sp, region, plan, self._plan_of)
+            if idle:
+                rest, smaller, why = store_gradients(self.index, sp, region, plan, self._plan_of, self._alone)
+            else:
+                rest, smaller, why = drop_gradients(self.index, sp, region, plan, self._plan_of)
             self.why.update(why)
             known = self.without_gradients[id(region)] = region, (rest, smaller)
         return known[1]
+
+    def _alone(self, i: int) -> Plan | str:
+        """The fastest plan of op ``i`` as a region of its own."""
+        best: Plan | str = ""
+        for seed in candidate_seeds(self.graph, i):
+            sp = self._spread(seed, {i})
+            for region in regions_of(self.index, sp):
+                plan = self._plan_of(region)
+                if not isinstance(plan, str) and (isinstance(best, str) or plan.seconds < best.seconds):
+                    best = plan
+        return best
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared; larger is better. With ``force`` the model does not decide: a stream over rows

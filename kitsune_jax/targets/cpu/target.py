@@ -107,6 +107,7 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
         most_merged=512,
         recomputes=True,
         repeats_products=True,
+        sums_by_worker=True,
         stores_rows=True,
         sums_online=True,
         runs_loops=True,

@@ -38,6 +38,11 @@ _CPU_SOURCES = (
 )
 
 
+# Bytes that a call may take beside its arrays: for partial sums (``strands_for`` in ``cpu/src/executor.cc``), and for the tiles of
+# all threads together (``kMostScratch``).
+PARTIAL_SUMS, TEMPORARY = 256 * MIB, 1024 * MIB
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuMachine(Machine):
     """``fault_bandwidth``: bytes per second of the first touch of fresh pages, by all workers; ``huge_fault_bandwidth``: of the

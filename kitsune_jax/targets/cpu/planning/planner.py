@@ -29,9 +29,11 @@ from kitsune_jax.targets.cpu.call import LONG_SECONDS
 from kitsune_jax.targets.cpu.planning.cost import CpuCost, CpuWork
 from kitsune_jax.targets.cpu.planning.machines import (
     FAMILIES,
+    PARTIAL_SUMS,
     REGION_ALONE,
     SHARED_SECONDS,
     STEP_SECONDS,
+    TEMPORARY,
     CpuMachine,
     CpuProgramContext,
 )
@@ -81,6 +83,7 @@ class TileModel:
         self.weights = cost.stationary_bytes(ops)
         self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
         self.sinks = cost.sink_bytes(ops) - self.tables
+        self.arrays = sum(map(cost.bytes, {*cost.region.inputs, *cost.outputs}))
         self._made = cost.made_row_bytes()
         self._between = cost.repack_seconds() + cost.steps_seconds()
 
@@ -93,6 +96,13 @@ class TileModel:
         # accumulators a worker took 122 ms at 64-128 rows and 128 ms at 32; its matmuls alone take 117).
         fetched = self._weight_seconds() + self._spill_seconds(rows)
         return max(tensor, fetched) + simt + self._between + _TILE_SECONDS
+
+    def workers(self, rows: int) -> int:
+        """The workers for which the executor has memory: for a tile of ``rows`` rows, and for sums of their own (``kMostScratch``
+        and ``strands_for`` in ``cpu/src``)."""
+        tiles = (TEMPORARY + self.arrays) // (rows * self.live)
+        sums = (PARTIAL_SUMS + 2 * self.arrays) // max(1, self.sinks + self.tables)
+        return max(1, min(self.cost.machine.workers, tiles, sums))
 
     def _weight_seconds(self) -> float:
         place = "l2" if self.weights <= self.cost.machine.local_bytes // 2 else "l3"
@@ -157,16 +167,16 @@ def tile_rows(model: TileModel) -> int:
 
     @functools.cache
     def seconds(rows: int) -> float:
-        tiles, tile = space.tiles(rows), model.seconds(rows) + model.weight_wait_seconds()
+        tiles, tile, workers = space.tiles(rows), model.seconds(rows) + model.weight_wait_seconds(), model.workers(rows)
         if tiles * tile < SHARED_SECONDS:
             return tiles * tile
         hand_over = machine.call_seconds - model.cost.times["call/short"] if tiles > 1 else 0.0
         if model.cost.program.flop_counts.is_of(model.cost.graph):
-            if min(tiles, machine.workers) > 1:  # another worker zeroes sums, which are then added up
+            if min(tiles, workers) > 1:  # another worker zeroes sums, which are then added up
                 hand_over += woken_seconds(model.cost) + 2 * model.sinks / machine.place("l3").bandwidth
             elif tiles < machine.workers:  # one worker moves the bytes that all would share
                 hand_over += (1 - 1 / machine.workers) * pipeline_traffic(model.cost) / machine.place("l3").bandwidth
-        return hand_over + -(-tiles // machine.workers) * tile
+        return hand_over + -(-tiles // workers) * tile
 
     best = min(seconds(n) for n in candidates)
     rows = next(n for n in candidates if seconds(n) <= (_WOKEN_FOR if looped and n == whole else _INDIFFERENT) * best)
@@ -398,7 +408,7 @@ def _plan_tiles(cost: CpuCost, model: TileModel) -> CpuPlan:
     region, machine, order = cost.region, cost.machine, cost.order
     rows = tile_rows(model)
     tiles = region.space.tiles(rows)
-    replicas = max(1, min(machine.workers, tiles))
+    replicas = max(1, min(model.workers(rows), tiles))
     tile = model.seconds(rows) + model.cache_wait_seconds(rows)
     traffic = pipeline_traffic(cost)
     busy = -(-tiles // replicas) * tile
