@@ -148,7 +148,7 @@ def test_a_rewrite_that_fails_is_undone_and_the_next_one_runs(rewrite: Any) -> N
 # --- what a valid Graph is -------------------------------------------------------------------------------------------------------
 
 
-A, B, T = Value((3, 4), "float32"), Value((4, 2), "float32"), Value((3, 4), "bool")
+A, B, T, START = Value((3, 4), "float32"), Value((4, 2), "float32"), Value((3, 4), "bool"), Value((), "int32")
 DOT = make_params(lhs_contract=(1,), rhs_contract=(0,), lhs_batch=(), rhs_batch=(), accumulate="float32", precision=None)
 WRONG = {
     "add": (("add", (A, B), A, ()), "not defined for"),
@@ -163,6 +163,7 @@ WRONG = {
     "transpose": (("transpose", (A,), A, make_params(permutation=(1, 0))), r"has shape \(4, 3\)"),
     "broadcast": (("broadcast_in_dim", (B,), A, make_params(shape=(3, 4), dims=(0, 1))), "not defined for"),
     "concatenate": (("concatenate", (A, B), A, make_params(dimension=1)), "not defined for"),
+    "window": (("dynamic_slice", (A, START, START), A, make_params(dims=(0, 0), sizes=(3, 3))), "not defined for"),
     "reduce": (("reduce_sum", (A,), A, make_params(axes=(1,))), r"has shape \(3,\)"),
     "convert": (("convert_element_type", (A,), A, make_params(new_dtype="bfloat16")), "does not make"),
     "unknown": (("frobnicate", (A,), A, ()), "not an op of the table"),
@@ -179,3 +180,10 @@ def test_an_op_that_does_not_fit_its_values_is_refused(name: str) -> None:
     graph = Graph((*ins, out), tuple(range(len(ins))), (len(ins),), (Op(kind, tuple(range(len(ins))), (len(ins),), params),))
     with pytest.raises(ValueError, match=message):
         verify(graph)
+
+
+def test_a_window_of_several_dimensions_is_valid() -> None:
+    window, updated = Value((2, 3), "float32"), Value((3, 4), "float32")
+    cut = Op("dynamic_slice", (0, 1, 2), (3,), make_params(dims=(0, 1), sizes=(2, 3)))
+    put = Op("dynamic_update_slice", (0, 3, 1, 2), (4,), make_params(dims=(0, 1)))
+    verify(Graph((A, START, START, window, updated), (0, 1, 2), (4,), (cut, put)))

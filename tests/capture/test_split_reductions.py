@@ -143,6 +143,15 @@ def test_rows_that_see_nothing_are_as_jax_has_them(f: Callable[..., Array]) -> N
     np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
 
 
+def test_weights_may_be_turned_in_front_of_their_product() -> None:
+    def turned(q: Array, k: Array, v: Array, seen: Array) -> Array:
+        weights = jax.nn.softmax(q[:, 0] @ k[:, 0].T, axis=-1)
+        return v[:, 0].T @ jnp.transpose(weights)
+
+    got, want = both(turned, arguments(8, 2, 60, 1, 5), 3)
+    np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("operand", [0, 1, 2])
 def test_what_is_no_number_stays_where_jax_has_it(operand: int, bad: float) -> None:
@@ -181,7 +190,12 @@ def only_a_softmax(q: Array, k: Array, v: Array, seen: Array) -> Array:
     return jax.nn.logsumexp(q[:, 0] @ k[:, 0].T, -1)
 
 
-@pytest.mark.parametrize("f", [weights_too, sorted_scores, only_a_softmax])
+def roots_of_weights(q: Array, k: Array, v: Array, seen: Array) -> Array:
+    """The factors that parts lose come back as factors of the sum, which those of a root are not."""
+    return jnp.sqrt(jax.nn.softmax(q[:, 0] @ k[:, 0].T)) @ v[:, 0]
+
+
+@pytest.mark.parametrize("f", [weights_too, sorted_scores, only_a_softmax, roots_of_weights])
 def test_what_needs_all_of_the_dimension_stays(f: Callable[..., Any]) -> None:
     assert split(f, arguments(6, 2, 64, 1, 5), 2)[1] is None
 
