@@ -518,6 +518,16 @@ def product_over_devices(x: Any, axes: dict[str, int]) -> Any:
     return _product_over_devices().bind(x, axes=tuple(axes.items()))
 
 
+def permuted_over_devices(x: Any, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Any:
+    """``x`` of the first device on the second one, for each of ``pairs`` of positions along ``axes``. JAX's own collective takes
+    axes in the order of the mesh alone."""
+    sizes = core.get_axis_env().axis_sizes
+    order = sorted(axes, key=list(sizes).index)
+    positions = np.arange(math.prod(sizes[a] for a in order)).reshape([sizes[a] for a in order])
+    place = positions.transpose([order.index(a) for a in axes]).reshape(-1)
+    return jax.lax.ppermute(x, tuple(order), [(int(place[source]), int(place[target])) for source, target in pairs])
+
+
 def module_of(closed: Any, mesh: dict[str, int], platform: str) -> bytes:
     """The module of ``closed``, a program of one shard, for XLA to put in the place of a call."""
     context = sharding_impls.SPMDAxisContext(_abstract(mesh), frozenset(mesh))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kitsune_jax import _compat
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.ops.reduce import identity
 
@@ -105,7 +106,7 @@ class Moves:
         shifts = {m.target: m.at - (m.low - starts[m.source]) for m in step.messages}
         x = _window(x, d, self._own(starts, position), size)
         if step.sends:
-            x = lax.ppermute(x, self.axes, [(m.source, m.target) for m in step.messages])
+            x = _compat.permuted_over_devices(x, self.axes, [(m.source, m.target) for m in step.messages])
         most, least = max(shifts.values()), min(shifts.values())
         padding = [(most, n - least - size, 0) if e == d else (0, 0, 0) for e in range(x.ndim)]
         x = x if (most, n - least - size) == (0, 0) else lax.pad(x, jnp.zeros((), x.dtype), padding)
@@ -146,7 +147,7 @@ def neutral(fold: str, dtype: Any) -> Any:
 
 def reversed_over_devices(x: Any, axes: Axes, devices: int) -> Any:
     """The part of a reversed dimension, from the reversed part ``x`` of the device at the other end."""
-    return lax.ppermute(x, axes, [(j, devices - 1 - j) for j in range(devices)])
+    return _compat.permuted_over_devices(x, axes, [(j, devices - 1 - j) for j in range(devices)])
 
 
 def running_over_devices(x: Any, running: Callable[[Any, bool], Any], fold: str, d: int, axes: Axes, reverse: bool) -> Any:
