@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -297,14 +298,20 @@ class _Resolved:
 def _unsized(module: Any, name: str) -> Iterator[Any]:
     """The calls of that name in ``module`` that no partitioner waits for."""
 
+    for op in _ops(module, "stablehlo.custom_call"):
+        if "sdy.sharding_rule" not in op.attributes and mlir_lib.ir.StringAttr(op.attributes["call_target_name"]).value == name:
+            yield op
+
+
+def _ops(module: Any, name: str | None = None) -> Iterator[Any]:
+    """The operations in ``module``, those inside of others first; of that ``name`` only."""
+
     def inside(op: Any) -> Iterator[Any]:
         for region in op.regions:
             for block in region:
                 for inner in block:
                     yield from inside(inner.operation)
-        if op.name != "stablehlo.custom_call" or "sdy.sharding_rule" in op.attributes:
-            return
-        if mlir_lib.ir.StringAttr(op.attributes["call_target_name"]).value == name:
+        if name in (None, op.name):
             yield op
 
     return inside(module.operation)
@@ -398,7 +405,9 @@ def constrained(x: Any, mesh: Sequence[tuple[str, int]], parts: Sequence[Sequenc
     """``x`` with the sharding constraint that ``sharding_wish`` has read."""
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
     spec = jax.sharding.PartitionSpec(*(free if axes is None else tuple(axes) or None for axes in parts))
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(_abstract(dict(mesh)), spec))
+    automatic = (jax.sharding.AxisType.Auto,) * len(mesh)
+    on = jax.sharding.AbstractMesh(tuple(n for _, n in mesh), tuple(axis for axis, _ in mesh), axis_types=automatic)
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(on, spec))
 
 
 def common_mesh(
@@ -569,6 +578,56 @@ def partition_by_xla(closed: Any, mesh: Mapping[str, int], given: Sequence[Any],
         (after,) = pathlib.Path(folder).glob(f"*after_{_PASS}*.hlo.pb")
         proto = _first_field(after.read_bytes())
     return bytes(xla_client._xla.mlir.hlo_to_stablehlo(proto))
+
+
+def in_every_group(module: bytes, group: Mapping[str, int], mesh: Mapping[str, int]) -> bytes:
+    """``module``, a program of one of the devices along the axes ``group``, as one of a device of the whole ``mesh``, for each
+    group of devices that differ in those axes alone. Raises ``ValueError`` where a collective names devices in an unknown way."""
+    if math.prod(group.values()) == math.prod(mesh.values()):
+        return module
+    ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
+    axes = [*(axis for axis in mesh if axis not in group), *group]
+    ids = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())).transpose([list(mesh).index(axis) for axis in axes])
+    ids = ids.reshape(-1, math.prod(group.values()))  # a row for each group
+    places = np.zeros(ids.size, np.uint32)
+    places[ids] = np.arange(ids.shape[1], dtype=np.uint32)
+    with mlir.make_ir_context(), ir.Location.unknown():
+        parsed = ir.Module.parse(module)
+        for name in ("mhlo.spmd_parameters_shardings", "mhlo.spmd_output_sharding"):  # among the devices of one group
+            if name in parsed.operation.attributes:
+                del parsed.operation.attributes[name]
+        meshes = {op.attributes["sym_name"].value: str(op.attributes["mesh"]) for op in _ops(parsed, "sdy.mesh")}
+        for op in list(_ops(parsed)):
+            for name in ("replica_groups", "source_target_pairs"):
+                if name in op.attributes:
+                    found = _device_groups(op.attributes[name], meshes)
+                    found = np.ascontiguousarray(ids[:, found].reshape(-1, found.shape[1]))
+                    op.attributes[name] = ir.DenseIntElementsAttr.get(found)
+        for op in list(_ops(parsed, "stablehlo.partition_id")):
+            with ir.InsertionPoint(op):
+                table = hlo.ConstantOp(ir.DenseIntElementsAttr.get(places, type=ir.IntegerType.get_unsigned(32)))
+                place = hlo.DynamicSliceOp(table, [hlo.PartitionIdOp()], ir.DenseI64ArrayAttr.get([1]))
+                scalar = hlo.ReshapeOp(op.results[0].type, place)
+            op.results[0].replace_all_uses_with(scalar.result)
+            op.erase()
+        return bytes(mlir.module_to_bytecode(parsed))
+
+
+def _device_groups(attribute: Any, meshes: Mapping[str, str]) -> Any:
+    """The numbers of devices, a row for each group or pair, that an attribute of a collective lists or names by axes of a mesh."""
+    ir, text = mlir_lib.ir, str(attribute)
+    if text.startswith("dense<"):
+        found = np.array(ir.DenseIntElementsAttr(attribute))
+        if found.size and found.min() >= 0:
+            return found
+    elif (named := re.fullmatch(r"#stablehlo.replica_group_mesh_axes<mesh = @(\w+), axes = \[(.*)\]>", text)) is not None:
+        sizes = {axis: int(n) for axis, n in re.findall(r'"(\w+)"=(\d+)', meshes[named[1]])}
+        axes = re.findall(r'#stablehlo.axis_ref<name = "(\w+)">', named[2])
+        if "device_ids" not in meshes[named[1]] and named[2].count("#") == len(axes):
+            order = [*(k for k, axis in enumerate(sizes) if axis not in axes), *map(list(sizes).index, axes)]
+            devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())).transpose(order)
+            return devices.reshape(-1, math.prod(sizes[axis] for axis in axes))
+    raise ValueError(f"a collective among unknown devices: {text}")
 
 
 def compiled_shard(module: bytes, mesh: Mapping[str, int], platform: str) -> tuple[str, int]:

@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from kitsune_jax import _compat
 from kitsune_jax.config import logger
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.spec import np_dtype
-from kitsune_jax.sharding.partition import Spec, evaluate, plan_graph, shards, whole
+from kitsune_jax.sharding.partition import Spec, evaluate, local_shape, plan_graph, shards, whole
 
 KINDS = "all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter"
 _BITS = {"pred": 8, **{f"{kind}{bits}": bits for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)}, "bf16": 16}
@@ -42,28 +44,39 @@ def smaller_partition(
     given: Sequence[Spec],
     asked: Sequence[Spec],
     mesh: Mapping[str, int],
+    everywhere: Mapping[str, int],
     platform: str,
 ) -> tuple[bytes, str] | None:
     """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``module``, or needs less memory.
-    ``local``, ``pipelined``: the jaxpr of one shard without and with pipelines, of which ``module`` is made."""
+    ``local``, ``pipelined``: the jaxpr of one shard without and with pipelines, of which ``module`` is made. ``everywhere``: the
+    whole mesh, of which a ``shard_map`` leaves ``mesh`` automatic. XLA divides a program for the devices of ``mesh`` alone: it ends
+    the process in some divisions of a program with manual axes, where plain JAX does so too and this package's calls do not."""
     least = max(_least_memory(local), _MORE_BYTES)
     # Where no partition has less, or the ops are XLA's in both, there is nothing to compile.
     if not _gathers(pipelined) and (pipelined is local or _most_memory(pipelined) <= least):
         return None
-    pairs = [*zip(graph.inputs, given, strict=True), *zip(graph.outputs, asked, strict=True)]
-    if any(n % shards(axes, mesh) for v, spec in pairs for n, axes in zip(graph.values[v].shape, spec, strict=True)):
-        return None  # JAX has no such arguments
+    operands, results = list(zip(graph.inputs, given, strict=True)), list(zip(graph.outputs, asked, strict=True))
     nothing = [whole(graph.values[v]) for v in graph.inputs]
     plan = plan_graph(graph, nothing, {})
     try:
-        own_text, own_memory = _compat.compiled_shard(module, mesh, platform)
+        own_text, own_memory = _compat.compiled_shard(module, everywhere, platform)
         if not _gathers(pipelined) and own_memory <= least:
             return None
+        sizes = [[_evened(graph.values[v].shape, spec, mesh) for v, spec in pairs] for pairs in (operands, results)]
+
+        def padded(*arrays: Any) -> list[Any]:
+            """Operands and results are padded to shards of equal size: JAX and Shardy divide no others."""
+            arrays = tuple(_cut(x, graph.values[v].shape, spec, mesh) for x, (v, spec) in zip(arrays, operands, strict=True))
+            made = zip(evaluate(graph, plan, arrays, {}, nothing), results, sizes[1], strict=True)
+            return [_filled(x, shape, spec, mesh) for x, (_, spec), shape in made]
+
         with _compat.manual_mesh({}):
-            types = [jax.ShapeDtypeStruct(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
-            plain = jax.make_jaxpr(lambda *arrays: evaluate(graph, plan, arrays, {}, nothing))(*types)
+            dtypes = [np_dtype(graph.values[v].dtype) for v in graph.inputs]
+            types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(sizes[0], dtypes, strict=True)]
+            plain = jax.make_jaxpr(padded)(*types)
         other = _compat.partition_by_xla(plain, mesh, given, asked, platform)
         text, memory = _compat.compiled_shard(other, mesh, platform)
+        other = _compat.in_every_group(other, mesh, everywhere)
     except Exception as error:
         logger.debug("XLA's own partition is not compared: %s", error)
         return None
@@ -73,6 +86,24 @@ def smaller_partition(
     if own_memory > _MORE_MEMORY * memory + _MORE_BYTES:
         return other, f"a device would need {own_memory:,} bytes of temporary memory instead of {memory:,}"
     return None
+
+
+def _evened(shape: Sequence[int], spec: Spec, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """``shape`` with the padding of its last shards."""
+    return tuple(n * shards(axes, mesh) for n, axes in zip(local_shape(shape, spec, mesh), spec, strict=True))
+
+
+def _cut(x: Any, shape: Sequence[int], spec: Spec, mesh: Mapping[str, int]) -> Any:
+    """``x`` without padding, divided as it is."""
+    return x if x.shape == tuple(shape) else _compat.constrained(lax.slice(x, (0,) * x.ndim, shape), tuple(mesh.items()), spec)
+
+
+def _filled(x: Any, shape: Sequence[int], spec: Spec, mesh: Mapping[str, int]) -> Any:
+    """``x`` with zeros as padding, divided as it is."""
+    if x.shape == tuple(shape):
+        return x
+    x = _compat.constrained(x, tuple(mesh.items()), spec)
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, n - m, 0) for m, n in zip(x.shape, shape, strict=True)])
 
 
 def _gathers(closed: Any) -> bool:

@@ -840,8 +840,8 @@ class _Partitioner:
             local = _compat.trace_jaxpr(one_shard, _compat.local_avals(shapes, operands), lower=True)
             pipelined = local if options is None else self.pipelined(local, options, around.target, everywhere)
             module = _compat.module_of(pipelined, everywhere, around.platform)
-        if options is not None and not (options.force or around.manual):
-            other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, around.platform)
+        if options is not None and not options.force:
+            other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, everywhere, around.platform)
             if other is not None:
                 module, why = other
                 logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
