@@ -197,6 +197,55 @@ def test_carries_that_are_swapped_or_handed_on() -> None:
     check(lambda a, b: lax.fori_loop(0, 4, lambda i, s: (s[0], s[1] + s[0]), (a, b)), normal(213), normal(213))
 
 
+def test_pieces_of_a_carry_wait_for_the_readers_of_its_old_value() -> None:
+    """The next carry is a concatenation: a piece of it that is made early must not be in the carry's place yet."""
+    state, w = normal(70, 4) / 3, normal(4, 3)
+    bodies = {
+        "swapped halves": lambda c: [jnp.sin(c[:, 2:]), jnp.cos(c[:, :2])],
+        "a later product": lambda c: [c[:, :1] * 0.5, jnp.tanh(c @ w.astype(c.dtype))],
+        "a later reduction": lambda c: [jnp.sin(c[:, :1]), jnp.sum(c * c, 1, keepdims=True) / 4, jnp.tanh(c[:, 2:])],
+        "a later sum along a row": lambda c: [jnp.sin(c[:, :1]), jnp.tanh(jnp.cumsum(c[:, :3], 1))],
+        "pieces of pieces": lambda c: [
+            jnp.concatenate([jnp.sin(c[:, 1:2]), jnp.cos(c[:, :1])], 1),
+            jnp.concatenate([c[:, :1] * c[:, 3:], jnp.tanh(c[:, 1:2] + c[:, 2:3])], 1),
+        ],
+        "explicit Euler": lambda c: [c[:, :1] + 0.1 * c[:, 1:2], c[:, 1:2] - 0.1 * jnp.sin(c[:, :1]), c[:, 2:]],
+    }
+    for body in bodies.values():
+        check(lambda c, body=body: lax.fori_loop(0, 3, lambda _, c: jnp.concatenate(body(c), 1), c), state)
+
+
+def test_pieces_of_a_carry_in_a_body_that_needs_more_registers_than_there_are() -> None:
+    def step(c: Any, _: Any) -> Any:
+        a, b, p, q = c.T
+        waves = [jnp.sin(p * k) * jnp.cos(q * (k + 1)) for k in range(40)]
+        mixed = sum(x * y for x, y in zip(waves, waves[::-1], strict=True))
+        return jnp.stack(
+            [a + 0.1 * b, b - 0.1 * jnp.sin(a) + 0.01 * mixed, jnp.tanh(sum(waves) * 0.1 + a * b), mixed - a + b], 1
+        ), None
+
+    check(lambda c: lax.scan(step, c, None, length=2)[0], normal(70, 4) / 3, tolerance=1e-4)
+
+
+def test_a_row_of_a_table_is_made_from_the_row_before() -> None:
+    """As in the edit distance of two words: an inner loop reads the carried row while the next one grows."""
+
+    def distance(a: Any, b: Any) -> Any:
+        def row(before: Any, letter: Any) -> Any:
+            def cell(left: Any, at: Any) -> Any:
+                other, up, corner = at
+                value = jnp.minimum(jnp.minimum(left + 1, up + 1), corner + (letter != other))
+                return value, value
+
+            _, after = lax.scan(cell, before[0] + 1, (b, before[1:], before[:-1]))
+            return jnp.concatenate([(before[0] + 1)[None], after]), None
+
+        return lax.scan(row, jnp.arange(b.shape[0] + 1), a)[0]
+
+    a, b = (jax.device_put(RNG.integers(0, 3, (70, n)).astype(np.int32)) for n in (5, 3))
+    check(jax.vmap(distance), a, b, covered=False)
+
+
 def test_integers_booleans_and_counters() -> None:
     seeds = jnp.arange(533, dtype=jnp.uint32)
     check(lambda s: lax.fori_loop(0, 5, lambda i, s: (s * 1664525 + 1013904223) ^ (s >> 3), s), seeds)

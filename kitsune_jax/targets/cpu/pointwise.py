@@ -12,6 +12,7 @@ import dataclasses
 from kitsune_jax.program.ir import Instr, walk
 from kitsune_jax.program.passes import VIEWS
 from kitsune_jax.targets.cpu import memory, vectors
+from kitsune_jax.targets.cpu.memory import View
 from kitsune_jax.targets.cpu.stage import StageLowering
 from kitsune_jax.targets.cpu.vectors import TooManyRegisters, VectorBuilder, compute_type, is_pointwise
 
@@ -135,6 +136,7 @@ def emit_group(stage: StageLowering, ops: list[int], loop: Shape) -> None:
 def _emit(stage: StageLowering, ops: list[int], loop: Shape) -> None:
     builder, registers, inside = VectorBuilder(loop[1]), dict[int, int](), set(ops)
     computed: dict[int, int] = {}  # like ``registers``, but before rounding
+    stores: list[tuple[int, View, int]] = []  # (the last instruction that reads the place's old value, place, register)
     stored = False
     for i in ops:
         instr = stage.body[i]
@@ -151,11 +153,14 @@ def _emit(stage: StageLowering, ops: list[int], loop: Shape) -> None:
         computed[out] = registers[out] = vectors.emit_micro_operations(builder, instr, args, dtypes, dtype, rounds)
         if rounds and stage.root(out) in stage.rounded.values:
             registers[out] = builder.rounded(registers[out], dtype)
-        for place in stage.places(out, inside):
+        places, last = stage.places(out, inside)
+        for place in places:
             made = computed[out] if place.dtype == dtype else registers[out]  # a store rounds
-            value = builder.convert(made, compute_type(dtype), compute_type(place.dtype))
-            builder.store(place, value)
+            stores.append((last, place, builder.convert(made, compute_type(dtype), compute_type(place.dtype))))
             stored = True
+        for _, place, value in [store for store in stores if store[0] <= i]:
+            builder.store(place, value)
+        stores = [store for store in stores if store[0] > i]
     if stored:
         stage.emit(builder.finish(), tile=loop[0])
 

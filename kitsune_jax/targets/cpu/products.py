@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.program.ir import WITHIN, Instr, LoopBody, TileProgram, walk
-from kitsune_jax.program.passes import VIEWS
+from kitsune_jax.program.passes import VIEWS, Use
 from kitsune_jax.targets.cpu import bytecode as bc
 from kitsune_jax.targets.cpu import memory, pointwise
 from kitsune_jax.targets.cpu.memory import View
-from kitsune_jax.targets.cpu.stage import StageLowering
+from kitsune_jax.targets.cpu.stage import NEVER, StageLowering
 from kitsune_jax.targets.cpu.vectors import VectorBuilder, compute_type
 
 # --- Products of a tile and a stationary operand ----------------------------------------------------------------------------------
@@ -282,7 +282,8 @@ def emit_loop(stage: StageLowering, instr: Instr, emit: Callable[[StageLowering]
             stage.write(v, place)
     inside.views.update(stage.views)
     inside.views.update(zip(block.carries, places, strict=True))
-    inside.carried = {p: places[p] for p in _written_at_once(inside, block)}
+    at_once, inside.waits = _written_at_once(inside, block)
+    inside.carried = {p: places[p] for p in at_once}
     emit(inside)
     _store_carries(inside, block, places)
     if inside.code:
@@ -303,30 +304,65 @@ def _within(program: TileProgram, instr: Instr) -> tuple[int, ...]:
     return math.prod(program.axes[axis + 1 :]), program.axes[axis], step, low, high, WITHIN.index(which), together
 
 
-def _written_at_once(stage: StageLowering, block: LoopBody) -> list[int]:
-    """The carries whose old value is no longer read when the next one is written to their place."""
+def _written_at_once(stage: StageLowering, block: LoopBody) -> tuple[list[int], dict[Use, frozenset[int]]]:
+    """The carries whose old value is no longer read when the next one is written to their place; and of those that are
+    concatenated, the pieces that wait for readers of the old value (``StageLowering.waits``)."""
     items = pointwise.schedule(stage)
     where = {i: k for k, item in enumerate(items) for i in item.ops}
     maker = {stage.root(v): i for i, instr in enumerate(stage.body) for v in instr.outputs if i in where}
     maker.update((stage.root(s.result), s.other) for s in stage.late.values() if s.carry is None)  # which writes there first
     added = [s.carry for s in stage.late.values() if s.carry is not None]
 
-    def read_before(v: int, i: int, same: bool) -> bool:
-        """Whether all readers of ``v`` read before instruction ``i`` writes, or in its loop. ``same``: ``v`` is the whole carry."""
+    def readers(v: int, whole: bool = True) -> Iterator[tuple[int, bool]]:
+        """The instructions that read ``v``, through views and conversions, and whether they read all of it at its place."""
         for j, _ in stage.uses.get(v, ()):
-            if j < len(stage.body) and j not in where:  # a view, or a conversion that its readers do
-                if not read_before(stage.root(stage.body[j].outputs[0]), i, same and stage.body[j].kind not in VIEWS):
-                    return False
-                continue
-            grouped = same and j <= i and where.get(j) == where[i] and items[where[i]].loop is not None
+            if j < len(stage.body) and j not in where:
+                yield from readers(stage.root(stage.body[j].outputs[0]), whole and stage.body[j].kind not in VIEWS)
+            else:
+                yield j, whole
+
+    def read_before(v: int, i: int) -> bool:
+        """Whether all readers of carry ``v`` read before instruction ``i`` writes, or in its loop."""
+        for j, whole in readers(v):
+            grouped = whole and j <= i and where.get(j) == where[i] and items[where[i]].loop is not None
             alike = grouped and pointwise.shape_of(stage, v) == items[where[i]].loop
             if not alike and (j not in where or where[j] >= where[i]):
                 return False
         return True
 
+    waits: dict[Use, frozenset[int]] = {}
+
+    def wait(v: int, i: int) -> None:
+        """Note the pieces of concatenation ``i``, which lies in the place of carry ``v``, that is written too early. In a loop
+        over nothing but rows a piece may be written behind the last reader, which sees its own row only."""
+        for p, x in enumerate(stage.body[i].inputs):
+            r = stage.root(x)
+            while r in stage.flow.makers and stage.flow.makers[r].kind in ("reshape", "transpose", "rev"):
+                r = stage.root(stage.flow.makers[r].inputs[0])
+            made = maker.get(r)
+            if made is None:
+                if len(stage.uses.get(r, ())) > 1:  # a load is done for its first reader
+                    waits[i, p] = NEVER
+                continue
+            if stage.body[made].kind == "loop":  # its results are copied
+                continue
+            late = {j for j, _ in readers(v) if where.get(j, len(items)) >= where[made]}
+            rows_alone = items[where[made]].loop == (True, ())
+            if late and not (rows_alone and all(where.get(j) == where[made] for j in late)):
+                waits[i, p] = NEVER
+            else:
+                behind = frozenset(j for j in late if j > made)
+                if behind:
+                    waits[i, p] = behind
+                if stage.body[made].kind == "concatenate":
+                    wait(v, made)
+
     results = [stage.root(v) for v in block.results]
-    made = [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r], True)]
-    return [*made, *added]
+    made = [p for p, (v, r) in enumerate(zip(block.carries, results, strict=True)) if r in maker and read_before(v, maker[r])]
+    for p in made:
+        if stage.body[maker[results[p]]].kind == "concatenate":
+            wait(block.carries[p], maker[results[p]])
+    return [*made, *added], waits
 
 
 def _store_carries(stage: StageLowering, block: LoopBody, places: Sequence[View]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from kitsune_jax.errors import CannotLower
 from kitsune_jax.ops.graph import Scalar
@@ -31,6 +31,7 @@ _MOST = 1 << 48  # kMaxCount in cpu/include/kitsune_cpu/program.h
 _VECTOR = 16  # elements
 _CONFLICTING = 1 << 10  # bytes between rows, of which the sets of a first-level cache hold few
 _COPIES = frozenset({"slice", "concatenate", "pad"})
+NEVER = frozenset({-1})  # of ``StageLowering.waits``: the piece is copied with the others, where the concatenation comes
 # Instructions, beside views and elementwise ones, that can read a value that lies column by column.
 _READERS = _COPIES | {"results", "store", "store_slice"} | {kind for kind, op in OPS.items() if op.family == "reduce"}
 
@@ -84,6 +85,8 @@ class StageLowering:
         self.made = {*self.flow.makers, *((block.index, *block.carries) if block else ())}
         self.carry_results = tuple(zip(block.carries, block.results, strict=True)) if block else ()
         self.carried: dict[int, View] = {}  # number of a carry -> its place, if its next value may be written there at once
+        # Pieces of a concatenation in such a place -> the instructions that read the old value, and must do so before.
+        self.waits: dict[Use, frozenset[int]] = {}
         if block is not None:
             self.leaves[block.index] = Leaf(loop=self.depth)
         for instr in self.body:
@@ -394,16 +397,17 @@ class StageLowering:
         """Append an instruction, which runs on one row if it is not of a tile."""
         self.code.append(instruction if tile else bc.CpuStationary((instruction,)))
 
-    def wanted(self, r: int) -> list[tuple[Use, View | None]]:
-        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) that it wants, if any."""
+    def wanted(self, r: int, inside: Set[int] = frozenset()) -> list[tuple[Use, View | None]]:
+        """Every use of ``r``, through reshapes and transposes, with the place (in ``r``'s shape) that it wants, if any. ``inside``:
+        the instructions of the group that makes ``r``, behind which a use may wait."""
         out: list[tuple[Use, View | None]] = []
         for i, p in self.uses.get(r, ()):
             instr = self.flow.instruction(i)
             if instr.kind in ("reshape", "transpose", "rev"):
-                inner = self.wanted(self.root(instr.outputs[0]))
+                inner = self.wanted(self.root(instr.outputs[0]), inside)
                 out.extend((use, None if w is None else self._operand_place(instr, w, r)) for use, w in inner)
                 continue
-            place = self._place_of(instr, p)
+            place = self._place_of(instr, p) if self.waits.get((i, p), frozenset()) <= inside else None
             out.append(((i, p), None if place is None else memory.reshape(place, self.type(r).shape)))
         return out
 
@@ -464,9 +468,10 @@ class StageLowering:
         self.views[r] = layout() if layout is not None else self.new(r)
         return self.views[r]
 
-    def places(self, r: int, inside: set[int]) -> list[View]:
-        """All places that a group (its instructions are ``inside``) writes ``r`` to; none where only the group reads it."""
-        wanted = [(use, view) for use, view in self.wanted(r) if use[0] not in inside]
+    def places(self, r: int, inside: set[int]) -> tuple[list[View], int]:
+        """All places that a group (its instructions are ``inside``) writes ``r`` to; none where only the group reads it. And the
+        last instruction of the group that must read before; -1 if there is none."""
+        wanted = [(use, view) for use, view in self.wanted(r, inside) if use[0] not in inside]
         out = [view for _, view in wanted if view is not None]
         self.satisfied.update(use for use, view in wanted if view is not None)
         kept = next((view for view in out if memory.readable(view)), None)
@@ -475,4 +480,4 @@ class StageLowering:
             out.append(kept)
         if kept is not None:
             self.views[r] = kept
-        return out
+        return out, max((j for use, view in wanted if view is not None for j in self.waits.get(use, ())), default=-1)
