@@ -461,11 +461,14 @@ class Chooser:
             options = (*options, tuple(self.axes.items()))
         return tuning.key_of(program, options, self.target, targets.get(self.target).surroundings())
 
-    def choose(self, key: str, program: Any, candidates: Mapping[str, Callable[[], Any]]) -> tuning.Choice | None:
-        """The choice between ``candidates``, made now where there is none; ``None`` leaves it to the model."""
+    def choose(
+        self, key: str, program: Any, candidates: Mapping[str, Callable[[], Any]], step: bool = False
+    ) -> tuning.Choice | None:
+        """The choice between ``candidates``, made now where there is none; ``None`` leaves it to the model. ``step``: of a loop
+        that XLA runs, and timed as such."""
         if self.budget is None:
             return None
-        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget, self.axes)
+        return tuning.choose(key, program, candidates, targets.get(self.target).platform, self.budget, self.axes, step)
 
 
 def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser | None) -> Pipelined:
@@ -494,7 +497,9 @@ def fastest(program: Any, options: RouteOptions, target: str, chooser: Chooser |
         if choice is None:
             plan(tuning.MODELLED)
             names = (tuning.MODELLED, tuning.OPTIMISTIC, tuning.FORCED)
-            choice = chooser.choose(key, program, {name: functools.partial(candidate, name) for name in names})
+            candidates = {name: functools.partial(candidate, name) for name in names}
+            if options.code:  # else no candidate has pipelines, and each takes as long as jax.jit
+                choice = chooser.choose(key, program, candidates, options.body)
             if choice is None:
                 return made[tuning.MODELLED]
     if choice is None:

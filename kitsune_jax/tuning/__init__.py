@@ -38,6 +38,8 @@ LEAST_GAIN_BUSY, _LEAST_SHARE = 1.1, 0.85
 BUDGET = {"cpu": 5.0, "cuda": 2.0}
 _COMPILE_S = 0.001  # of XLA for an equation: 0.5 ms in a hash-grid field of 2 000, 2 ms in small networks of products
 _LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_S = 4, 60, 0.12
+# Steps of a loop that are timed at once: a call takes up to 1 ms beside its work, and the first one more.
+_MOST_STEPS, _LEAST_STEPS_S = 32, 0.03
 _LONG_S = 0.2  # a first run of this length differs from the next ones by little
 _SUFFIX = ".choice.json"
 
@@ -202,10 +204,12 @@ def choose(
     platform: str,
     budget: Budget,
     axes: Mapping[str, int] = MappingProxyType({}),
+    step: bool = False,
 ) -> Choice | None:
     """The choice under ``key``, measured now where there is none. ``candidates``: jaxprs by name, made when they are needed;
     ``None`` of one that is no other plan than those before. JIT is the ``program`` itself, compiled if there is another plan.
-    ``axes``: of the mesh whose devices run the program at the same time, with their sizes; none for one device."""
+    ``axes``: of the mesh whose devices run the program at the same time, with their sizes; none for one device.
+    ``step``: the program is a step of a loop that XLA runs."""
     if (found := known(key)) is not None:
         return found
     if key in _known:  # it was tried
@@ -215,7 +219,7 @@ def choose(
         if (why := why_not_chosen(program, budget, axes)) is not None:
             raise _NotMeasured(why)
         with budget.spent():
-            measurement = _Measurement(candidates, program, platform, budget.left, axes)
+            measurement = _Measurement(candidates, program, platform, budget.left, axes, step)
             choice = Choice.of(measurement.result(), measurement.busy)
         if choice.busy:
             raise _NotKept(choice)
@@ -246,9 +250,16 @@ class _Measurement:
     program. The thread ends after the caller's wait was interrupted."""
 
     def __init__(
-        self, candidates: Mapping[str, Callable[[], Any]], program: Any, platform: str, seconds: float, axes: Mapping[str, int]
+        self,
+        candidates: Mapping[str, Callable[[], Any]],
+        program: Any,
+        platform: str,
+        seconds: float,
+        axes: Mapping[str, int],
+        step: bool,
     ):
         self.candidates, self.program, self.platform, self.axes = candidates, program, platform, axes
+        self.step = step and not axes
         self.until = time.monotonic() + seconds
         self.x64 = jax.config.jax_enable_x64
         self.stop = threading.Event()
@@ -279,13 +290,13 @@ class _Measurement:
         mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(self.axes.values())), tuple(self.axes)) if self.axes else None
         place = devices[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         args = [jax.device_put(x, place) for x in random_arguments(self.program)]
-        ready: dict[str, Callable[[], None]] = {}
+        ready: dict[str, Callable[..., None]] = {}
         first: dict[str, float] = {}
         for name, make in self.candidates.items():
             jaxpr = make() if self._goes_on() else None
             plans = {} if jaxpr is None else {name: jaxpr} if ready else {JIT: self.program, name: jaxpr}
             for key, plan in plans.items():
-                ready[key] = _compiled(plan, args, mesh)
+                ready[key] = _compiled_steps(plan, args) if self.step else _compiled(plan, args, mesh)
                 first[key] = _seconds(ready[key])
         if not ready:
             return
@@ -293,7 +304,9 @@ class _Measurement:
         if time.monotonic() + 2 * sum(first.values()) > self.until and min(first.values()) > _LONG_S:
             self.seconds = first
         else:
-            self._time_in_turn(ready)
+            steps = max(1, min(_MOST_STEPS, int(_LEAST_STEPS_S / min(first.values())))) if self.step else 1
+            self._time_in_turn({name: functools.partial(run, steps) for name, run in ready.items()} if steps > 1 else ready)
+            self.seconds = {name: seconds / steps for name, seconds in self.seconds.items()}
         ran, waited = (b - a for a, b in zip(before, self._ran_and_waited(), strict=True))
         self.busy = ran < _LEAST_SHARE * (ran + waited)
 
@@ -319,6 +332,39 @@ class _Measurement:
             rounds += 1
         if rounds > 1:
             self.seconds = {name: sorted(of)[rounds // 4] for name, of in times.items()}
+
+
+def _compiled_steps(jaxpr: Any, args: Sequence[Any]) -> Callable[..., None]:
+    """A run of ``jaxpr`` as a step of a loop, as often as asked. Called by themselves, short steps take as long as their calls."""
+    run = _compat.jaxpr_as_fun(jaxpr)
+
+    def loop(steps: Any, *args: Any) -> Any:
+        made = run(*args)
+        back = _handed_on([jax.typeof(x) for x in args], [jax.typeof(x) for x in made])
+
+        def step(_: Any, state: Any) -> Any:
+            given, made = state
+            given = [made[back[k]] if k in back else x for k, x in enumerate(given)]
+            return given, run(*given)
+
+        return jax.lax.fori_loop(1, steps, step, (list(args), made))
+
+    executable = jax.jit(loop, keep_unused=True).lower(np.int32(1), *args).compile()
+    return lambda steps=1: jax.block_until_ready(executable(np.int32(steps), *args)) and None
+
+
+def _handed_on(arguments: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
+    """Arguments of a step -> the results that the next step gets in their place: those of a ``while`` are its last arguments; of
+    other steps each takes the first argument of its type."""
+    first = len(arguments) - len(results)
+    if first >= 0 and list(arguments[first:]) == list(results):
+        return {first + k: k for k in range(len(results))}
+    back: dict[int, int] = {}
+    for r, result in enumerate(results):
+        k = next((k for k, a in enumerate(arguments) if k not in back and a == result), None)
+        if k is not None:
+            back[k] = r
+    return back
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -142,10 +142,10 @@ def test_all_calls_of_a_program_share_one_budget(measured: Callable[..., list[st
     seen: list[float] = []
     choose = tuning.choose
 
-    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget, axes: Any) -> Any:
+    def spend(key: str, program: Any, candidates: Any, platform: str, budget: tuning.Budget, *others: Any) -> Any:
         seen.append(budget.left)
         budget.left -= 1.0
-        return choose(key, program, candidates, platform, budget, axes)
+        return choose(key, program, candidates, platform, budget, *others)
 
     monkeypatch.setattr(tuning, "choose", spend)
     one, other = kj.pipeline(mlp), kj.pipeline(lambda ws, x: mlp(ws, x) * 2)
@@ -360,6 +360,22 @@ def talking(ws: Any, x: Any, ids: Any) -> tuple[Any, Any]:
 def doubts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's times are as uncertain as they can be, so each call is timed and none is left out before."""
     monkeypatch.setattr(lowering, "_DOUBT", 1e3)
+
+
+def test_the_plans_of_a_loops_body_are_timed_with_their_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were made without code, and all took as long as ``jax.jit``."""
+    seen = list[bool]()
+
+    def result(self: Any) -> dict[str, float]:
+        plan = self.candidates[MODELLED]()
+        if plan is None:
+            raise tuning._NotMeasured("there is no other plan")
+        seen.append("kitsune:" in str(plan))
+        return {JIT: 2e-3, MODELLED: 1e-3}
+
+    monkeypatch.setattr(tuning._Measurement, "result", result)
+    assert calls(kj.pipeline(halved), X, WS) == 1
+    assert seen == [True]
 
 
 def timed_calls(monkeypatch: pytest.MonkeyPatch, jit: Callable[[str], float]) -> list[str]:

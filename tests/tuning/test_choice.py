@@ -242,3 +242,32 @@ def test_real_candidates_are_compiled_and_run() -> None:
     slow = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3000, lambda _, x: jnp.tanh(x), x) * 2)(jnp.ones((4, 3)))
     found = tuning.choose("k", slow, {MODELLED: lambda: PROGRAM}, "cpu", Budget(60.0))
     assert found is not None and found.name == MODELLED and found.gain > 2
+
+
+def test_a_short_step_of_a_loop_is_timed_without_the_call() -> None:
+    """A call takes longer than such a step, and would hide the difference between two plans of it."""
+    program = jax.make_jaxpr(lambda x, y: (jnp.sin(y), x + y))(jnp.zeros(8), jnp.zeros(8))
+    plans = {MODELLED: lambda: program}
+    called = tuning.choose("called", program, plans, "cpu", Budget(60.0))
+    inside = tuning.choose("inside", program, plans, "cpu", Budget(60.0), step=True)
+    assert called is not None and inside is not None
+    assert inside.seconds[JIT] < 0.5 * called.seconds[JIT]
+
+
+def test_results_of_a_step_are_the_next_arguments() -> None:
+    """So that XLA moves no more out of the loop than out of the user's."""
+    x, n, key = jax.typeof(jnp.zeros(3)), jax.typeof(jnp.zeros((), jnp.int32)), jax.typeof(jax.random.key(0))
+    assert tuning._handed_on([x, x, n], [x, n]) == {1: 0, 2: 1}  # a while loop's, with a constant before
+    assert tuning._handed_on([n, x, x], [x, x, x]) == {1: 0, 2: 1}  # a scan's, with a number for each step
+    assert tuning._handed_on([key, n], [x, key]) == {0: 1}
+    assert tuning._handed_on([n], [x]) == {}
+
+
+def test_a_step_that_draws_random_numbers_is_timed() -> None:
+    def step(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        key, drawn = jax.random.split(key)
+        return key, x + jax.random.normal(drawn, x.shape), x.max()
+
+    program = jax.make_jaxpr(step)(jax.random.key(0), jnp.zeros(8))
+    found = tuning.choose("k", program, {MODELLED: lambda: program}, "cpu", Budget(60.0), step=True)
+    assert found is not None and set(found.seconds) == {JIT, MODELLED}
