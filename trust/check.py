@@ -141,8 +141,8 @@ def rounded_one_by_one(closed: Any) -> bool:
     """Is ``closed`` a chain of 16-bit floats whose every bit is determined if each operator rounds its result?"""
     jaxpr = getattr(closed, "jaxpr", closed)
     for eqn in jaxpr.eqns:
-        inner = inner_jaxprs(eqn)
         name = eqn.primitive.name
+        inner = () if name.startswith("scatter") else inner_jaxprs(eqn)  # a sum is rounded in an order of its own
         if not all(map(rounded_one_by_one, inner)) or not (inner or name in CORRECTLY_ROUNDED or name in EXACT):
             return False
         floats = [v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if _is_float(v.aval.dtype)]

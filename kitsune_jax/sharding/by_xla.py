@@ -7,6 +7,7 @@ bytes: nothing is timed, so all processes choose the same. A partition for devic
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -36,31 +37,38 @@ _COMPUTED = frozenset(
 _MORE_SENT, _MORE_MEMORY, _MORE_BYTES = 1.01, 1.05, 4096
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardPrograms:
+    """``local``, ``pipelined``: the jaxpr of one shard without and with pipelines. ``module``: the program made of the latter."""
+
+    local: Any
+    pipelined: Any
+    module: bytes
+
+
 def smaller_partition(
     graph: Graph,
-    local: Any,
-    pipelined: Any,
-    module: bytes,
+    ours: ShardPrograms,
     given: Sequence[Spec],
     asked: Sequence[Spec],
     mesh: Mapping[str, int],
     everywhere: Mapping[str, int],
     platform: str,
 ) -> tuple[bytes, str] | None:
-    """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``module``, or needs less memory.
-    ``local``, ``pipelined``: the jaxpr of one shard without and with pipelines, of which ``module`` is made. ``everywhere``: the
-    whole mesh, of which a ``shard_map`` leaves ``mesh`` automatic. XLA divides a program for the devices of ``mesh`` alone: it ends
-    the process in some divisions of a program with manual axes, where plain JAX does so too and this package's calls do not."""
-    least = max(_least_memory(local), _MORE_BYTES)
+    """(XLA's partition, why it is taken) where a device sends fewer bytes with it than with ``ours``, or needs less memory.
+    ``everywhere``: the whole mesh, of which a ``shard_map`` leaves ``mesh`` automatic. XLA divides a program for the devices of
+    ``mesh`` alone: it ends the process in some divisions of a program with manual axes, where plain JAX does so too and this
+    package's calls do not."""
+    least = max(_least_memory(ours.local), _MORE_BYTES)
     # Where no partition has less, or the ops are XLA's in both, there is nothing to compile.
-    if not _gathers(pipelined) and (pipelined is local or _most_memory(pipelined) <= least):
+    if not _gathers(ours.pipelined) and (ours.pipelined is ours.local or _most_memory(ours.pipelined) <= least):
         return None
     operands, results = list(zip(graph.inputs, given, strict=True)), list(zip(graph.outputs, asked, strict=True))
     nothing = [whole(graph.values[v]) for v in graph.inputs]
     plan = plan_graph(graph, nothing, {})
     try:
-        own_text, own_memory = _compat.compiled_shard(module, everywhere, platform)
-        if not _gathers(pipelined) and own_memory <= least:
+        own_text, own_memory = _compat.compiled_shard(ours.module, everywhere, platform)
+        if not _gathers(ours.pipelined) and own_memory <= least:
             return None
         sizes = [[_evened(graph.values[v].shape, spec, mesh) for v, spec in pairs] for pairs in (operands, results)]
 

@@ -33,7 +33,7 @@ from kitsune_jax.ops.graph import Graph, Op, Value, make_params
 from kitsune_jax.ops.loops import evaluate_jax, graph_by_jax
 from kitsune_jax.ops.spec import COMPARISONS, np_dtype
 from kitsune_jax.ops.table import OPS, verify
-from kitsune_jax.sharding.by_xla import smaller_partition
+from kitsune_jax.sharding.by_xla import ShardPrograms, smaller_partition
 from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
 from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
 
@@ -841,7 +841,8 @@ class _Partitioner:
             pipelined = local if options is None else self.pipelined(local, options, around.target, everywhere)
             module = _compat.module_of(pipelined, everywhere, around.platform)
         if options is not None and not options.force:
-            other = smaller_partition(graph, local, pipelined, module, inputs, plan.outputs, mesh, everywhere, around.platform)
+            ours = ShardPrograms(local, pipelined, module)
+            other = smaller_partition(graph, ours, inputs, plan.outputs, mesh, everywhere, around.platform)
             if other is not None:
                 module, why = other
                 logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
