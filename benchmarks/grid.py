@@ -26,7 +26,7 @@ from benchmarks.machine import describe_commit, describe_machine, describe_softw
 from benchmarks.store import RESULTS
 
 FORMAT = 1
-CASES = 135
+CASES = 137
 SECONDS = 1.5  # a case, and up to three times as long where its verdict is in doubt
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, by convention of shells
 _SAME = ("commit", "modified", "versions")  # what a stored case must share with this run to stand for a new measurement

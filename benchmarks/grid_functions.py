@@ -122,11 +122,15 @@ def _problem(case: GridCase, rng: np.random.Generator, network: Callable[..., ja
     return Problem(_sgd(network), (params, x, _array(rng, case, case.rows, case.width)), update_error(params), tolerance)
 
 
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def _layer_norm(h: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
-    f = h.astype(jnp.float32)
+    f = _widened(h)
     f = f - f.mean(-1, keepdims=True)
     f = f * jax.lax.rsqrt((f * f).mean(-1, keepdims=True) + 1e-5)
-    return (f * gain.astype(jnp.float32) + bias.astype(jnp.float32)).astype(h.dtype)
+    return (f * _widened(gain) + _widened(bias)).astype(h.dtype)
 
 
 def _mlp(case: GridCase, rng: np.random.Generator) -> Problem:
@@ -316,10 +320,45 @@ def _differential_equation(case: GridCase, rng: np.random.Generator) -> Problem:
     return Problem(jax.value_and_grad(loss), args, gradient_error, _TOLERANCE[case.dtype])
 
 
+def _language_model(case: GridCase, rng: np.random.Generator) -> Problem:
+    """Two blocks of GPT-2's smallest model (Radford et al. 2019), over sequences of 256 of its 50 257 tokens, whose embeddings are
+    the last layer too. Of fewer rows one sequence, and of fewer tokens."""
+    tokens, width, heads, length = min(50_257, 100 * case.rows), 768, 12, min(256, case.rows)
+
+    def block() -> dict[str, jax.Array]:
+        wide = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+        found = {name: _array(rng, case, *shape, scale=shape[0] ** -0.5) for name, shape in wide.items()}
+        return found | {f"{name} bias": _array(rng, case, shape[1], scale=0.1) for name, shape in wide.items()}
+
+    params = {"tokens": _array(rng, case, tokens, width, scale=0.05), "blocks": [block() for _ in range(2)]}
+    params["places"] = _array(rng, case, length, width, scale=0.05)
+    params["norms"] = [(1 + _array(rng, case, width, scale=0.1), _array(rng, case, width, scale=0.1)) for _ in range(5)]
+    ids = jnp.asarray(rng.integers(0, tokens, (case.rows // length, length + 1)), jnp.int32)
+
+    def layer(p: Any, name: str, x: jax.Array) -> jax.Array:
+        return x @ p[name] + p[f"{name} bias"]
+
+    def attention(p: Any, x: jax.Array) -> jax.Array:
+        q, k, v = (a.reshape(*a.shape[:2], heads, -1) for a in jnp.split(layer(p, "qkv", x), 3, -1))
+        return layer(p, "out", jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+
+    def loss(params: Any, ids: jax.Array) -> jax.Array:
+        norms = iter(params["norms"])
+        x = params["tokens"][ids[:, :-1]] + params["places"]
+        for p in params["blocks"]:
+            x = x + attention(p, _layer_norm(x, *next(norms)))
+            x = x + layer(p, "down", jax.nn.gelu(layer(p, "up", _layer_norm(x, *next(norms)))))
+        logits = _widened(_layer_norm(x, *next(norms)) @ params["tokens"].T)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], -1))
+
+    return Problem(jax.value_and_grad(loss), (params, ids), gradient_error, _TOLERANCE[case.dtype])
+
+
 PROGRAMS: dict[str, Callable[[GridCase, np.random.Generator], Problem]] = {
     "hash-grid field": _hash_grid_field,
     "Gaussian process": _gaussian_process,
     "differential equation": _differential_equation,
+    "language model": _language_model,
 }
 
 

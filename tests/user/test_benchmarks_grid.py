@@ -128,7 +128,7 @@ def test_every_kind_has_a_function(kind: str, mode: str) -> None:
         assert got[1].shape == ()
 
 
-@pytest.mark.parametrize("case", PROGRAMS, ids=lambda c: c.app)
+@pytest.mark.parametrize("case", [c for c in PROGRAMS if c.dtype == "f32"], ids=lambda c: c.app)
 def test_the_gradient_of_a_program_is_that_of_its_loss(case: GridCase) -> None:
     """Along its own direction, by central differences in float64: for a random direction the differences are of rounding's size."""
     problem = make_problem(dataclasses.replace(case, rows=24))
