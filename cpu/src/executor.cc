@@ -125,7 +125,9 @@ int64_t strands_for(const Program& p, size_t bytes, double ns) {
     const int64_t each = static_cast<int64_t>(spare) / strands;  // as many for every worker
     strands *= each > 2 ? each : 1;
   }
-  size_t most = plus(kMost, times(2, array_bytes(p.inputs, p.outputs)));  // sums of 16-bit results have 32 bits
+  size_t most = kMost;  // and the bytes of the arrays, as if of the 32 bits that their sums have
+  for (const auto* list : {&p.inputs, &p.outputs})
+    for (const Array& a : *list) most = plus(most, times(static_cast<size_t>(a.elements), std::max<size_t>(4, item_size(a.dtype))));
   strands = std::min(strands, static_cast<int64_t>(std::min<size_t>(most / std::max<size_t>(bytes, 1), kMaxWorkers)));
   return std::clamp<int64_t>(strands, 1, p.tiles);
 }

@@ -13,9 +13,9 @@ namespace {
 constexpr size_t kMiB = size_t{1} << 20;
 
 // X^T dY over `rows` rows: partial sums of width x width floats.
-Program gradient(int64_t rows, int64_t tile_rows, int64_t width, int64_t workers) {
-  Operand x = operand(Space::kIn, 0, F32, 0, width, {width}), y = operand(Space::kIn, 1, F32, 0, width, {width});
-  Program p = program({rows}, tile_rows, {{F32, rows * width}, {F32, rows * width}}, {{F32, width * width}},
+Program gradient(int64_t rows, int64_t tile_rows, int64_t width, int64_t workers, DType dtype = F32) {
+  Operand x = operand(Space::kIn, 0, dtype, 0, width, {width}), y = operand(Space::kIn, 1, dtype, 0, width, {width});
+  Program p = program({rows}, tile_rows, {{dtype, rows * width}, {dtype, rows * width}}, {{dtype, width * width}},
                       {AccumulateMatmul{0, 1, 1, width, width, x, y}});
   p.sinks = {{Reduction::kSum, F32, width * width, 0}};
   p.workers = workers;
@@ -60,6 +60,13 @@ void test_partial_sums() {
               static_cast<int>(width), memory(p));
       }
   }
+}
+
+// Sums have 32 bits, and 16-bit arrays let as many workers have some as float32 ones do.
+void test_partial_sums_of_16_bits() {
+  for (DType dtype : {F32, DType::kBF16, DType::kF16})
+    CHECK(memory(gradient(1024, 512, 8192, 2, dtype)) >= 512 * kMiB, "%d: %zu bytes", static_cast<int>(dtype),
+          memory(gradient(1024, 512, 8192, 2, dtype)));
 }
 
 // Counts what each thread asks for.
@@ -164,6 +171,7 @@ void test_inline_pool() {
 int main() {
   using namespace kitsune::cpu::test;
   section("partial sums", test_partial_sums);
+  section("partial sums of 16-bit arrays", test_partial_sums_of_16_bits);
   section("helpers", test_helpers);
   section("scratch", test_scratch);
   section("inline pool", test_inline_pool);

@@ -17,7 +17,7 @@ from typing import Any
 from kitsune_jax.ops.graph import Graph, is_constant
 from kitsune_jax.ops.reduce import ONLINE
 from kitsune_jax.ops.table import OPS
-from kitsune_jax.planning.cost import FREE, SCATTER, Access, pipeline_traffic, round_up
+from kitsune_jax.planning.cost import FREE, SCATTER, Access, itemsize, pipeline_traffic, round_up
 from kitsune_jax.planning.plan import MIB, VECTOR_MARGIN, CpuPlan, Infeasible, Stage, size_text
 from kitsune_jax.planning.stages import Inner, inner_of, orders_of, resource_of, stage_name
 from kitsune_jax.planning.streams import Region
@@ -83,7 +83,9 @@ class TileModel:
         self.weights = cost.stationary_bytes(ops)
         self.tables = cost.sink_bytes(i for i in ops if cost.family(i) == SCATTER)
         self.sinks = cost.sink_bytes(ops) - self.tables
-        self.arrays = sum(map(cost.bytes, {*cost.region.inputs, *cost.outputs}))
+        crossing = [cost.graph.values[v] for v in {*cost.region.inputs, *cost.outputs}]
+        self.arrays = sum(v.size * itemsize(v.dtype) for v in crossing)
+        self.summed = sum(v.size * max(4, itemsize(v.dtype)) for v in crossing)  # as if of the bits of their sums
         self._made = cost.made_row_bytes()
         self._between = cost.repack_seconds() + cost.steps_seconds()
 
@@ -101,7 +103,7 @@ class TileModel:
         """The workers for which the executor has memory: for a tile of ``rows`` rows, and for sums of their own (``kMostScratch``
         and ``strands_for`` in ``cpu/src``)."""
         tiles = (TEMPORARY + self.arrays) // (rows * self.live)
-        sums = (PARTIAL_SUMS + 2 * self.arrays) // max(1, self.sinks + self.tables)
+        sums = (PARTIAL_SUMS + self.summed) // max(1, self.sinks + self.tables)
         return max(1, min(self.cost.machine.workers, tiles, sums))
 
     def _weight_seconds(self) -> float:
