@@ -32,11 +32,12 @@ struct StripNode {
     kConst,
     kIndex,
     kBytes,
+    kNarrow,
     kPick,
     kCompute,
     kConvert,
     kTabled
-  } kind = kCompute;  // kBytes: a load of bools
+  } kind = kCompute;  // kBytes: a load of bools; kNarrow: of 16-bit numbers that lie side by side
   Opcode op{};
   DType type{};          // of the result
   DType operand_type{};  // of operands, but for a select's predicate
@@ -457,7 +458,7 @@ class Planner {
     order();
     // What is called reads and writes memory: beside that, a strip saves something only where two others hand on what they hold.
     if (called() > 0 && computed_ - called() < 2) return std::nullopt;
-    if (computed_ + numbers() < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
+    if (computed_ + numbers() + narrow() < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
     find_slots();
     emit();
     return std::move(plan_);
@@ -469,6 +470,7 @@ class Planner {
     const bool brief = plan_.nest.back().extent(std::min(c_.program.tile_rows, c_.program.batch_rows)) < kernels_.strip;
     auto copies = [&](const Operand& o, size_t at, DType type) {
       if (picked(at)) return o.ref.dtype != type;
+      if (is_narrow(type, o, at) && (at < x_.loads.size() || plan_.step == kernels_.strip)) return brief;
       if (at >= x_.loads.size() && plan_.step < kernels_.strip) return true;
       return brief || o.ref.dtype != type || plan_.nest.back().stride[at] != static_cast<int64_t>(item_size(o.ref.dtype));
     };
@@ -491,6 +493,17 @@ class Planner {
     for (size_t v = 0; v < nodes_.size(); ++v)
       found += reached_[v] && nodes_[v].operand >= 0 &&
                ((nodes_[v].kind == Node::kLoad && number(nodes_[v].operand)) || picked(static_cast<size_t>(nodes_[v].operand)));
+    return found;
+  }
+
+  // Operands whose 16 bits are converted in registers, where blocks take a pass over memory for it.
+  int narrow() const {
+    int found = 0;
+    for (size_t v = 0; v < nodes_.size(); ++v) found += reached_[v] && nodes_[v].kind == Node::kNarrow;
+    for (auto [store, v] : stored_) {
+      const auto at = static_cast<size_t>(store);
+      found += is_narrow(nodes_[v].type, x_.stores[at], x_.loads.size() + at);
+    }
     return found;
   }
 
@@ -548,12 +561,23 @@ class Planner {
           nodes_[l].kind = Node::kPick;
         else if (nodes_[l].type == DType::kBool && !number(nodes_[l].operand) && !picked(o))
           nodes_[l].kind = Node::kBytes;
+        else if (is_narrow(nodes_[l].type, x_.loads[o], o))
+          nodes_[l].kind = Node::kNarrow;
       }
     for (auto [store, v] : stored_) put(v);
     for (size_t k = 0; k < order_.size(); ++k) {
       const Node& node = nodes_[order_[k]];
       for (int a = 0; a < node.count; ++a) nodes_[node.args[a]].last_read = static_cast<int>(k);
     }
+  }
+
+  // A load that is an instruction.
+  static bool is_load(const Node& node) { return node.kind == Node::kBytes || node.kind == Node::kNarrow; }
+
+  // Are the elements of operand number `at` numbers of 16 bits, side by side along strips, and those of the register float32?
+  bool is_narrow(DType type, const Operand& o, size_t at) const {
+    const bool sixteen = o.ref.dtype == DType::kBF16 || o.ref.dtype == DType::kF16;
+    return sixteen && type == DType::kF32 && !picked(at) && plan_.nest.back().stride[at] == 2;
   }
 
   bool leaf(int v) const {
@@ -575,8 +599,7 @@ class Planner {
     nodes_[v].place = static_cast<int>(order_.size());
     if (nodes_[v].partner >= 0) nodes_[nodes_[v].partner].place = nodes_[v].place;
     order_.push_back(v);
-    computed_ +=
-        nodes_[v].kind == Node::kTabled ? nodes_[v].worth : nodes_[v].kind != Node::kBytes && nodes_[v].kind != Node::kPick;
+    computed_ += nodes_[v].kind == Node::kTabled ? nodes_[v].worth : !is_load(nodes_[v]) && nodes_[v].kind != Node::kPick;
   }
 
   DType storage_of(const Node& load) const { return x_.loads[static_cast<size_t>(load.operand)].ref.dtype; }
@@ -596,7 +619,7 @@ class Planner {
         const Node& load = nodes_[l];
         if (!reached_[l] || load.operand < 0 || !may_overlap(x_, load.operand, store, c_)) continue;
         if (load.kind == Node::kLoad && !load.stores.empty()) return false;
-        read = std::max(read, load.kind == Node::kBytes ? load.place : load.last_read);
+        read = std::max(read, is_load(load) ? load.place : load.last_read);
       }
       (leaf(v) || read > nodes_[v].place ? late_ : early_).emplace_back(store, v);
     }
@@ -610,6 +633,8 @@ class Planner {
     const From memory[4] = {From::kMemory, From::kMemory, From::kMemory, From::kMemory};
     const Node& node = nodes_[v];
     if (node.kind == Node::kBytes) return kernels_.special(StripKind::kLoadBool);
+    if (node.kind == Node::kNarrow)
+      return kernels_.special(storage_of(node) == DType::kBF16 ? StripKind::kLoadBFloat16 : StripKind::kLoadFloat16);
     if (node.kind == Node::kPick) return kernels_.special(StripKind::kPick);
     if (node.kind == Node::kTabled) return kernels_.tabled(node.narrow, from != nullptr ? from[0] : From::kMemory);
     if (node.partner >= 0) return nullptr;
@@ -693,14 +718,19 @@ class Planner {
       s.direct = s.direct && node.type == storage_of(node);
       if (!rows_.empty()) s.rows = rows_[static_cast<size_t>(node.operand)];
       if (node.kind == Node::kPick) s.direct = node.type == storage_of(node) && node.type != DType::kBool;
-      s.load = Loader(c_.table, node.type, storage_of(node), c_.where);
+      if (node.kind == Node::kNarrow) s.type = DType::kU16, s.direct = true;
+      const DType read = node.kind == Node::kNarrow ? DType::kU16 : storage_of(node);
+      s.load = Loader(c_.table, s.type, read, c_.where);
       if (node.kind == Node::kLoad) node.slot = s.slot;
     }
     for (auto [store, v] : stored_) {
       StripOperand& s = plan_.stores[static_cast<size_t>(store)];
       const DType storage = x_.stores[static_cast<size_t>(store)].ref.dtype;
-      s.used = true, s.type = nodes_[v].type, s.direct = s.direct && s.type == storage && plan_.step == kernels_.strip;
-      s.store = Storer(c_.table, storage, s.type, c_.where);
+      const bool narrow =
+          is_narrow(nodes_[v].type, x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store));
+      s.used = true, s.type = narrow ? DType::kU16 : nodes_[v].type;
+      s.direct = s.direct && (narrow || s.type == storage) && plan_.step == kernels_.strip;
+      s.store = Storer(c_.table, narrow ? DType::kU16 : storage, s.type, c_.where);
     }
   }
 
@@ -708,8 +738,17 @@ class Planner {
     plan_.code.push_back({fn, {0, 0, 0, 0}, 0, 0, nullptr, {0, 0}, nullptr});
     return plan_.code.back();
   }
-  void append_store(int v, int32_t to, bool bytes) {
-    append(kernels_.special(bytes && nodes_[v].type == DType::kBool ? StripKind::kStoreBool : StripKind::kStore)).to = to;
+  void append_store(StripKind kind, int32_t to) { append(kernels_.special(kind)).to = to; }
+  // What the program stores: `operand` of its stores <- v.
+  void append_result(int v, int operand) {
+    const StripOperand& to = plan_.stores[static_cast<size_t>(operand)];
+    StripKind kind = nodes_[v].type == DType::kBool ? StripKind::kStoreBool : StripKind::kStore;
+    if (to.type == DType::kU16) {
+      const bool exact = nodes_[v].kind == Node::kCompute && nodes_[v].op == Opcode::op_to_bfloat16;
+      const bool brain = x_.stores[static_cast<size_t>(operand)].ref.dtype == DType::kBF16;
+      kind = !brain ? StripKind::kStoreFloat16 : exact ? StripKind::kStoreExactBFloat16 : StripKind::kStoreBFloat16;
+    }
+    append_store(kind, to.slot);
   }
   void append_load(int v) {
     append(kernels_.special(StripKind::kLoad)).operands[0] = nodes_[v].slot;
@@ -729,12 +768,12 @@ class Planner {
         for (auto [store, of] : early_) {
           if (of != w) continue;
           if (held != w) append_load(held = w);
-          append_store(w, plan_.stores[static_cast<size_t>(store)].slot, true);
+          append_result(w, store);
         }
     }
     for (auto [store, v] : late_) {
       append_load(v);
-      append_store(v, plan_.stores[static_cast<size_t>(store)].slot, true);
+      append_result(v, store);
     }
     append(kernels_.special(StripKind::kEnd));
   }
@@ -786,8 +825,8 @@ class Planner {
     }
     for (int k = 0; k < node.count; ++k) i.operands[k] = nodes_[node.args[k]].slot;
     divide_by_factors(i, node, from[0]);
-    if (node.kind == Node::kBytes) i.operands[0] = plan_.loads[static_cast<size_t>(node.operand)].slot;
-    if (node.slot >= 0) append_store(v, node.slot, false);
+    if (is_load(node)) i.operands[0] = plan_.loads[static_cast<size_t>(node.operand)].slot;
+    if (node.slot >= 0) append_store(StripKind::kStore, node.slot);
     return v;
   }
 

@@ -386,6 +386,8 @@ class StripStep final : public Step {
       if (n == vectors * lanes) continue;
       if (x->type == DType::kBool)
         pad<uint8_t>(f.at[x->slot], n, vectors * lanes);
+      else if (x->type == DType::kU16)
+        pad<uint16_t>(f.at[x->slot], n, vectors * lanes);
       else
         pad<uint32_t>(f.at[x->slot], n, vectors * lanes);
     }

@@ -92,7 +92,7 @@ struct StripOperand {
   bool number = false;  // a load of one number along the innermost loop
   bool spread = false;  // of such a number: somebody reads it as a whole strip
   RowsOperand rows;     // in strips of short rows
-  DType type{};         // of the register
+  DType type{};         // of the register; kU16: the bits of 16-bit numbers, which instructions convert
   int32_t slot = 0;
   Loader load{};
   Storer store{};

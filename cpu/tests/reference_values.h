@@ -31,6 +31,14 @@ inline double get(DType t, const char* p) {
       std::memcpy(&v, &bits, 4);
       return v;
     }
+    case DType::kF16: {
+      uint16_t bits;
+      std::memcpy(&bits, p, 2);
+      const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+      double v = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+      if (exponent == 31) v = fraction == 0 ? INFINITY : NAN;
+      return bits >> 15 != 0 ? -v : v;
+    }
     default: throw std::logic_error("the reference does not know this type");
   }
 }
@@ -51,6 +59,20 @@ inline void set(DType t, char* p, double x) {
       std::memcpy(&bits, &v, 4);
       bits = std::isnan(v) ? 0x7FC00000u : bits + 0x7FFF + ((bits >> 16) & 1);
       uint16_t half = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(p, &half, 2);
+      return;
+    }
+    case DType::kF16: {
+      const double size = std::fabs(x);
+      unsigned bits = 0x7C00;  // infinity
+      if (std::isnan(x)) {
+        bits = 0x7E00;
+      } else if (size < 65520) {
+        const int exponent = size == 0 ? -14 : std::max(std::ilogb(size), -14);
+        bits =
+            static_cast<unsigned>(std::nearbyint(std::ldexp(size, 10 - exponent))) + (static_cast<unsigned>(exponent + 14) << 10);
+      }
+      const auto half = static_cast<uint16_t>(bits | (std::signbit(x) ? 0x8000u : 0u));
       std::memcpy(p, &half, 2);
       return;
     }

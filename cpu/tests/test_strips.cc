@@ -16,7 +16,7 @@
 namespace kitsune::cpu::test {
 namespace {
 
-constexpr DType U32 = DType::kU32;
+constexpr DType U32 = DType::kU32, F16 = DType::kF16;
 
 struct Named {
   Opcode op;
@@ -50,7 +50,7 @@ class Random {
     if (columns > 1) extents = {columns};
     if (columns > 5 && columns % 2 == 0) extents = {2, columns / 2};
     v_ = Vector{extents, false, {}, {}, {}};
-    for (DType t : {F32, F32, I32, U32, BOOL, F32, BF16, I32}) {
+    for (DType t : {F32, F32, I32, U32, BOOL, F32, BF16, I32, F16, BF16}) {
       const int64_t i = static_cast<int64_t>(p.inputs.size());
       int64_t stride = any(8) == 0 ? 0 : 1;
       v_.loads.push_back(layout(Space::kIn, i, t, rows, extents, stride, true));
@@ -70,7 +70,7 @@ class Random {
       int64_t r = any(2) ? last() : any(static_cast<int64_t>(registers_.size()));
       while (registers_[static_cast<size_t>(r)] == DType::kI64) r = last();
       const DType type = registers_[static_cast<size_t>(r)];
-      const DType storage = type == F32 && any(9) == 0 ? BF16 : type;
+      const DType storage = type == F32 && any(3) == 0 ? (any(2) ? BF16 : F16) : type;
       v_.stores.push_back(layout(Space::kOut, stored, storage, rows, extents, 1, false));
       p.outputs.push_back({storage, rows * columns + 4});
       v_.code.push_back(micro(Opcode::op_store, type, 0, stored++, r));

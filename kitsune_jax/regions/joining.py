@@ -381,7 +381,8 @@ class FollowerSearch:
             if free.isdisjoint(self.index.consumers.get(v, ())):
                 continue
             elementwise = _Elementwise(graph, free, graph.values[v].size, order, self.first)
-            spread = self.spread(Seed(v, tuple(range(len(graph.values[v].shape)))), elementwise)
+            start = self._as_read(v, free)
+            spread = self.spread(Seed(start, tuple(range(len(graph.values[start].shape)))), elementwise)
             for candidate in regions_of(self.index, spread, order):
                 computes = any(OPS[graph.ops[k].kind].family in _COMPUTES for k in candidate.ops)
                 if candidate.outputs and computes and not any(map(self._is_spread_out, candidate.inputs)):
@@ -389,6 +390,14 @@ class FollowerSearch:
                     order.join(ops)
                     free.difference_update(candidate.ops)
         return found
+
+    def _as_read(self, v: int, free: Collection[int]) -> int:
+        """``v`` transposed, where nothing in ``free`` reads it but one transposition; itself otherwise. The elements of an update
+        come in the order of the parameter and its moments, which are more arrays than the gradient."""
+        readers = [i for i in self.index.consumers.get(v, ()) if i in free]
+        if len(readers) != 1 or self.graph.ops[readers[0]].kind != "transpose":
+            return v
+        return self.graph.ops[readers[0]].outputs[0]
 
     def _is_spread_out(self, v: int) -> bool:
         """Is ``v`` rows of numbers (a score per head, a sum per node) repeated over more elements? Its reader streams over these

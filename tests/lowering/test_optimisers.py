@@ -22,6 +22,7 @@ from benchmarks.apps import APPS
 from kitsune_jax import _cpu, targets
 from kitsune_jax import errors as cpu_errors
 from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend.route import PlannedRegion, RouteOptions, route
 from kitsune_jax.program.ir import Array, Program
 from kitsune_jax.targets.cpu import lower as cpu_lower
@@ -366,6 +367,24 @@ def test_a_nerf_step_with_adam_is_pipelined_as_a_whole() -> None:
 def test_a_gradient_alone_has_one_phase() -> None:
     (region,) = planned(jax.value_and_grad(loss), *network())
     assert len(region.phases) == 1
+
+
+def test_an_update_streams_in_the_order_of_its_parameter() -> None:
+    """The gradients of keys and values are sums of one head after the other; parameters and moments have all heads of a token."""
+    tokens, heads, size = 384, 4, 32
+    p = {name: jax.ShapeDtypeStruct((tokens, heads, size), jnp.float32) for name in "qkv"}
+
+    def attention(p: Params) -> jax.Array:
+        scores = jnp.einsum("qhd,khd->hqk", p["q"], p["k"]) * size**-0.5
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), p["v"])
+
+    def step(p: Params) -> Params:
+        return jax.tree.map(lambda w, g: w - LR * g, p, jax.grad(lambda p: jnp.sum(attention(p) ** 2))(p))
+
+    graph = capture(jax.make_jaxpr(step)(p), context=RewriteContext(targets.get("cpu").capabilities)).graph
+    found = route(graph, "cpu", RouteOptions(device="amx-2", force=True)).regions
+    updates = [phase.region.space.sizes for call in found for phase in call.phases[1:]]
+    assert updates.count((tokens, heads, size)) == 2, updates  # that of the queries is part of the first phase
 
 
 def test_there_are_no_later_phases_where_the_target_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,14 +33,19 @@ struct StripInstruction {
 // Instructions that are no opcode's.
 enum class StripKind : int8_t {
   kEnd,
-  kLoad,       // held <- operands[0]
-  kStore,      // to <- held
-  kLoadBool,   // held <- the bytes of operands[0]
-  kStoreBool,  // the bytes of `to` <- held
-  kCall,       // to <- call(operands); nothing is held afterwards
-  kSinCos,     // held <- sin(operands[0]); to2 <- cos(operands[0])
-  kPick,       // held <- elements of the window operands[0], as the PickTable operands[1] says
-  kPickOne,    // the same, where the lanes of each vector are one element
+  kLoad,          // held <- operands[0]
+  kStore,         // to <- held
+  kLoadBool,      // held <- the bytes of operands[0]
+  kStoreBool,     // the bytes of `to` <- held
+  kLoadBFloat16,  // held <- the 16-bit numbers of operands[0]
+  kLoadFloat16,
+  kStoreBFloat16,  // the 16-bit numbers of `to` <- held, rounded
+  kStoreFloat16,
+  kStoreExactBFloat16,  // the same of numbers that have no more bits
+  kCall,                // to <- call(operands); nothing is held afterwards
+  kSinCos,              // held <- sin(operands[0]); to2 <- cos(operands[0])
+  kPick,                // held <- elements of the window operands[0], as the PickTable operands[1] says
+  kPickOne,             // the same, where the lanes of each vector are one element
 };
 
 // Which elements of a window the lanes of a strip are: `strip` places, counted from the first element that their vector picks, then

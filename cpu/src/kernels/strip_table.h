@@ -183,6 +183,11 @@ inline StripFn special(StripKind kind) {
     case StripKind::kStore: return reinterpret_cast<StripFn>(&store);
     case StripKind::kLoadBool: return reinterpret_cast<StripFn>(&load_bool);
     case StripKind::kStoreBool: return reinterpret_cast<StripFn>(&store_bool);
+    case StripKind::kLoadBFloat16: return reinterpret_cast<StripFn>(&load_16<BFloat16>);
+    case StripKind::kLoadFloat16: return reinterpret_cast<StripFn>(&load_16<Half>);
+    case StripKind::kStoreBFloat16: return reinterpret_cast<StripFn>(&store_16<ToBFloat16, false>);
+    case StripKind::kStoreFloat16: return reinterpret_cast<StripFn>(&store_16<ToFloat16, false>);
+    case StripKind::kStoreExactBFloat16: return reinterpret_cast<StripFn>(&store_16<ToBFloat16, true>);
     case StripKind::kCall: return reinterpret_cast<StripFn>(&call);
     case StripKind::kSinCos: return reinterpret_cast<StripFn>(&sin_cos);
     case StripKind::kPick: return reinterpret_cast<StripFn>(&pick);

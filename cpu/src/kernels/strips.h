@@ -151,6 +151,45 @@ inline KITSUNE_INSTRUCTION(store_bool) {
   KITSUNE_NEXT;
 }
 
+// kFloats numbers of 16 bits as floats, and their bits back: without a pass over memory of their own.
+using Bits16 = VectorOf<uint16_t, kFloats * 2>::type;
+
+template <class Narrow>
+KITSUNE_INLINE VF load_narrow(const char* p) {
+  if constexpr (kSame<Narrow, BFloat16>) return (VF)(__builtin_convertvector(load_vector<Bits16>(p), VU) << 16);
+#if defined(__AVX512F__)
+  return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(KITSUNE_NEON)
+  return (VF)vcvt_f32_f16((float16x4_t)load_vector<Bits16>(p));
+#else
+  VF v;
+  for (int k = 0; k < kFloats; ++k) v[k] = to_float(reinterpret_cast<const Half*>(p)[k]);
+  return v;
+#endif
+}
+
+template <class Narrow>
+KITSUNE_INSTRUCTION(load_16) {
+  const char* from = at[i->operands[0]];
+#define KITSUNE_LANE(k) v##k = load_narrow<Narrow>(from + k * kFloats * 2);
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
+// Exact: the numbers have no more bits.
+template <class Round, bool kExact>
+KITSUNE_INSTRUCTION(store_16) {
+  char* to = at[i->to];
+#define KITSUNE_LANE(k) \
+  store_vector(to + k * kFloats * 2, __builtin_convertvector(kExact ? Round::bits_of_exact(v##k) : Round::bits(v##k), Bits16));
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  KITSUNE_NEXT;
+}
+
 inline KITSUNE_INSTRUCTION(call) {
   auto value = [&](int k) { return at[i->operands[k]]; };
   i->call(vectors * kFloats, at[i->to], value(0), value(1), value(2), value(3), i->imm);
