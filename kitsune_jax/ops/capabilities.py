@@ -55,6 +55,9 @@ class TargetCapabilities:
     #: A tile with all columns of a wide hidden layer leaves little room for others, so a region may end with that layer, whose
     #: product then reads it from memory (``regions.alternatives``).
     cuts_wide_rows: bool = False
+    #: Rows of so many bytes leave a worker's cache no room for enough of them, so a region may be cut around products that make or
+    #: read such rows (``regions.alternatives``). ``None``: there is no limit.
+    long_row_bytes: int | None = None
     #: The machine's workers, which a stream of fewer rows does not keep busy.
     workers: int = 1
     #: ``Target.generate`` runs a compiler for seconds, and may run in several threads at once.

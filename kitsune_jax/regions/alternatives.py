@@ -9,8 +9,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
+from kitsune_jax.ops.capabilities import TargetCapabilities
 from kitsune_jax.ops.graph import Graph, reached
 from kitsune_jax.ops.table import OPS
+from kitsune_jax.planning.cost import itemsize
 from kitsune_jax.planning.plan import Plan
 from kitsune_jax.planning.streams import Region, Seed, Spread, row_shape, streamed_axes
 from kitsune_jax.regions.grow import GraphIndex, Order, anchored, compared_extremes, needed, region_of, regions_of
@@ -53,16 +55,54 @@ def best_cut(
     return max(map(parts, cuts), key=total_gain, default=[])
 
 
-def possible_cuts(graph: Graph, region: Region, plans: tuple[Plan | str, Plan | str], widest: bool) -> list[tuple[Pass, ...]]:
+def possible_cuts(
+    graph: Graph, region: Region, plans: tuple[Plan | str, Plan | str], able: TargetCapabilities
+) -> list[tuple[Pass, ...]]:
     """Every way to cut ``region``. ``plans``: of all of it, and of the best rest of it without ops that others compute. Without a
     plan of all of it there is no cut at its loss; where that of the rest is vertical, only those behind the widest operand of a
-    product, if ``widest``."""
+    product and around long rows, if the target is ``able``."""
     whole, rest = plans
     spatial = isinstance(rest, str) or rest.arrangement == "spatial"
     at_loss = [split_at_loss(graph, region)] if spatial and not isinstance(whole, str) else []
     products = _around_products(graph, region) if spatial else []
-    behind = _behind_widest(graph, region) if widest else []
-    return [cut for cut in (*at_loss, *products, *behind) if cut is not None]
+    behind = _behind_widest(graph, region) if able.cuts_wide_rows else []
+    long = _around_long_rows(graph, region, able.long_row_bytes) if able.long_row_bytes else []
+    return [cut for cut in (*at_loss, *products, *behind, *long) if cut is not None]
+
+
+def _long_rows(graph: Graph, region: Region, least: int) -> tuple[set[int], set[int]]:
+    """The products with a weight that make rows of ``least`` bytes or more; those that read such rows, or sum them up."""
+    labels, sinks = region.label_of(), set(region.sinks)
+
+    def is_long(v: int) -> bool:
+        value = graph.values[v]
+        return v in labels and math.prod(row_shape(value.shape, labels[v])) * itemsize(value.dtype) >= least
+
+    products = [i for i in region.ops if graph.ops[i].kind == "dot_general" and not graph.ops[i]["lhs_batch"]]
+    makers = {i for i in products if i not in sinks and is_long(graph.ops[i].outputs[0])}
+    return makers, {i for i in products if i not in makers and any(map(is_long, graph.ops[i].inputs))}
+
+
+def has_long_rows(graph: Graph, region: Region, least: int | None) -> bool:
+    """Does a product of ``region`` with a weight make or read rows of ``least`` bytes or more?"""
+    return least is not None and any(_long_rows(graph, region, least))
+
+
+def _around_long_rows(graph: Graph, region: Region, least: int) -> list[tuple[Pass, ...] | None]:
+    """(All up to the products that make long rows; what is computed of these; all behind the products that read them), without
+    those products. Empty where no row is long: those of a language model's loss are its logits.
+
+    A tile of all ops has few of these rows, and reads all weights for them, those of the layers in front too. A product alone
+    stores its rows as they are made, and one that contracts them is computed a part of each row after the other.
+    """
+    makers, readers = _long_rows(graph, region, least)
+    inside, consumers = set(region.ops), dict[int, list[int]]()
+    for i in region.ops:
+        for v in graph.ops[i].inputs:
+            consumers.setdefault(v, []).append(i)
+    first = _needed_by(graph, region, sorted(makers)) - readers
+    behind = reached(readers, lambda i: [c for v in graph.ops[i].outputs for c in consumers.get(v, ())]) - readers - first
+    return [_parts(graph, region, [first, inside - first - readers - behind, behind])] if makers or readers else []
 
 
 _WIDE = 640  # columns: beside two tiles of them in shared memory there is little room for weights

@@ -39,6 +39,7 @@ from kitsune_jax.regions.alternatives import (
     best_cut,
     drop_costly_ops,
     drop_gradients,
+    has_long_rows,
     possible_cuts,
     recompute,
     store_gradients,
@@ -469,13 +470,14 @@ class _Selector:
         In a spatial pipeline every stage waits for the slowest one. Cut in two, each part has its own arrangement, and the values
         that the second reads of the first go through memory.
         """
-        widest = self.capabilities.cuts_wide_rows
-        if not widest and not isinstance(plan, str) and plan.arrangement != "spatial":
+        able = self.capabilities
+        long = has_long_rows(self.graph, region, able.long_row_bytes)
+        if not (able.cuts_wide_rows or long) and not isinstance(plan, str) and plan.arrangement != "spatial":
             return []
         known = self.cut.get(region)
         if known is None or known[0] != len(self.chosen):
             around = self.index, self.order, self.free, self._spread, self._best_of_part
-            cuts = possible_cuts(self.graph, region, (whole, plan), widest)
+            cuts = possible_cuts(self.graph, region, (whole, plan), able)
             known = self.cut[region] = len(self.chosen), best_cut(cuts, *around)
         gain_as_one = 0.0 if isinstance(plan, str) or not pays(plan) else seconds_gained(plan)
         return known[1] if total_gain(known[1]) > PROFIT_MARGIN * gain_as_one else []

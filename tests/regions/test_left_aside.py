@@ -17,7 +17,7 @@ from kitsune_jax.capture.rewrites import RewriteContext
 from kitsune_jax.frontend.route import PlannedRegion, RouteOptions, route
 from kitsune_jax.ops.graph import Graph
 from kitsune_jax.planning.streams import Region, StreamSpace
-from kitsune_jax.regions.alternatives import repeated_ops
+from kitsune_jax.regions.alternatives import possible_cuts, repeated_ops
 from kitsune_jax.regions.grow import GraphIndex
 from kitsune_jax.targets.cuda.planning import planner, xla
 from kitsune_jax.targets.cuda.planning.machines import gpu
@@ -182,3 +182,55 @@ def test_a_tile_is_no_larger_than_the_memory_for_all_workers() -> None:
     )
     largest = max(report.regions, key=lambda r: r.ops)
     assert largest.rows == 8 and largest.replicas == 2 and largest.tile_rows <= 2, str(report)
+
+
+# --- rows of logits ---------------------------------------------------------------------------------------------------------------
+
+
+def language_model(dtype: Any, tokens: int = 512, width: int = 256, vocabulary: int = 50257) -> tuple[Any, Any]:
+    """(logits, loss by the weights) of a layer in front of a table that is the last layer, and arguments."""
+
+    def logits(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w["hidden"]) @ w["table"].T
+
+    def loss(w: Any, x: Any) -> Any:
+        log_p = jax.nn.log_softmax(logits(w, x).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(log_p, jnp.arange(tokens)[:, None] * 7 % vocabulary, 1))
+
+    shapes = {"hidden": (width, width), "table": (vocabulary, width)}
+    args = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in shapes.items()}, jax.ShapeDtypeStruct((tokens, width), dtype)
+    return (logits, jax.value_and_grad(loss)), args
+
+
+@pytest.mark.parametrize("device", ["zen5-2", "amx-2", "avx512-2"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_logits_take_no_room_from_others(device: str, dtype: Any) -> None:
+    """They go to memory as they are made. A tile of a few rows would read 50 257 columns of the weight for these alone."""
+    (logits, _), args = language_model(dtype)
+    (call,) = planned(logits, args, device)[1]
+    assert [p.plan.tile_rows >= 64 for p in call.phases] == [True]
+
+
+def planned(function: Any, args: Any, device: str, force: bool = False) -> tuple[Graph, list[PlannedRegion]]:
+    graph = capture(jax.make_jaxpr(function)(*args), context=RewriteContext(targets.get("cpu").capabilities)).graph
+    return graph, list(route(graph, "cpu", RouteOptions(device=device, force=force)).regions)
+
+
+def test_a_loss_can_be_cut_around_the_products_with_its_logits() -> None:
+    (_, gradient), args = language_model(jnp.float32)
+    graph, calls = planned(gradient, args, "amx-2", force=True)
+    phase = max((p for call in calls for p in call.phases), key=lambda p: len(p.region.ops))
+    region = phase.region
+    cut = possible_cuts(graph, region, (phase.plan, phase.plan), targets.get("cpu").capabilities)[-1]
+    parts = [ops for _, ops in cut]
+    left = set(region.ops).difference(*parts)
+    assert sum(map(len, parts)) + len(left) == len(region.ops)
+    assert sorted(graph.ops[i].kind for i in left) == ["dot_general"] * 2  # the gradients by the hidden rows and by the table
+    (row,) = {graph.values[v].shape for i in left for v in graph.ops[i].inputs if 50257 in graph.values[v].shape} - {(50257, 256)}
+    assert row == (512, 50257)
+    made = [{v for i in ops for v in graph.ops[i].outputs} for ops in parts]
+    for k, ops in enumerate(parts):  # no part reads what a later one makes
+        read = {v for i in ops for v in graph.ops[i].inputs}
+        assert all(read.isdisjoint(later) for later in made[k + 1 :])
+    products = [sum(graph.ops[i].kind == "dot_general" for i in ops) for ops in parts]
+    assert products == [2, 0, 1], products  # the layer and the logits; the softmax; the gradient of the layer's weight

@@ -113,6 +113,7 @@ class _Cpu(Target[CpuMachine, CpuProgramContext, CpuPlan]):
         runs_loops=True,
         few_rows=True,
         splits_reductions=True,
+        long_row_bytes=32 << 10,  # 32 rows take a megabyte, the L2 of most cores
     )
 
     def why_not(self) -> str:

@@ -587,7 +587,12 @@ class CpuCost(RegionCost):
             and v not in self.taken.values
             and v not in self.matrices
             and not (v in self.producer and self.family(self.producer[v]) in FREE and self.is_maker(self.producer[v]))
+            and not self._leaves_at_once(v)
         )
+
+    def _leaves_at_once(self, v: int) -> bool:
+        """Is ``v`` a product that goes to memory as it is made? Rows of logits over 50 257 tokens do not stay with a worker."""
+        return v not in self.readers and v in self.producer and self.family(self.producer[v]) == "dot"
 
     def made_row_bytes(self) -> int:
         """Bytes that the ops write to memory for a row, in all steps of loops. Pointwise ops hand results on in registers."""
