@@ -519,6 +519,7 @@ std::unique_ptr<const Step> compile(const Vector& x, const Compile& c, bool whol
 }  // namespace
 
 std::unique_ptr<const Step> compile(const Vector& x, const Compile& c) {
+  if (auto step = transposition(x, c)) return step;
   if (!lies_by_columns(x)) return compile(x, c, false);
   return std::make_unique<ByRowsStep>(std::min(c.program.tile_rows, c.program.batch_rows), compile(x, c, true),
                                       compile(x, c, false));

@@ -6,6 +6,7 @@
 
 #include "executor_internal.h"
 #include "indices.h"
+#include "run_vector.h"
 
 namespace kitsune::cpu {
 
@@ -453,6 +454,58 @@ Indices::Indices(const KernelTable& table, const Operand& index, const Operand& 
     : address_(index.ref, index.row_stride), x_(x.ref, x.row_stride), read_(table.read_indices(index.ref.dtype)), count_(count) {
   nest_ = make_nest(extents, {byte_strides(index), outer_strides(x, extents.size())});
   simplify(nest_);
+}
+
+// A Vector that only moves elements, from where they lie side by side along one loop to where they do along another.
+
+namespace {
+
+constexpr int64_t kLeastSide = 8;  // of both loops: below, squares of 16 x 16 would be mostly empty
+
+class TransposeStep final : public Step {
+ public:
+  TransposeStep(const Vector& x, Nest nest, TransposeFn transpose)
+      : from_(x.loads[0].ref, x.loads[0].row_stride),
+        to_(x.stores[0].ref, x.stores[0].row_stride),
+        nest_(std::move(nest)),
+        transpose_(transpose) {}
+
+  void run(const Context& c) const override {
+    char* at[2] = {from_.of(c), to_.of(c)};
+    const Dim &along = nest_[nest_.size() - 2], &across = nest_.back();
+    int64_t index[kMaxLoopDims + 1];
+    walk(nest_.data(), static_cast<int>(nest_.size()) - 2, c.rows, at, 2, index,
+         [&] { transpose_(along.extent(c.rows), across.extent(c.rows), at[0], across.stride[0], at[1], along.stride[1]); });
+  }
+
+ private:
+  Address from_, to_;
+  Nest nest_;  // the last two loops: elements lie side by side along the first one where they are read, and along the other one
+  TransposeFn transpose_;
+};
+
+}  // namespace
+
+std::unique_ptr<const Step> transposition(const Vector& x, const Compile& c) {
+  bool copies = x.code.size() == 2 && x.loads.size() == 1 && x.stores.size() == 1;
+  copies = copies && x.code[0].op == Opcode::op_load && x.code[1].op == Opcode::op_store;
+  if (!copies || x.loads[0].ref.dtype != x.stores[0].ref.dtype || may_overlap(x, 0, 0, c)) return nullptr;
+  const auto item = static_cast<int64_t>(item_size(x.loads[0].ref.dtype));
+  const TransposeFn transpose = c.table.transpose != nullptr ? c.table.transpose(item) : nullptr;
+  if (transpose == nullptr) return nullptr;
+  Nest nest = make_nest(x.extents, {byte_strides(x.loads[0]), byte_strides(x.stores[0])});
+  simplify(nest);
+  const int64_t rows = std::min(c.program.tile_rows, c.program.batch_rows);
+  auto last = [&](size_t operand, size_t end) {  // puts the loop along which the operand's elements lie side by side there
+    for (size_t d = 0; d < end; ++d)
+      if (nest[d].stride[operand] == item && nest[d].extent(rows) >= kLeastSide)
+        return std::rotate(nest.begin() + static_cast<std::ptrdiff_t>(d), nest.begin() + static_cast<std::ptrdiff_t>(d) + 1,
+                           nest.begin() + static_cast<std::ptrdiff_t>(end)),
+               true;
+    return false;
+  };
+  if (nest.size() < 2 || !last(1, nest.size()) || nest.back().stride[0] == item || !last(0, nest.size() - 1)) return nullptr;
+  return std::make_unique<TransposeStep>(x, std::move(nest), transpose);
 }
 
 std::unique_ptr<const Step> compile(const Gather& x, const Compile& c) { return std::make_unique<GatherStep>(x, c); }

@@ -125,4 +125,8 @@ std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool who
 
 std::unique_ptr<const Step> run_strips(StripPlan plan);
 
+// The step of a Vector that only moves elements from where they lie side by side along one loop to where they do along another;
+// nullptr for any other (run_copy.cc).
+std::unique_ptr<const Step> transposition(const Vector& x, const Compile& c);
+
 }  // namespace kitsune::cpu

@@ -110,6 +110,8 @@ using FoldShortFn = void (*)(int64_t count, int64_t n, const void* src, int64_t 
 // Rows at offsets in bytes, each `bytes` long and dense. Row i: to + i * step <- from + at[i], or the reverse.
 using GatherRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, void* to, int64_t step, int64_t bytes);
 using ScatterRowsFn = void (*)(int64_t n, const int64_t* at, const void* from, int64_t step, void* to, int64_t bytes);
+// to[i][j] = from[j][i] for i < rows, j < columns; the steps are bytes from a row to the next, whose elements lie side by side.
+using TransposeFn = void (*)(int64_t rows, int64_t columns, const void* from, int64_t from_step, void* to, int64_t to_step);
 // Rows that lie far from each other are asked for before their turn. `known`: at[0..known) says where rows lie, those of later
 // calls among them; 0: the rows lie one after another. `far`: they come from memory and not from a cache.
 struct Ahead {
@@ -185,6 +187,7 @@ struct KernelTable {
   void (*outer)(const OuterArgs&);
   GatherRowsFn gather_rows;
   ScatterRowsFn scatter_rows;
+  TransposeFn (*transpose)(int64_t item_bytes);  // nullptr: there is none for elements of this size
   FoldRunsFn (*fold_runs)(int how, DType storage);
   FoldNarrowFn (*fold_narrow)(int how, DType storage);
   FoldScaledFn (*fold_scaled)(DType storage);  // nullptr: no 16-bit or 32-bit float

@@ -13,6 +13,7 @@
 #include "scaled_rows.h"
 #include "short_rows.h"
 #include "strip_table.h"
+#include "transpose.h"
 
 namespace kitsune::cpu::KITSUNE_ISA {
 
@@ -41,6 +42,7 @@ constexpr KernelTable kTable = {
     &outer,
     &gather_rows,
     &scatter_rows,
+    &transpose_function,
     &fold_runs_function,
     &fold_narrow_function,
     &fold_scaled_function,
