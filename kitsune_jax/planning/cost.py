@@ -137,6 +137,8 @@ class RegionCost(abc.ABC):
         self.graph, self.region, self.machine, self.order, self.program = graph, region, machine, order, program
         self.of_batch = {v: axes for v, axes in region.labels if region.space.of_batch(axes)}
         self.labels = {v: axes for v, axes in region.labels if v not in self.of_batch}
+        self.streamed = self.labels.__contains__
+        self.family = functools.cache(self._family)
         self.members = frozenset(region.ops)
         self.outputs = frozenset(region.outputs)
         self.producer = {v: i for i in region.ops for v in graph.ops[i].outputs}
@@ -204,9 +206,6 @@ class RegionCost(abc.ABC):
         loops = [parts(self.graph.ops[i]) for i in self.region.ops if self.graph.ops[i].body is not None]
         return frozenset(v for p in loops for v in (*p.xs, *p.ys))
 
-    def streamed(self, v: int) -> bool:
-        return v in self.labels
-
     def _is_maker(self, i: int) -> bool:
         return not any(v in self.labels for v in self.graph.ops[i].inputs)
 
@@ -221,7 +220,7 @@ class RegionCost(abc.ABC):
         value = self.graph.values[v]
         return 0 if value.literal is not None else value.size * itemsize(value.dtype)
 
-    def family(self, i: int) -> str:
+    def _family(self, i: int) -> str:
         return OPS[self.graph.ops[i].kind].family
 
     def _is_table(self, v: int) -> bool:

@@ -379,13 +379,24 @@ class SpatialBuilder:
 
     def _count_crossing(self, ops: Ops) -> tuple[int, int]:
         """(bytes of a tile that enter ``ops`` from other stages, bytes that leave them)."""
-        inside = frozenset(ops)
-        cost = self.cost
-        reads = dict.fromkeys(v for i in ops for v in cost.graph.ops[i].inputs if cost.streamed(v) and v in cost.producer)
-        entering = [v for v in reads if cost.producer[v] not in inside and not cost.is_maker(cost.producer[v])]
-        made = [v for i in ops if not cost.is_maker(i) for v in cost.graph.ops[i].outputs if cost.streamed(v)]
-        leaving = [v for v in made if not inside.issuperset(cost.readers.get(v, ()))]
-        return sum(entry_bytes(cost, v) for v in entering), sum(entry_bytes(cost, v) for v in leaving)
+        inside, links = frozenset(ops), self._links
+        entering = {v: size for i in ops for v, producer, size in links[i][0] if producer not in inside}
+        return sum(entering.values()), sum(size for i in ops for readers, size in links[i][1] if not readers <= inside)
+
+    @functools.cached_property
+    def _links(self) -> dict[int, tuple[list[tuple[int, int, int]], list[tuple[frozenset[int], int]]]]:
+        """Of each op: (value, its producer, bytes of a tile) of what it reads of others; (readers, bytes of a tile) of its
+        results."""
+        cost, found = self.cost, {}
+        for i in cost.region.ops:
+            op = cost.graph.ops[i]
+            reads = [(v, cost.producer[v]) for v in op.inputs if cost.streamed(v) and v in cost.producer]
+            made = () if cost.is_maker(i) else [v for v in op.outputs if cost.streamed(v)]
+            found[i] = (
+                [(v, producer, entry_bytes(cost, v)) for v, producer in reads if not cost.is_maker(producer)],
+                [(frozenset(cost.readers.get(v, ())), entry_bytes(cost, v)) for v in made],
+            )
+        return found
 
     def _link_seconds(self, stage: _StageTraffic, ctas: int) -> float:
         """Seconds of a tile's transfers through the rings of one CTA, both directions at once."""

@@ -23,7 +23,7 @@ from kitsune_jax.planning.plan import KIB, NO_CONTEXT, ProgramContext
 from kitsune_jax.planning.streams import Region
 from kitsune_jax.targets.cuda import tiles
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
-from kitsune_jax.targets.cuda.stage.fitting import value_registers
+from kitsune_jax.targets.cuda.stage.fitting import LiveValue, Placements, StageStep, Storage, value_registers
 from kitsune_jax.targets.cuda.stage.simplify import SAME_DIGITS, computes, is_elementary
 from kitsune_jax.targets.cuda.stage_ir import RowOperand, RowProduct, queue_form
 from kitsune_jax.targets.cuda.tiles import BLOCK_COLUMNS, NO_RING, TILE_ROWS, InputRing, padded, table_bytes
@@ -88,10 +88,17 @@ class GpuCost(RegionCost):
         # The same few stages are asked for in every grouping of the ops and under every split.
         self.loads_of = functools.cache(functools.partial(_loads, self))
         self.packed_bytes_of = functools.cache(functools.partial(_packed_bytes, self))
+        self.slots_of = functools.cache(functools.partial(_slots_of, self))
+        self.entry_bytes = functools.cache(functools.partial(_entry_bytes, self))
         self.loop_sums = {i: self._sums_of(graph.ops[i]) for i in region.ops if graph.ops[i].body is not None}
         self.step_sums = frozenset(k for sums in self.loop_sums.values() for k in sums)
         free = [i for i in region.sinks if atomic and any_order(graph.ops[i], program.options.deterministic) and not self._near(i)]
         self.unordered = tuple(i for i in free if self._atomic_is_faster(i))
+
+    @functools.cached_property
+    def products(self) -> dict[int, DotWork]:
+        """The matmuls of the region."""
+        return {i: dot for i in self.region.ops if (dot := self.work(i).dot) is not None}
 
     def _near(self, i: int) -> bool:
         access = self.access(i)
@@ -278,13 +285,13 @@ def atomic_bytes(op: Op, dtype: str) -> int:
 
 def dots_of(cost: GpuCost, ops: Iterable[int]) -> list[DotWork]:
     """Products with stationary weights."""
-    dots = [cost.work(i).dot for i in ops if i not in cost.sinks]
-    return [dot for dot in dots if dot is not None and not dot.per_row]
+    products, sinks = cost.products, cost.sinks
+    return [products[i] for i in ops if i in products and i not in sinks and not products[i].per_row]
 
 
 def gradients_of(cost: GpuCost, ops: Iterable[int]) -> list[DotWork]:
     """Weight gradients: matmuls that contract the rows, of operands with ``m`` and ``n`` columns."""
-    return [dot for i in ops if i in cost.sinks and (dot := cost.work(i).dot) is not None]
+    return [cost.products[i] for i in ops if i in cost.products and i in cost.sinks]
 
 
 def packed_bytes(cost: GpuCost, ops: Iterable[int], split: int = 1, batches: bool = False) -> int:
@@ -316,6 +323,10 @@ def vector_bytes(cost: GpuCost, ops: Iterable[int]) -> int:
 
 def entry_bytes(cost: GpuCost, v: int) -> int:
     """Bytes of a ring's entry: one tile of ``v``."""
+    return cost.entry_bytes(v)
+
+
+def _entry_bytes(cost: GpuCost, v: int) -> int:
     return tiles.image_bytes(tiles.padded(cost.row_size(v)), queue_form(cost.graph.values[v].dtype, False))
 
 
@@ -334,7 +345,8 @@ _MMA_ROWS, _MMA_COLUMNS, _DEPTH_BYTES = 16, 8, 32  # of an mma.sync
 
 def row_products_of(cost: GpuCost, ops: Iterable[int]) -> list[int]:
     """Matmuls whose operands both stream."""
-    return [i for i in ops if i not in cost.sinks and (dot := cost.work(i).dot) is not None and dot.per_row]
+    products, sinks = cost.products, cost.sinks
+    return [i for i in ops if i in products and i not in sinks and products[i].per_row]
 
 
 def fed_by(cost: GpuCost) -> dict[int, int]:
@@ -505,48 +517,7 @@ _WORKING_REGISTERS = 24  # addresses, counters and temporaries of a consumer thr
 _PRODUCT_REGISTERS = 56  # of a product for each row: sums, fragments, addresses (``stage/instructions.py``)
 _ELEMENTWISE_COLUMNS = 32  # in flight in an elementwise loop: four 16-byte rows of 16-bit values
 _RESERVED_BYTES = 2 * KIB  # barriers, and aligning the first swizzled chunk to 1024 bytes
-_BEAM = 64  # placements that are searched side by side; a chain of layers has four
-_CHOICES = 6  # the largest values of a step, which may become images
 _REDUCTIONS = frozenset({"reduce", "argreduce"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Storage:
-    """``image_bytes``: the most bytes that images take at once; ``image_traffic``: bytes of images written and read per tile."""
-
-    image_bytes: int
-    image_traffic: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LiveValue:
-    """A value that later steps read, until step ``last``; ``reads``: how often all of it is read. ``image``: bytes of its image in
-    shared memory."""
-
-    value: int
-    last: int
-    registers: int
-    image: int
-    reads: int
-
-
-_Placed = tuple[tuple[_LiveValue, bool], ...]  # kept values: does each have an image?
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _StageStep:
-    """``working``: registers of its accumulators. ``done``: the fraction of its results that is alive beside the accumulators, or
-    None where a result replaces the value that it was made from."""
-
-    working: int
-    done: float | None = None
-
-    def registers(self, live: _Placed, born: _Placed, after: _Placed) -> float:
-        """The most registers in use at once. Values: ``live`` before the step, ``born`` in it, still live ``after`` it."""
-        held, made, left = (sum(k.registers for k, image in values if not image) for values in (live, born, after))
-        if self.done is None:
-            return max(held, left) + self.working
-        return max(held + self.working + made * self.done, left)
 
 
 def shared_bytes(cost: GpuCost, ops: Sequence[int], storage: Storage, lanes: int, weights: int, rings: int) -> int:
@@ -579,10 +550,10 @@ class StageSteps:
         self.cost, self.ops, self.split, self.slabs = cost, tuple(ops), split, slabs
         self.producer = {v: i for i in ops for v in cost.graph.ops[i].outputs}
         self.step: dict[int, int] = {}
-        self.steps = [_StageStep(_ELEMENTWISE_COLUMNS // 2)]
+        self.steps = [StageStep(_ELEMENTWISE_COLUMNS // 2)]
         for i in self.ops:
             self._add_to_step(i)
-        self.kept = self._kept_values()
+        self.placements = Placements(self.steps, self._kept_values())
         panels, self.spread = panel_sums(cost, ops), spread_sums(cost, ops)
         self.sums = sum(2 if i in panels else self._sum_registers(i) for i in ops if i in cost.sinks and cost.work(i).dot is None)
         self.runs = max((self._segment_bytes(i) for i in ops if i in cost.sinks and cost.access(i) is not None), default=0)
@@ -602,17 +573,17 @@ class StageSteps:
             self.steps.append(self.steps[0])
             return
         if dot.per_row:
-            self.steps.append(_StageStep(_PRODUCT_REGISTERS, 1.0))
+            self.steps.append(StageStep(_PRODUCT_REGISTERS, 1.0))
             return
         columns = tiles.padded(dot.n // self.split)
         chunks = -(-columns // tiles.CHUNK_COLUMNS)
         beside = self._product_beside(i)
         if beside is not None:  # both in chunks of 64 columns
             self.step[i] = self.step[beside]
-            self.steps[-1] = _StageStep(tiles.CHUNK_COLUMNS // 2, self.steps[-1].done)
+            self.steps[-1] = StageStep(tiles.CHUNK_COLUMNS // 2, self.steps[-1].done)
             return
         # A result of one chunk is rounded and packed in its accumulators; of several chunks, the earlier ones stay beside the last.
-        self.steps.append(_StageStep(min(columns, tiles.CHUNK_COLUMNS) // 2, 1.0 - 1.0 / chunks))
+        self.steps.append(StageStep(min(columns, tiles.CHUNK_COLUMNS) // 2, 1.0 - 1.0 / chunks))
 
     def _product_beside(self, i: int) -> int | None:
         """The product of the last step, if it has the same operand as product ``i``, as many columns, and results that are only
@@ -662,7 +633,7 @@ class StageSteps:
         i = self.producer.get(v, -1)
         return [p for x in self.cost.graph.ops[i].inputs for p in self._stacked_parts(x, stacked)] if i in stacked else [v]
 
-    def _kept_values(self) -> list[list[_LiveValue]]:
+    def _kept_values(self) -> list[list[LiveValue]]:
         """The kept values by the step that makes them."""
         reads: dict[int, dict[int, int]] = {}
         stacked = stacked_of(self.cost, self.ops)
@@ -676,7 +647,7 @@ class StageSteps:
                     times = -(-tiles.padded(dot.n // self.split) // tiles.CHUNK_COLUMNS) if dot else 1
                     at = reads.setdefault(root, {})
                     at[self.step[i]] = max(at.get(self.step[i], 0), times)
-        made: list[list[_LiveValue]] = [[] for _ in self.steps]
+        made: list[list[LiveValue]] = [[] for _ in self.steps]
         for v, at in reads.items():
             born = self.step[self.producer[v]]
             columns = self.cost.row_size(v)
@@ -685,10 +656,10 @@ class StageSteps:
             width, how = tiles.padded(columns), queue_form(self.cost.graph.values[v].dtype, False)
             image = tiles.image_bytes(width, how)
             registers = 2 if columns == 1 else tiles.registers(width, how)
-            made[born].append(_LiveValue(v, max(at), registers, image, sum(at.values())))
+            made[born].append(LiveValue(v, max(at), registers, image, sum(at.values())))
         return [sorted(values, key=lambda k: (-k.image, k.value)) for values in made]
 
-    def _kept_rows(self) -> tuple[_LiveValue, ...]:
+    def _kept_rows(self) -> tuple[LiveValue, ...]:
         """Loaded rows that several products of many columns read, one chunk of columns after the other."""
         cost, columns = self.cost, dict[int, list[int]]()
         for i in self.ops:
@@ -698,12 +669,12 @@ class StageSteps:
             v = cost.graph.ops[i].inputs[0]
             if v in cost.region.inputs:
                 columns.setdefault(v, []).append(dot.n // self.split)
-        found = list[_LiveValue]()
+        found = list[LiveValue]()
         for v, n in columns.items():
             if len(n) > 1 and sum(n) >= tiles.MANY_COLUMNS and cost.streamed(v):
                 width, how = tiles.padded(cost.row_size(v)), queue_form(cost.graph.values[v].dtype, False)
                 reads = sum(n) // tiles.CHUNK_COLUMNS
-                found.append(_LiveValue(v, 0, tiles.registers(width, how), tiles.image_bytes(width, how), reads))
+                found.append(LiveValue(v, 0, tiles.registers(width, how), tiles.image_bytes(width, how), reads))
         return tuple(found)
 
     def keeps_rows(self, lanes: int) -> bool:
@@ -749,32 +720,11 @@ class StageSteps:
         gradients = self._gradients(lanes)
         if gradients is None:
             return None
-        best = self._best_placement(registers - _WORKING_REGISTERS - self.sums - gradients[0])
+        best = self.placements.best(registers - _WORKING_REGISTERS - self.sums - gradients[0])
         shared = best.image_bytes + gradients[1] + self.runs + self.products if best else 0
         images = () if self.keeps_rows(lanes) else self.rows
         shared, moved = shared + sum(k.image for k in images), gradients[2] + sum(k.image * (1 + k.reads) for k in images)
         return best and Storage(shared, best.image_traffic + moved)
-
-    def _best_placement(self, budget: int) -> Storage | None:
-        """The best placement, by a beam search. A greedy choice of the value to move, step by step, changed 33 of 1600 plans and
-        lost an A100 its pipeline of NeRF."""
-        beam: dict[_Placed, Storage] = {(): Storage(0, 0)}
-        for t, (step, kept) in enumerate(zip(self.steps, self.kept, strict=True)):
-            following: dict[_Placed, Storage] = {}
-            small = tuple((k, False) for k in kept[_CHOICES:])
-            choices = [((k, False), (k, True)) for k in kept[:_CHOICES]]
-            for (live, so_far), large in itertools.product(beam.items(), list(itertools.product(*choices))):
-                born = (*large, *small)
-                after = tuple((k, image) for k, image in (*live, *born) if k.last > t)
-                if step.registers(live, born, after) > budget:
-                    continue
-                images = sum(k.image for k, image in (*live, *born) if image)
-                traffic = sum(k.image * (1 + k.reads) for k, image in born if image)
-                found = Storage(max(so_far.image_bytes, images), so_far.image_traffic + traffic)
-                if after not in following or found < following[after]:
-                    following[after] = found
-            beam = dict(sorted(following.items(), key=lambda item: item[1])[:_BEAM])
-        return min(beam.values(), default=None)
 
 
 # --- Tile work: seconds of a tile on each engine of an SM -------------------------------------------------------------------------
@@ -881,8 +831,8 @@ def tile_work(
 def _stored_bytes(cost: GpuCost, ops: Sequence[int]) -> int:
     """Bytes of a row that a lane stores to arrays and rings."""
     own = [cost.graph.ops[i] for i in ops if not cost.is_maker(i) and cost.graph.ops[i].body is None]
-    made = {v for op in own for v in op.outputs if cost.streamed(v)} - (cost.carried or set())
-    return sum(cost.row_bytes(v) for v in made if v in cost.outputs or not set(ops).issuperset(cost.readers.get(v, ())))
+    made, inside = {v for op in own for v in op.outputs if cost.streamed(v)} - (cost.carried or set()), frozenset(ops)
+    return sum(cost.row_bytes(v) for v in made if v in cost.outputs or not inside.issuperset(cost.readers.get(v, ())))
 
 
 def _loads(cost: GpuCost, ops: tuple[int, ...]) -> dict[tuple[int, int], int]:
@@ -965,32 +915,36 @@ def _slots(cost: GpuCost, ops: Sequence[int], split: int) -> tuple[float, float]
     slots = special = 0.0
     slots += sum(TILE_ROWS * cost.elements(i) * _SPREAD_SLOTS for i in spread_sums(cost, ops))
     for i in ops:
-        if cost.is_maker(i) or cost.graph.ops[i].body is not None:
-            continue
-        access = cost.access(i)
-        if access is not None:
-            special += TILE_ROWS * cost.scaling(i)[1]
-            slots += TILE_ROWS * cost.row_fold_slots(i, access) + (0 if access.folds else 128 * access.count * _ADDRESS_SLOTS)
-            continue
-        family, out = cost.family(i), cost.graph.ops[i].outputs[0]
-        reduces = family in ("reduce", "argreduce", "cumulative")
-        size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
-        elements = TILE_ROWS * (size // split) * (OVERHEAD if size > 1 else 1.0)
-        if family == "dot" and i in cost.sinks:
-            dot = cost.work(i).dot
-            assert dot is not None
-            slots += TILE_ROWS * (dot.m + dot.n / split) * CONVERT_SLOTS  # the operands are packed for shared memory
-        elif family == "dot":
-            slots += elements * CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4)
-        elif reduces:
-            slots += elements + (128 * ROW_SLOTS if i not in cost.sinks else 0)  # each thread has its own partial sums
-        elif family == "convert":
-            slots += elements * CONVERT_SLOTS
-        elif family == "pointwise":
-            each, functions = _pointwise_slots(cost, i)
-            slots += elements * (each + cost.round_slots(i))
-            special += elements * functions
+        if not cost.is_maker(i) and cost.graph.ops[i].body is None:
+            more, functions = cost.slots_of(i, split)
+            slots, special = slots + more, special + functions
     return slots, special
+
+
+def _slots_of(cost: GpuCost, i: int, split: int) -> tuple[float, float]:
+    """(instructions, special function results) of op ``i`` on a tile."""
+    access = cost.access(i)
+    if access is not None:
+        slots = TILE_ROWS * cost.row_fold_slots(i, access) + (0 if access.folds else 128 * access.count * _ADDRESS_SLOTS)
+        return slots, TILE_ROWS * cost.scaling(i)[1]
+    family, out = cost.family(i), cost.graph.ops[i].outputs[0]
+    reduces = family in ("reduce", "argreduce", "cumulative")
+    size = cost.row_size(cost.graph.ops[i].inputs[0] if reduces else out)
+    elements = TILE_ROWS * (size // split) * (OVERHEAD if size > 1 else 1.0)
+    if family == "dot" and i in cost.sinks:
+        dot = cost.work(i).dot
+        assert dot is not None
+        return TILE_ROWS * (dot.m + dot.n / split) * CONVERT_SLOTS, 0.0  # the operands are packed for shared memory
+    if family == "dot":
+        return elements * CONVERT_SLOTS * (itemsize(cost.graph.values[out].dtype) < 4), 0.0
+    if reduces:
+        return elements + (128 * ROW_SLOTS if i not in cost.sinks else 0), 0.0  # each thread has its own partial sums
+    if family == "convert":
+        return elements * CONVERT_SLOTS, 0.0
+    if family != "pointwise":
+        return 0.0, 0.0
+    each, functions = _pointwise_slots(cost, i)
+    return elements * (each + cost.round_slots(i)), elements * functions
 
 
 def _pointwise_slots(cost: GpuCost, i: int) -> tuple[float, int]:
