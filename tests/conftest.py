@@ -17,6 +17,7 @@ import collections
 import gc
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from kitsune_jax.errors import fallbacks, forget
@@ -35,6 +36,10 @@ __all__ = ["kernel_cache"]  # a fixture
 # A process of tests holds millions of objects of traces and programs, and looking through them took 6 % of its time.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
+
+
+# No test of this process keeps executables on disk, and their keys took 1.4 % of its time; processes of tests have JAX's default.
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 # They take longest, and many of them have few tests: the last file to begin keeps one process busy while the others wait.

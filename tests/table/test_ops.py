@@ -94,6 +94,17 @@ def test_every_pointwise_primitive_of_lax_is_in_the_table():
 
 @functools.cache
 def jitted(kind: str, params: tuple):
+    return jax.jit(by_lax(kind, params))
+
+
+@functools.cache
+def jitted_together(kind: str, each: tuple[tuple, ...]):
+    """A function of as many tuples of arrays as there are parameters in ``each``: XLA takes longer to begin than to compile one."""
+    functions = [by_lax(kind, params) for params in each]
+    return jax.jit(lambda cases: [f(*arrays) for f, arrays in zip(functions, cases, strict=True)])
+
+
+def by_lax(kind: str, params: tuple):
     options = dict(params)
     if kind == "round":
         options = {"rounding_method": METHODS[options["method"]]}
@@ -102,9 +113,9 @@ def jitted(kind: str, params: tuple):
     if kind in WITH_ACCURACY:
         options = {"accuracy": None}
     if kind == "threefry2x32":
-        return jax.jit(lambda *arrays: threefry_word(options["word"], *threefry2x32_p.bind(*arrays)))
+        return lambda *arrays: threefry_word(options["word"], *threefry2x32_p.bind(*arrays))
     primitive = getattr(lax, f"{kind}_p")
-    return jax.jit(lambda *arrays: primitive.bind(*arrays, **options))
+    return lambda *arrays: primitive.bind(*arrays, **options)
 
 
 def assert_close(kind: str, got: np.ndarray, want: np.ndarray, what: object) -> None:
@@ -136,14 +147,12 @@ def assert_close(kind: str, got: np.ndarray, want: np.ndarray, what: object) -> 
 def check_pointwise(kind: str, dtypes, seed: int, n: int = 257) -> None:
     rng = np.random.default_rng(seed)
     spec = OPS[kind]
-    for dtype in spec.dtypes:
-        if dtype not in dtypes:
-            continue
-        for params in MEANINGS[kind].samples(dtype):
-            arrays = [sample(rng, kind, k, dtype, n) for k in range(spec.arity or 0)]
-            want = np.asarray(jitted(kind, tuple(params.items()))(*arrays))
-            got = MEANINGS[kind].numpy(params, *arrays, out_dtype=str(want.dtype))
-            assert_close(kind, got, want, (kind, dtype, params))
+    cases = [(dtype, params) for dtype in spec.dtypes if dtype in dtypes for params in MEANINGS[kind].samples(dtype)]
+    drawn = [[sample(rng, kind, k, dtype, n) for k in range(spec.arity or 0)] for dtype, _ in cases]
+    wanted = jitted_together(kind, tuple(tuple(params.items()) for _, params in cases))(drawn)
+    for (dtype, params), arrays, want in zip(cases, drawn, map(np.asarray, wanted), strict=True):
+        got = MEANINGS[kind].numpy(params, *arrays, out_dtype=str(want.dtype))
+        assert_close(kind, got, want, (kind, dtype, params))
 
 
 @pytest.mark.parametrize("kind", POINTWISE)

@@ -240,10 +240,8 @@ class StridedView:
 
     def offsets(self, dims: Sequence[int] | None = None) -> np.ndarray:
         """The distances from ``first`` of the elements along ``dims`` (all dimensions if None), as one dimension."""
-        found = np.zeros(1, np.int64)
-        for d in range(len(self.shape)) if dims is None else dims:
-            found = np.add.outer(found, np.arange(self.shape[d], dtype=np.int64) * self.strides[d]).reshape(-1)
-        return found
+        steps = [np.arange(self.shape[d]) * self.strides[d] for d in (range(len(self.shape)) if dims is None else dims)]
+        return functools.reduce(lambda found, along: np.add.outer(found, along).reshape(-1), steps or [np.zeros(1, np.int64)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -457,10 +455,11 @@ def _weight_entries(parts: Sequence[tuple[WeightRecipe, int]], values: _Values) 
     of_batch = sum(n * count for n, count in zip(each, counts, strict=True))
     entries, begin = list[_Descriptor](), 0
     for run, size, count in zip(runs, each, counts, strict=True):
-        at = begin
+        at, places = begin, dict[int, _MatrixPlace]()  # by the recipe, which has a part for each chunk of columns
         for recipe, chunk in run:
-            matrix = _matrix(recipe, values)
-            entries += _chunks(recipe, chunk, matrix, at, (of_batch, size))
+            if id(recipe) not in places:
+                places[id(recipe)] = _matrix(recipe, values)
+            entries += _chunks(recipe, chunk, places[id(recipe)], at, (of_batch, size))
             at += recipe.shape.part_bytes(chunk)
         begin += size * count
     recipe = parts[0][0]

@@ -6,6 +6,7 @@ Comes in: an instruction, and the ``StageCodeBuilder`` of its stage. Goes out: a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kitsune_jax.errors import CannotLower
+from kitsune_jax.ops.graph import Param
 from kitsune_jax.ops.spec import resolve_rows
 from kitsune_jax.ops.table import OPS
 from kitsune_jax.program.ir import Instr
@@ -203,18 +205,24 @@ def waits_for_product(at: StageCodeBuilder, v: int) -> bool:
 
 def _index(at: StageCodeBuilder, instr: Instr, sources: list[int]) -> np.ndarray:
     """[columns, 2]: the source of each column of the result (-1: none), and the column there."""
-    operands, stride = [], 1 << 40
-    _check_width(instr, at.program.values[instr.outputs[0]].shape)
-    for k, x in enumerate(sources):
-        shape = at.program.values[x].shape
+    shapes = tuple(at.program.values[x].shape for x in sources)
+    for shape in (at.program.values[instr.outputs[0]].shape, *shapes):
         _check_width(instr, shape)
-        operands.append((k * stride + np.arange(math.prod(shape), dtype=np.int64)).reshape(1, *shape))
-    if instr.kind == "pad":
+    return _columns(instr.kind, instr.params, shapes)
+
+
+@functools.lru_cache(maxsize=128)  # a stage is built several times, until it fits
+def _columns(kind: str, params: tuple[tuple[str, Param], ...], shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    stride = 1 << 40
+    operands = [(k * stride + np.arange(math.prod(shape), dtype=np.int64)).reshape(1, *shape) for k, shape in enumerate(shapes)]
+    if kind == "pad":
         operands.append(np.asarray(_FILL, np.int64))
-    rule = OPS[instr.kind].numpy
+    rule = OPS[kind].numpy
     assert rule is not None  # it moves elements
-    flat = rule(resolve_rows(instr.params, 1), *operands, out_dtype="int64").reshape(-1)
-    return np.stack([np.where(flat < 0, -1, flat // stride), np.where(flat < 0, 0, flat % stride)], axis=1)
+    flat = rule(resolve_rows(params, 1), *operands, out_dtype="int64").reshape(-1)
+    found = np.stack([np.where(flat < 0, -1, flat // stride), np.where(flat < 0, 0, flat % stride)], axis=1)
+    found.flags.writeable = False
+    return found
 
 
 def _whole_blocks(
