@@ -18,6 +18,7 @@ from kitsune_jax.ops.graph import Graph
 from kitsune_jax.ops.loops import Classes
 from kitsune_jax.ops.table import OPS, verify_op
 from reference.graph import evaluate_numpy
+from tests.support.checks import leaves_in_float64
 
 ROWS, FEATURES, HIDDEN = 7, 3, 4
 Loss = Callable[..., jax.Array]
@@ -96,7 +97,8 @@ def run(captured: Captured, args: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def agree(fn: Callable[..., object], args: list[np.ndarray]) -> Graph:
-    """The Graph of ``fn`` whose sums have left; it computes what the Graph does whose sums are in the loops, and what JAX does."""
+    """The Graph of ``fn`` whose sums have left; it computes what the Graph does whose sums are in the loops, and
+    what the function does in float64."""
     before, after = both(fn, args)
     assert not after.failures
     for op in after.graph.ops:
@@ -104,7 +106,7 @@ def agree(fn: Callable[..., object], args: list[np.ndarray]) -> Graph:
     for got, want in zip(*(evaluate_numpy(c.graph, args, widen=True) for c in (after, before)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
     tolerance = 2e-5 if args[0].dtype == np.float32 else 5e-2
-    for got, want in zip(run(after, args), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+    for got, want in zip(run(after, args), leaves_in_float64(fn, args), strict=True):
         scale = max(float(np.abs(want).max(initial=0)), 1e-3)
         np.testing.assert_allclose(got.astype(np.float64), np.asarray(want, np.float64), rtol=0, atol=tolerance * scale)
     return after.graph

@@ -64,6 +64,8 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("graphs")
     for name in CASES:
         modes = [mode for mode in MODES if (name, mode) in asked]
+        if not modes:
+            continue
         with contextlib.suppress(pytest.skip.Exception), precision(name):
             f, args = flat(name)
             closed = jax.make_jaxpr(f)(*args)

@@ -132,14 +132,14 @@ def test_every_kind_has_a_function(kind: str, mode: str) -> None:
 def test_the_gradient_of_a_program_is_that_of_its_loss(case: GridCase) -> None:
     """Along its own direction, by central differences in float64: for a random direction the differences are of rounding's size."""
     problem = make_problem(dataclasses.replace(case, rows=24))
+    function = jax.jit(problem.function)
     with jax.enable_x64(True):
         params, *inputs = jax.tree.map(lambda a: np.asarray(a, np.float64 if a.dtype == np.float32 else None), problem.args)
-        loss, gradient = jax.tree.map(np.asarray, problem.function(params, *inputs))
+        loss, gradient = jax.tree.map(np.asarray, function(params, *inputs))
         length = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
         step = 1e-6 / length
         ahead, behind = (
-            float(problem.function(jax.tree.map(lambda p, g, s=sign: p + s * step * g, params, gradient), *inputs)[0])
-            for sign in (1, -1)
+            float(function(jax.tree.map(lambda p, g, s=sign: p + s * step * g, params, gradient), *inputs)[0]) for sign in (1, -1)
         )
     assert loss > 0
     np.testing.assert_allclose((ahead - behind) / (2 * step), length**2, rtol=1e-3)
