@@ -246,16 +246,17 @@ def route(graph: Graph, target: str, options: RouteOptions = _AT_HAND) -> Routed
     asked = dataclasses.replace(options, code=False), capabilities
     chosen = known.selections.get(asked)
     if chosen is None:
-        chosen = select(
-            graph,
-            (lambda _: options.left) if options.left else search.supports,
-            search.plan,
-            capabilities,
-            force=options.force,
-            merge_phases=search.merge_phases,
-            fresh=program.fresh_seconds,
-            failed=failed,
-        )
+        with executor.search():
+            chosen = select(
+                graph,
+                (lambda _: options.left) if options.left else search.supports,
+                search.plan,
+                capabilities,
+                force=options.force,
+                merge_phases=search.merge_phases,
+                fresh=program.fresh_seconds,
+                failed=failed,
+            )
         if not failed.seen:
             known.selections[asked] = chosen
     made = _make_calls(graph, chosen.regions, executor, machine, generate=options.code and executor.available())

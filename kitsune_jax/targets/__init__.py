@@ -9,6 +9,7 @@ object in ``_OBJECTS``.
 from __future__ import annotations
 
 import abc
+import contextlib
 import difflib
 import importlib
 import re
@@ -74,6 +75,10 @@ class Target(abc.ABC, Generic[M, P, L]):
         """The kernels in which XLA runs ``ops``, none of which is a loop: the ops of each, and its modelled seconds. An op may be
         in several."""
         return []
+
+    def search(self) -> contextlib.AbstractContextManager[None]:
+        """Entered while plans for a program are searched by many calls of ``plan`` and ``merge_phases``, which may share work."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def plan(self, graph: Graph, region: Region, machine: M, program: P) -> L:

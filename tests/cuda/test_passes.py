@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kitsune_jax.capture.jaxpr import capture
+from kitsune_jax.frontend.route import RouteOptions, route
 from kitsune_jax.targets.cuda import frame_ir as frame
-from kitsune_jax.targets.cuda import ir, layout
+from kitsune_jax.targets.cuda import ir, layout, lower
 from kitsune_jax.targets.cuda import stage_ir as st
 from kitsune_jax.targets.cuda.arrangement import arrangement_of
 from kitsune_jax.targets.cuda.ir import Node, Ref
@@ -24,6 +26,7 @@ from tests.support.cuda_cases import FAMILIES
 from tests.support.cuda_recurrent_cases import RECURRENT
 from tests.support.cuda_run import Subject, arrangements, subject
 from tests.support.cuda_training_cases import TRAINING
+from tests.support.graphs import struct
 
 V = [Ref("v", k) for k in range(4)]
 
@@ -162,3 +165,31 @@ def test_a_kernel_is_laid_out_without_the_same_search_twice(of: Subject, monkeyp
     layout.lay_out(program, arrangement_of(plan, program), "skip")
     assert len(fitted) > 1
     assert max(Counter(built).values()) <= 3
+
+
+def test_a_stage_is_fitted_once_while_plans_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its part of the program is tried in several calls. Behind the search nothing is kept."""
+    fitted: list[tuple[Any, ...]] = []
+
+    class Counted(fitting._Fitter):
+        def __init__(self, *key: Any) -> None:
+            fitted.append(key)
+            super().__init__(*key)
+
+    def loss(params: Any, nodes: Any, senders: Any, receivers: Any) -> Any:
+        for w, v in params:
+            sums = jax.ops.segment_sum(jnp.tanh(nodes[senders] @ w), receivers, nodes.shape[0])
+            nodes = nodes + jnp.tanh(sums @ v)
+        return jnp.mean(nodes**2)
+
+    index = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    args = [(struct(32, 32), struct(32, 32))] * 2, struct(2048, 32), index, index
+    graph = capture(jax.make_jaxpr(jax.grad(loss))(*args)).graph
+    monkeypatch.setattr(fitting, "_Fitter", Counted)
+    lower._layout_or_reason.cache_clear()
+    routed = route(graph, "cuda", RouteOptions(device="h200", code=False, force=True))
+    assert any(len(region.phases) > 1 for region in routed.regions) and len(fitted) == len(set(fitted)) > 5
+    once = len(fitted)
+    for _ in range(2):
+        fitting.StageFit([fitted[0][0]], *fitted[0][1:]).fit(0, staging=False)
+    assert len(fitted) == once + 2

@@ -7,6 +7,7 @@ plan (``lower.check``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,7 @@ from kitsune_jax.targets import Evaluate, Target
 from kitsune_jax.targets.cuda import hostcc, lower, nvrtc, pointwise, runtime
 from kitsune_jax.targets.cuda.planning import machines, planner, xla
 from kitsune_jax.targets.cuda.planning.machines import GpuMachine
+from kitsune_jax.targets.cuda.stage import fitting
 from kitsune_jax.targets.cuda.stage.instructions import REDUCTIONS
 
 # JAX's default precision of a float32 product on a GPU is tf32.
@@ -145,6 +147,9 @@ class _Cuda(Target[GpuMachine, ProgramContext, GpuPlan]):
         self, graph: Graph, ops: Sequence[int], machine: GpuMachine, program: ProgramContext
     ) -> Sequence[tuple[Collection[int], float]]:
         return xla.kernels_of_ops(graph, ops, machine, program)
+
+    def search(self) -> contextlib.AbstractContextManager[None]:
+        return fitting.shared_fits()
 
     def plan(self, graph: Graph, region: Region, machine: GpuMachine, program: ProgramContext) -> GpuPlan:
         """The fastest candidate of the planner that the code generator accepts."""

@@ -6,6 +6,8 @@ the planner, which has no nodes yet: ``Placements`` of the values that it expect
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -289,7 +291,7 @@ class StageFit:
         best, why = None, None
         for k, program in enumerate(self.programs):
             if k == len(self._fitters):
-                self._fitters.append(_Fitter(program, self.s, self.a, self.boxed))
+                self._fitters.append(_fitter(program, self.s, self.a, self.boxed))
             staged = staged_arrays(program, self.s) if staging else frozenset[int]()
             try:
                 found = self._fitters[k].fitted(staged, self.a.shared_bytes - header_bytes)
@@ -304,6 +306,29 @@ class StageFit:
             assert why is not None
             raise why
         return best
+
+
+_Fitters = dict[tuple[TileProgram, int, Arrangement, frozenset[int]], "_Fitter"]
+_known: contextvars.ContextVar[_Fitters | None] = contextvars.ContextVar("fitters", default=None)
+
+
+@contextlib.contextmanager
+def shared_fits() -> Iterator[None]:
+    """Inside, what equal stages need is worked out once: parts of calls are laid out again for each call that they may join."""
+    before = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def _fitter(program: TileProgram, s: int, a: Arrangement, boxed: frozenset[int]) -> _Fitter:
+    known, key = _known.get(), (program, s, a, boxed)
+    if known is None:
+        return _Fitter(*key)
+    if key not in known:
+        known[key] = _Fitter(*key)
+    return known[key]
 
 
 def staged_arrays(program: TileProgram, s: int) -> frozenset[int]:
