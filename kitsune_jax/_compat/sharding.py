@@ -26,6 +26,7 @@ from kitsune_jax._compat.jaxprs import (
     is_exported,
     is_symbolic,
     jax_module,
+    lower_jaxpr,
     mlir,
     new_primitive,
     open_parts,
@@ -98,16 +99,24 @@ def register_partitioner(name: str, partition: Callable[..., Any]) -> None:
 
 
 def partitioned_call(
-    ctx: Any, args: Sequence[Any], name: str, config: str, factors: Any, marked: Mapping[str, int] | None = None
+    ctx: Any, args: Sequence[Any], name: str, config: str, plain: Any, marked: Mapping[str, int] | None = None
 ) -> Any:
     """The results of a custom call that XLA's partitioner will replace.
 
-    ``factors``: the factors of each operand's and result's dimensions with their sizes (``sharding.factors.ShardingRule``).
+    ``plain``: a jaxpr of the same results. XLA divides these, its own, as it divides those of any program, and the call's results
+    as them. They are operands of the call too, behind ``args``, of which the program in its place reads none, so XLA drops them.
+    Inside of a ``shard_map``, where its partitioner ends the process in some programs, they are no operands and it never sees
+    them: a group says that they are divided alike. (A function that is lowered once and called twice has the same groups twice,
+    all members of which are divided alike: so this is not the way everywhere.)
     ``marked``: mesh axes with their sizes. The call then has one more operand: an array with a dimension for each, divided by it.
     """
     ir = mlir_lib.ir
     results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(aval.dtype))) for aval in ctx.avals_out]
-    return _placed(ctx, _partitioned_op(ctx, results, args, name, config, factors, marked).results)
+    untyped = [core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_out]
+    with no_mesh(), x64(True):
+        like = lower_jaxpr(ctx.replace(avals_in=in_avals(plain), avals_out=untyped), plain, args)
+    like = [x[0] if isinstance(x, list | tuple) else x for x in like]
+    return _placed(ctx, _partitioned_op(ctx, results, args, like, (name, config), marked).results)
 
 
 def _mark(ctx: Any, axes: Mapping[str, int]) -> Any:
@@ -124,13 +133,20 @@ def _placed(ctx: Any, results: Sequence[Any]) -> Sequence[Any]:
 
 
 def _partitioned_op(
-    ctx: Any, results: Sequence[Any], args: Sequence[Any], name: str, config: str, factors: Any, marked: Mapping[str, int] | None
+    ctx: Any,
+    results: Sequence[Any],
+    args: Sequence[Any],
+    like: Sequence[Any],
+    name_and_config: tuple[str, str],
+    marked: Mapping[str, int] | None,
 ) -> Any:
-    ir, hlo = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects").hlo
-    args = [*args, *([_mark(ctx, marked)] if marked else ())]
-    call = hlo.CustomCallOp(
+    ir, dialects = mlir_lib.ir, jax_module("jax._src.lib.mlir.dialects")
+    name, config = name_and_config
+    grouped = partly_manual_mesh(ctx) is not None
+    operands = [*args, *(() if grouped else like), *([_mark(ctx, marked)] if marked else ())]
+    call = dialects.hlo.CustomCallOp(
         results,
-        list(args),
+        operands,
         call_target_name=ir.StringAttr.get(name),
         has_side_effect=ir.BoolAttr.get(False),
         backend_config=ir.StringAttr.get(config),
@@ -139,27 +155,22 @@ def _partitioned_op(
         operand_layouts=None,
         result_layouts=None,
     )
-    call.attributes["sdy.sharding_rule"] = _rule(factors, [x.type for x in args], results)
+    mine = None if grouped else slice(len(args), len(args) + len(like))
+    call.attributes["sdy.sharding_rule"] = _rule(mine, [x.type for x in operands], results)
+    for pair in zip(call.results, like, strict=True) if grouped else ():
+        group = ctx.module_context.new_channel()  # a number that the module has once
+        for x in pair:
+            dialects.sdy.ShardingGroupOp(x, group)
     return call
 
 
-def _rule(factors: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+def _rule(like: slice | None, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """The results are divided as the operands ``like``; every other dimension for itself."""
     rules = sharding_rules
-
-    def mapping(value: Any) -> Any:
-        dims = []
-        for d, found in enumerate(value):
-            names = [f"f{k}" for k in found] or [f"one{next(fresh)}_{d}"]
-            dims.append(names[0] if len(names) == 1 else rules.CompoundFactor(*names))
-        return rules.ArrayMapping(*dims)
-
-    fresh = itertools.count()
-    dims = [dim for value in (*factors.inputs, *factors.outputs) for dim in value]
-    compound = {k for dim in dims if len(dim) > 1 for k in dim} - {dim[0] for dim in dims if len(dim) == 1}
-    ins, outs = (tuple(map(mapping, values)) for values in (factors.inputs, factors.outputs))
-    sizes = {f"f{k}": factors.sizes[k] for k in sorted(compound)}  # JAX takes the others from the shapes
-    rule = rules.SdyShardingRule(ins, outs, reduction_factors=tuple(f"f{k}" for k in factors.reduced), **sizes)
-    return rules.sdy_sharding_rule_to_mlir(rule, list(operands), list(results))
+    ins = [rules.ArrayMapping(*(f"x{k}_{d}" for d in range(kind.rank))) for k, kind in enumerate(operands)]
+    alone = [rules.ArrayMapping(*(f"y{k}_{d}" for d in range(kind.rank))) for k, kind in enumerate(results)]
+    outs = alone if like is None else ins[like]
+    return rules.sdy_sharding_rule_to_mlir(rules.SdyShardingRule(tuple(ins), tuple(outs)), list(operands), list(results))
 
 
 # --- explicit meshes ------------------------------------------------------------------------------------------------------------
@@ -244,8 +255,8 @@ def register_resolver(name: str, resolve: Callable[..., Any]) -> None:
     """Where an exported program is called, ``resolve(ctx, config, integers)`` is asked about each ``unsized_call`` of that name.
 
     ``ctx`` lowers the program that calls; ``integers``: the number that each operand is, None where it is an array. It returns a
-    module that takes the call's place, or (configuration, factors, marked) of a ``partitioned_call``; and how many operands are
-    sizes.
+    module that takes the call's place, or (configuration, a module of the same results, marked) of a ``partitioned_call``; and how
+    many operands are sizes.
 
     JAX's rule for calls of exported programs is wrapped, because no other place knows the shapes before XLA compiles.
     Raises ``AttributeError`` where this JAX has no such rule.
@@ -347,12 +358,12 @@ def _resolve(ctx: Any, module: Any, name: str, resolve: Callable[..., Any]) -> N
         found, count = resolve(ctx, text, list(map(_integer, operands)))
         operands = operands[: len(operands) - count]
         with ir.InsertionPoint(op), op.location:
-            if isinstance(found, bytes):
-                callee = mlir.merge_mlir_modules(module, "kitsune_part", ir.Module.parse(found), dst_symtab=table)
-                new = func.CallOp(types, ir.FlatSymbolRefAttr.get(callee), operands)
-            else:
-                config, factors, marked = found
-                new = _partitioned_op(ctx, types, operands, name, config, factors, marked)
+            part = ir.Module.parse(found if isinstance(found, bytes) else found[1])
+            callee = mlir.merge_mlir_modules(module, "kitsune_part", part, dst_symtab=table)
+            new = func.CallOp(types, ir.FlatSymbolRefAttr.get(callee), operands)
+            if not isinstance(found, bytes):
+                config, _, marked = found
+                new = _partitioned_op(ctx, types, operands, list(new.results), (name, config), marked)
         for before, after in zip(results, new.results, strict=True):
             before.replace_all_uses_with(after)
         op.erase()

@@ -34,7 +34,6 @@ from kitsune_jax.ops.loops import evaluate_jax, graph_by_jax
 from kitsune_jax.ops.spec import COMPARISONS, np_dtype
 from kitsune_jax.ops.table import OPS, verify
 from kitsune_jax.sharding.by_xla import ShardPrograms, smaller_partition
-from kitsune_jax.sharding.factors import ShardingRule, sharding_rule
 from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
 
 # XLA's error names the call where an exported program runs without the package: "No registered implementation for ...".
@@ -288,13 +287,32 @@ def _region() -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, avals, **__: avals)
 
-    def rule(ctx: Any, *args: Any, avals: Any, text: str, rule: ShardingRule | None, marked: tuple[tuple[str, int], ...]) -> Any:
-        if rule is None:
+    def rule(ctx: Any, *args: Any, avals: Any, text: str, graph: _ById | None, marked: tuple[tuple[str, int], ...]) -> Any:
+        if graph is None:
             return _compat.unsized_call(ctx, args, TARGET, text)
-        return _compat.partitioned_call(ctx, args, TARGET, text, rule, dict(marked))
+        return _compat.partitioned_call(ctx, args, TARGET, text, _plain(graph.graph), dict(marked))
 
     _compat.register_lowering(primitive, rule)
     return primitive
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ById:
+    """A Graph as a parameter of an equation, which JAX hashes and prints."""
+
+    graph: Graph
+
+    def __repr__(self) -> str:
+        return f"{len(self.graph.ops)} ops"
+
+
+def _plain(graph: Graph) -> Any:
+    """The jaxpr of ``graph`` without pipelines, for XLA to divide."""
+    nothing = [whole(graph.values[v]) for v in graph.inputs]
+    plan = plan_graph(graph, nothing, {})
+    with _compat.manual_mesh({}):
+        avals = [_compat.array_type(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
+        return _compat.trace_jaxpr(lambda *arrays: evaluate(graph, plan, arrays, {}, nothing), avals, lower=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,16 +335,14 @@ class Surroundings:
         return {name: size for name, size in self.mesh if name not in self.manual and size > 1}
 
 
-def _rule_in(around: Surroundings, graph: Graph) -> tuple[ShardingRule, tuple[tuple[str, int], ...]]:
-    """The rule of a call, and the axes that divide one more operand of it, of which nothing is read.
+def _marked(around: Surroundings) -> tuple[tuple[str, int], ...]:
+    """The axes that divide one more operand of a call, of which nothing is read.
 
     Inside of a ``shard_map`` that leaves axes automatic, XLA asks for the program of a group of devices. With several such axes it
     numbers the devices of a group in one order or another; how that operand is divided tells which.
     """
-    rule, marked = sharding_rule(graph), tuple(around.automatic.items())
-    if len(marked) < 2:
-        return rule, ()
-    return dataclasses.replace(rule, inputs=(*rule.inputs, ((),) * len(marked))), marked
+    found = tuple(around.automatic.items())
+    return found if len(found) > 1 else ()
 
 
 def _text(name: str, options: Options, around: Surroundings, graph: Any, **more: Any) -> str:
@@ -403,8 +419,8 @@ def partitioned_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings) -
                 continue
             text = _text(_compat.function_name(call_jaxpr), options, around, graph_to_json(node.graph))
             avals = tuple(captured.avals[v] for v in node.outputs)
-            rule, marked = _rule_in(around, node.graph)
-            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=rule, marked=marked)
+            graph_of = _ById(node.graph)
+            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, graph=graph_of, marked=_marked(around))
             env.update(zip(node.outputs, made, strict=True))
             called.update(node.outputs)
         return [read(v) for v in graph.outputs]
@@ -524,7 +540,7 @@ def symbolic_jaxpr(call_jaxpr: Any, options: Options, around: Surroundings, name
                 continue
             text = _text(name, options, around, parts[k], sizes=list(names))
             avals = tuple(_compat.with_shape(captured.avals[v], shapes[v]) for v in node.outputs)
-            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, rule=None, marked=())
+            made = _region().bind(*map(read, node.inputs), avals=avals, text=text, graph=None, marked=())
             env.update(zip(node.outputs, made, strict=True))
         return [read(v) for v in graph.outputs]
 
@@ -698,9 +714,9 @@ def register_loaded(pipelined: Loaded, machine_key: Callable[[str], str]) -> Non
 
 def _resolved(
     pipelined: Loaded, machine_key: Callable[[str], str], ctx: Any, text: str, integers: Sequence[int | None]
-) -> tuple[bytes | tuple[str, ShardingRule, dict[str, int]], int]:
-    """For a call in a program that JAX lowers in ``ctx``: its module or, where XLA divides that program, what it is partitioned by;
-    and the number of operands that are sizes."""
+) -> tuple[bytes | tuple[str, bytes, dict[str, int]], int]:
+    """For a call in a program that JAX lowers in ``ctx``: its module or, where XLA divides that program, also what the call in its
+    place is partitioned by; and the number of operands that are sizes."""
     found = _read(text)
     names = found["sizes"]
     values = [n for n in integers[len(integers) - len(names) :] if n is not None]
@@ -725,17 +741,17 @@ def _resolved(
     if config.disabled():
         options = None
     alone = _compat.runs_on_one_device(ctx)
-    if options is not None and not alone and _compat.partitions_automatically(ctx):
-        around = dataclasses.replace(around, machine=machine_key(target))
-        rule, marked = _rule_in(around, graph)
-        return (_text(found["name"], options, around, graph_to_json(graph)), rule, dict(marked)), len(names)
     everywhere = mesh or {"a0": 1}
     with _compat.manual_mesh(everywhere):
         avals = [_compat.array_type(graph.values[v].shape, np_dtype(graph.values[v].dtype)) for v in graph.inputs]
         part = _compat.trace_jaxpr(functools.partial(_part, graph), avals, lower=True, name=found["name"])
         if options is not None and alone:
             part = pipelined(ctx, part, options, around)
-        return _compat.module_of(part, everywhere, platform), len(names)
+        module = _compat.module_of(part, everywhere, platform)
+    if options is not None and not alone and _compat.partitions_automatically(ctx):
+        around = dataclasses.replace(around, machine=machine_key(target))
+        return (_text(found["name"], options, around, graph_to_json(graph)), module, dict(_marked(around))), len(names)
+    return module, len(names)
 
 
 def _part(graph: Graph, *arrays: Any) -> list[Any]:
@@ -797,12 +813,13 @@ class _Partitioner:
         _, results = _compat.parts_of_result(result_shape, result_sharding)
         options = Options(**config.check_options(found["options"]))
         n, around = len(graph.inputs), _surroundings(found)
-        given, marks = shardings[:n], shardings[n:]
+        last = len(shardings) - bool(_marked(around))
+        given, plain, marks = shardings[:n], shardings[n:last], shardings[last:]
         try:
             automatic = _compat.in_order_of_devices(around.automatic, marks[0]) if marks else around.automatic
             wished = next((dict(op["mesh"]) for op in graph.ops if dict(op.params).get("mesh")), None)
             mesh, specs = _compat.common_mesh([*given, *results], automatic or None, wished)
-            return self._module(graph, mesh, specs[:n], specs[n:], shapes, result_shape, found, options)
+            return self._module(graph, mesh, (specs[:n], plain, specs[n:]), shapes, result_shape, found, options)
         except Exception as error:
             if options.strict:
                 raise _compat.compilation_error(
@@ -810,26 +827,29 @@ class _Partitioner:
                     f"that to XLA: {type(error).__name__}: {error}"
                 ) from error
             record(found["name"], Failure.of(error, "the partition of a call"))
-            return self._module(graph, {"a0": 1}, [None] * n, [None] * len(graph.outputs), shapes, result_shape, found, None)
+            nothing = [None] * n, plain, [None] * len(graph.outputs)
+            return self._module(graph, {"a0": 1}, nothing, shapes, result_shape, found, None)
 
     def _module(
         self,
         graph: Graph,
         mesh: dict[str, int],
-        given: Sequence[Spec | None],
-        asked: Sequence[Spec | None],
+        divided: tuple[Sequence[Spec | None], Sequence[Any], Sequence[Spec | None]],
         shapes: Any,
         result_shape: Any,
         found: dict[str, Any],
         options: Options | None,
     ) -> Any:
-        """(module, shardings of the operands, of the result). ``options``: None for a program without pipelines."""
+        """(module, shardings of the operands, of the result). ``divided``: how the operands, XLA's own results (its shardings) and
+        the results are. ``options``: None for a program without pipelines."""
+        given, plain, asked = divided
         inputs = [_padded(s, graph.values[v]) for v, s in zip(graph.inputs, given, strict=True)]
         wanted = [_padded(s, graph.values[v]) for v, s in zip(graph.outputs, asked, strict=True)]
         plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted)
         around = _surroundings(found)
-        mark = [tuple((axis,) if axis in mesh else () for axis in around.automatic)] if len(shapes) > len(inputs) else []
-        operands = [_compat.sharding_of(mesh, spec) for spec in (*inputs, *mark)]
+        marks = len(shapes) > len(inputs) + len(plain)
+        mark = [_compat.sharding_of(mesh, tuple((axis,) if axis in mesh else () for axis in around.automatic))] if marks else []
+        operands = [*(_compat.sharding_of(mesh, spec) for spec in inputs), *plain, *mark]
         results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
         everywhere = dict(around.mesh) or mesh  # of collectives, which name devices of the whole mesh
 

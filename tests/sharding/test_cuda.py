@@ -54,5 +54,6 @@ def test_a_shard_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         [_compat.xla_client.Shape.array_shape(np.dtype(graph.values[v].dtype), graph.values[v].shape) for v in graph.outputs]
     )
     options = kj.config.Options(**found["options"])
-    module, _, _ = partitioner._module(graph, mesh_axes, specs, [None] * len(graph.outputs), shapes, result, found, options)
+    divided = specs, [], [None] * len(graph.outputs)
+    module, _, _ = partitioner._module(graph, mesh_axes, divided, shapes, result, found, options)
     assert b"kitsune_cuda" in module

@@ -1,4 +1,4 @@
-"""The program of one shard: any sharding of the operands gives the Graph's results; and the factors that XLA is told."""
+"""The program of one shard: any sharding of the operands gives the Graph's results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from kitsune_jax.capture.jaxpr import capture
 from kitsune_jax.capture.rewrites import PARTITIONED
 from kitsune_jax.ops.graph import Graph, Op
 from kitsune_jax.sharding.calls import Subgraph, graph_from_json, graph_to_json, subgraphs_of
-from kitsune_jax.sharding.factors import sharding_rule
 from kitsune_jax.sharding.partition import Spec, evaluate, local_shape, plan_graph, shards
 from tests.support.sharded_programs import PROGRAMS, attention, graph_attention, layer, mlp, recurrent
 
@@ -306,43 +305,3 @@ def test_a_graph_is_the_same_after_json(name: str) -> None:
         if isinstance(node, Subgraph):
             again = graph_from_json(json.loads(json.dumps(graph_to_json(node.graph))))
             assert again == node.graph
-
-
-# --- factors ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_hidden_layer_is_one_factor() -> None:
-    rule = sharding_rule(graph_of(mlp, *FUNCTIONS["mlp"][1]))
-    (x, w1, b1, w2), (out,) = rule.inputs, rule.outputs
-    assert w1[1] == b1[0] == w2[0]  # tensor parallelism
-    assert x[0] == out[0]
-    assert set(rule.reduced) >= {*w1[0], *w1[1]}
-
-
-def test_parameters_that_are_stored_in_parts_divide_no_rows() -> None:
-    graph = graph_of(layer, *FUNCTIONS["layer"][1])
-    rule = sharding_rule(graph)
-    of_rows = {f for dim in (*rule.inputs[0], *rule.outputs[0]) for f in dim}
-    weights = {f for value in rule.inputs[1:] for dim in value for f in dim}
-    assert rule.inputs[0] == rule.outputs[0]
-    assert of_rows.isdisjoint(weights)
-
-
-def test_results_share_the_factors_of_operands_whose_features_are_many() -> None:
-    """The features, over which most elements are computed, are no rows of a result: a linear attention."""
-    elu = lambda x: jax.nn.elu(x) + 1  # noqa: E731
-    rule = sharding_rule(graph_of(lambda q, k, v: elu(q) @ (elu(k).T @ v), _normal(8, 32), _normal(8, 32), _normal(8, 4)))
-    assert rule.outputs[0][0] == rule.inputs[0][0]
-
-
-def test_a_merged_dimension_has_the_factors_of_its_parts() -> None:
-    rule = sharding_rule(graph_of(lambda x: jnp.tanh(x).reshape(6, 12) @ jnp.ones((12, 3)) + 1, _normal(2, 3, 12)))
-    ((a, b, _),), ((rows, _),) = rule.inputs, rule.outputs
-    assert rows == (*a, *b)
-    assert [rule.sizes[f] for f in rows] == [2, 3]
-
-
-def test_scores_between_the_rows_of_one_array_have_two_factors() -> None:
-    rule = sharding_rule(graph_of(lambda x: x @ x.T, _normal(6, 5)))
-    ((rows, columns),) = rule.outputs
-    assert rows != columns
