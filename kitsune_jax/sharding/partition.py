@@ -393,14 +393,16 @@ def _from_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, 
 
 
 def _updated_in_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], plan: OpPlan) -> OpPlan:
-    """``plan`` of an update of one row, such as the key of a token in a cache: the device that has the row writes it."""
-    update = graph.values[op.inputs[1]].shape
-    spec, used = specs[op.inputs[0]], {axis for axes in plan.reads[0] for axis in axes}
+    """``plan`` of an update of one row, such as the key of a token in a cache: the device that has the row writes it. Axes that
+    divide the rows of the cache divide nothing else: a row is less to gather than a cache."""
+    update, spec = graph.values[op.inputs[1]].shape, specs[op.inputs[0]]
     for d in op["dims"]:
         axes = spec[d] if spec is not None else ()
-        if axes and update[d] == 1 and used.isdisjoint(axes):
-            cache = (*plan.reads[0][:d], axes, *plan.reads[0][d + 1 :])
-            return dataclasses.replace(plan, reads=(cache, *plan.reads[1:]), makes=(cache,), before=cache, rows=axes)
+        if axes and update[d] == 1:
+            others = [_prefix(own, set(axes)) for own in plan.reads[0]]
+            row = tuple(() if e in op["dims"] else own for e, own in enumerate(others))
+            cache = (*others[:d], axes, *others[d + 1 :])
+            return dataclasses.replace(plan, reads=(cache, row, *plan.reads[2:]), makes=(cache,), before=cache, rows=axes)
     return plan
 
 

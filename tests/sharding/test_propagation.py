@@ -134,3 +134,30 @@ def test_updated_caches_are_divided_as_with_jit(cache: Any, columns: Any, rows: 
     assert memory[0].temp_size_in_bytes <= memory[1].temp_size_in_bytes + 4096
     assert memory[0].alias_size_in_bytes == memory[1].alias_size_in_bytes
     close(ours(*placed), in_float64(decode, *args))
+
+
+def test_a_cache_stays_where_it_is_where_its_row_is_divided_along_the_same_axis() -> None:
+    """The row is gathered, which is less."""
+    program = PROGRAMS["a token decoded"]
+    specs = P(), P(None, None, "model"), P("model"), P("model"), P(None, "model"), P()
+    ours, placed = compiled(kj.pipeline(program.function, force=True, strict=True), program.args, specs)
+    plain, _ = compiled(program.function, program.args, specs)
+    assert divided_as_with_jit(ours, plain)
+    assert bytes_sent(ours.as_text()) <= 1.001 * bytes_sent(plain.as_text())
+    close(ours(*placed), in_float64(program.function, *program.args))
+
+
+def test_no_shard_map_hands_xlas_partitioner_what_it_cannot_divide() -> None:
+    """It would end the process, with this package's product by segment: the operators beside a call are gone before it runs."""
+    program, on = PROGRAMS["multiplied up"], jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+    args = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(program.args, (P("z", "y"), P()), strict=True)]
+
+    def compiled_inside(f: Any) -> Any:
+        inside = jax.shard_map(f, mesh=on, in_specs=(P(), P()), out_specs=P(), axis_names={"x"}, check_vma=False)
+        return jax.jit(inside).lower(*args).compile()
+
+    ours = compiled_inside(kj.pipeline(program.function, force=True, strict=True))
+    plain = compiled_inside(program.function)
+    assert divided_as_with_jit(ours, plain)
+    assert bytes_sent(ours.as_text()) <= bytes_sent(plain.as_text())
+    close(ours(*args), in_float64(program.function, *program.args))
