@@ -731,9 +731,13 @@ def user_context(eqn: Any) -> Iterator[None]:
 
 
 def bind_eqn(eqn: Any, vals: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Evaluate one equation on ``vals`` (with other ``params`` if given) in its own context. Returns the list of its results."""
+    """Evaluate one equation on ``vals`` (with other ``params`` if given) in its own context. Returns the list of its results.
+
+    JAX folds the conversion of a literal with NumPy, which warns of a -1e30 that becomes an infinite float16. ``jax.jit`` folds no
+    literal that is an argument of an inner ``jit``, as of ``jnp.where``: NumPy's warnings are those of the first trace alone.
+    """
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    with user_context(eqn):
+    with user_context(eqn), np.errstate(over="ignore", invalid="ignore"):
         outs = eqn.primitive.bind(*vals, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

@@ -314,3 +314,11 @@ def test_a_residual_may_be_a_number_that_stands_in_the_program() -> None:
     _, again, forwarded = found
     assert set(forwarded) == {None, 0}  # the number, and x
     assert [e.primitive.name for e in _compat.open_parts(again)[0].eqns][0] == "concatenate"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_constant_beyond_float16_does_not_warn():
+    """NumPy would, where the gradient's passes are traced again: ``jax.jit`` leaves this conversion to XLA."""
+    f = kj.pipeline(lambda s: jnp.sum(jax.nn.softmax(jnp.where(np.tri(20, dtype=bool), s, -1e30)) ** 2), force=True)
+    (s,) = arrays(0, (20, 20))
+    jax.jit(jax.grad(f)).lower(s.astype(jnp.float16))
