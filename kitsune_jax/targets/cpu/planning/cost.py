@@ -98,7 +98,7 @@ def pieces(cost: CpuCost, rows: int) -> tuple[int, int]:
     for v in cost.border:
         value = cost.graph.values[v]
         streamed = [d for d, label in enumerate(cost.labels[v]) if label and value.shape[d] > 1]
-        if v in sliced or not streamed or cost.is_transposed(v, rows):
+        if v in sliced or not streamed:
             continue
         in_front = math.prod(n for d, n in enumerate(value.shape[: streamed[-1]]) if d not in streamed)
         inner = math.prod(value.shape[streamed[-1] + 1 :])
@@ -173,9 +173,6 @@ _GROUPED = frozenset({"pointwise", "convert"})
 _COLUMNS = _GROUPED | FREE | COPIES | {"reduce"}
 # An element of a border array whose rows do not lie together: 6 to 19 ns for tiles of 2 to 4 columns of a row-major array (Zen 4).
 _STRIDED_SECONDS = 6e-9
-# The same where squares of so many rows and columns are transposed in registers: the gradient of GPT-2's table in bfloat16 took 27
-# ms, of which the product takes 19 (two cores of a Xeon with AMX).
-_TRANSPOSED_SECONDS, _LEAST_SIDE = 0.6e-9, 8
 _PASSES = {"reduce": 1.0, "argreduce": 2.0, "cumulative": 3.0}
 # One more op in a step of a loop, whose operands were found before the first step: 331 ns for 45 ops on a row, 28 for one.
 _STEP_AGAIN = 10e-9
@@ -531,35 +528,21 @@ class CpuCost(RegionCost):
         ways = known.ways("bfloat16")[::-1]  # of equal ones the later: dots before widened
         return min(ways, key=weights), min(ways, key=gradients)
 
-    def is_transposed(self, v: int, rows: int) -> bool:
-        """Is ``v``, a border array, copied with its columns as rows, squares of many elements at a time? Products read rows."""
-        readers = self.readers.get(v, ())
-        real = [d for d, n in enumerate(self.graph.values[v].shape) if n > 1]
-        if not readers or not real or not self.labels[v][real[-1]] or min(rows, self.row_size(v)) < _LEAST_SIDE:
-            return False
-        return all(self.family(i) == "dot" for i in readers)
-
     def strided_seconds(self, rows: int) -> float:
         """Worker-seconds lost on border arrays whose rows do not lie together in memory, in tiles of ``rows``.
 
         Such an array streams over its fastest dimension, so the elements of a row lie a whole stride apart and each costs a line.
-        For a product they are copied first, many rows at a time.
         """
-        elements = transposed = 0
-        sliced = self.sliced()
+        elements, sliced = 0, self.sliced()
         for v in self.border:
             value, labels = self.graph.values[v], self.labels[v]
             if v in sliced and labels[-1] and self.row_size(v) == value.shape[0]:
                 continue  # the rows of a slice lie together
             real = [d for d, n in enumerate(value.shape) if n > 1]
             if real and labels[real[-1]] and self.row_size(v) > 1:
-                if self.is_transposed(v, rows):
-                    transposed += value.size
-                else:
-                    elements += value.size
+                elements += value.size
         far, near = pieces(self, rows)
-        moved = elements * _STRIDED_SECONDS + transposed * _TRANSPOSED_SECONDS
-        return moved + (far * _PIECE_SECONDS + near * _NEAR_PIECE_SECONDS)
+        return elements * _STRIDED_SECONDS + (far * _PIECE_SECONDS + near * _NEAR_PIECE_SECONDS)
 
     def live_row_bytes(self, ops: Iterable[int]) -> int:
         """The most bytes per row that are alive at once while ``ops`` run in order on a tile. Pointwise ops overwrite an input that
