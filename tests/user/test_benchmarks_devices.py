@@ -60,7 +60,7 @@ def test_records_are_stored_and_kept_out_of_the_tables(
 
 
 def test_compilation_is_timed_with_cold_caches() -> None:
-    """Each round traces the function again and plans the program of a shard again."""
+    """Each round traces the function again, and plans it again: as XLA's own operators, and as the program of a shard."""
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
     traced = {"jit": 0, "pipeline": 0}
@@ -79,7 +79,7 @@ def test_compilation_is_timed_with_cold_caches() -> None:
     ):
         seconds = devices.cold_seconds(columns, [x], 2)
     assert traced == {"jit": 2, "pipeline": 2}
-    assert (planned.call_count, cleared.call_count) == (2, 4)
+    assert (planned.call_count, cleared.call_count) == (4, 4)
     assert min(seconds.values()) > 0
 
 
