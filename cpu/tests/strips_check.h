@@ -1,4 +1,4 @@
-// A program as strips and without them: every bit must agree.
+// A program with all of a kernel table and without a part of it, as a rule the strips: every bit must agree.
 #pragma once
 
 #include <cmath>
@@ -23,10 +23,12 @@ inline bool same(DType type, const char* a, const char* b) {
   return is_float(type) && std::isnan(get(type, a)) && std::isnan(get(type, b));
 }
 
-inline void compare_without(const char* name, const Call& call, unsigned seed) {
+inline void compare_without(
+    const char* name, const Call& call, unsigned seed,
+    void (*leave_out)(KernelTable&) = [](KernelTable& table) { table.strips = nullptr; }) {
   const KernelTable with = kernels();
   KernelTable without = with;
-  without.strips = nullptr;
+  leave_out(without);
   set_kernels(&without);
   const std::vector<Bytes> want = outputs(call, seed);
   set_kernels(&with);
