@@ -92,8 +92,8 @@ def _around_long_rows(graph: Graph, region: Region, least: int) -> list[tuple[Pa
     """(All up to the products that make long rows; what is computed of these; all behind the products that read them), without
     those products. Empty where no row is long: those of a language model's loss are its logits.
 
-    A tile of all ops has few of these rows, and reads all weights for them, those of the layers in front too. A product alone
-    stores its rows as they are made, and one that contracts them is computed a part of each row after the other.
+    A tile of all ops has few of these rows, and reads all weights for them, those of the layers in front too. A product that makes
+    them stores them as they are made. Those that read them are no part, and are tried by themselves.
     """
     makers, readers = _long_rows(graph, region, least)
     inside, consumers = set(region.ops), dict[int, list[int]]()
