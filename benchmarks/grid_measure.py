@@ -145,10 +145,13 @@ def _times(thunks: Mapping[str, Thunk], seconds: float) -> dict[str, list[float]
 
 
 def _round(thunks: Mapping[str, Thunk], times: dict[str, list[float]], calls: int) -> None:
-    """Every thunk once, each round starting with another one."""
+    """Every thunk once, each round starting with another one. A call is timed behind one of the same thunk, as in
+    ``benchmarks.timing``."""
     names = list(thunks)
     shift = len(times[names[0]]) % len(names)
     for name in names[shift:] + names[:shift]:
+        if calls == 1:
+            _seconds(thunks[name], 1)
         times[name].append(_seconds(thunks[name], calls))
 
 
