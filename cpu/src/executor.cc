@@ -238,24 +238,65 @@ void order_stages(Plan& plan) {
   plan.window = std::min<int64_t>(p.tiles, 2 * std::max({deepest, plan.strands, int64_t{64}}));
 }
 
-// Steps of the instructions [begin, end) of stage `s`, inside of `depth` loops; `temp` grows to what they need.
-Steps compile_body(const Plan& plan, size_t s, size_t begin, size_t end, int depth, size_t* temp) {
+// The folds right behind instruction `i` of `body`, a Vector, of values that nothing else reads; none of another one.
+std::vector<const Accumulate*> folds_behind(const std::vector<Instruction>& body, size_t i, size_t end) {
+  std::vector<const Accumulate*> found;
+  if (!std::holds_alternative<Vector>(body[i])) return found;
+  for (size_t k = i + 1; k < end; ++k) {
+    const auto* fold = std::get_if<Accumulate>(&body[k]);
+    if (fold == nullptr || !fold->only) break;
+    found.push_back(fold);
+  }
+  return found;
+}
+
+// Marks the inputs whose rows `x` reads.
+void mark_read(const Instruction& x, std::vector<bool>& read) {
+  auto mark = [&](const Ref& r) {
+    if (r.space == Space::kIn) read[static_cast<size_t>(r.index)] = true;
+  };
+  if (const auto* copy = std::get_if<StridedLoad>(&x)) mark(copy->array);
+  if (const auto* product = std::get_if<Matmul>(&x)) mark(product->x.ref);
+  if (const auto* fold = std::get_if<Reduce>(&x)) mark(fold->x.ref);
+  if (const auto* exponentials = std::get_if<ExpRows>(&x)) mark(exponentials->x.ref);
+  if (const auto* scan = std::get_if<Scan>(&x)) mark(scan->x.ref);
+  if (const auto* fold = std::get_if<Accumulate>(&x)) mark(fold->x.ref);
+  if (const auto* gradient = std::get_if<AccumulateMatmul>(&x)) mark(gradient->x.ref), mark(gradient->y.ref);
+  if (const auto* vector = std::get_if<Vector>(&x))
+    for (const Operand& load : vector->loads) mark(load.ref);
+}
+
+// Steps of the instructions [begin, end) of stage `s`, inside of `depth` loops; `temp` grows to what they need. `read`: the inputs
+// that the instructions in front read.
+Steps compile_body(const Plan& plan, size_t s, size_t begin, size_t end, int depth, size_t* temp, std::vector<bool>& read) {
   const Program& p = plan.program;
   Steps steps;
   for (size_t i = begin; i < end; ++i) {
     const Instruction& x = p.stages[s].body[i];
     auto inner = [&](int64_t length, int deeper) {
       size_t first = i + 1, last = i += static_cast<size_t>(length);
-      return compile_body(plan, s, first, last + 1, deeper, temp);
+      return compile_body(plan, s, first, last + 1, deeper, temp, read);
     };
     if (const auto* loop = std::get_if<Loop>(&x)) {
       steps.push_back(compile(*loop, depth, inner(loop->length, depth + 1)));
     } else if (const auto* one = std::get_if<Stationary>(&x)) {
       steps.push_back(compile(*one, inner(one->length, depth)));
     } else {
-      Compile c{p, plan.table, plan.preps, plan.sinks,
+      Compile c{p,
+                plan.table,
+                plan.preps,
+                plan.sinks,
                 "kitsune program: stage " + std::to_string(s) + " '" + p.stages[s].name + "' instruction " + std::to_string(i) +
-                    " (" + kInstructionNames[x.index()] + ")"};
+                    " (" + kInstructionNames[x.index()] + ")",
+                read};
+      if (const auto folds = folds_behind(p.stages[s].body, i, end); !folds.empty())
+        if (auto step = compile_summed(std::get<Vector>(x), folds, c)) {
+          steps.push_back(std::move(step));
+          *temp = std::max(*temp, align_up(steps.back()->temp_bytes()));
+          mark_read(x, read);
+          i += folds.size();
+          continue;
+        }
       steps.push_back(std::visit(
           [&](const auto& v) -> std::unique_ptr<const Step> {
             using T = std::decay_t<decltype(v)>;
@@ -264,6 +305,7 @@ Steps compile_body(const Plan& plan, size_t s, size_t begin, size_t end, int dep
           },
           x));
       *temp = std::max(*temp, align_up(steps.back()->temp_bytes()));
+      mark_read(x, read);
     }
   }
   return steps;
@@ -274,7 +316,8 @@ void compile_stages(Plan& plan) {
   size_t scratch = 0, temp = plan.preps.empty() && p.sinks.empty() ? 0 : kPrepTempBytes;
   for (size_t s = 0; s < p.stages.size(); ++s) {
     scratch = std::max(scratch, align_up(static_cast<size_t>(p.stages[s].scratch_bytes)));
-    plan.stages[s].steps = compile_body(plan, s, 0, p.stages[s].body.size(), 0, &temp);
+    std::vector<bool> read(p.inputs.size(), false);
+    plan.stages[s].steps = compile_body(plan, s, 0, p.stages[s].body.size(), 0, &temp, read);
   }
   plan.packed_offset = scratch;
   plan.packed_from_offset = plus(scratch, plan.packed_bytes);

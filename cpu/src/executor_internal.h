@@ -14,6 +14,15 @@
 namespace kitsune::cpu {
 
 constexpr size_t kAlign = 64;
+constexpr int64_t kLine = 64;  // bytes of a cache line
+// How far in front of what it reads of an array a step asks memory for more, in bytes: the hardware does not look beyond a page,
+// and a core that waits for a strip sees little of the next one. A mean of squared differences of two arrays of 34 MB took 2.4 ms
+// with 2 048 to 8 192 bytes, 3.0 with 1 024 and 4.8 without (Zen 4).
+constexpr int64_t kAhead = 4096;
+inline void ask_for(const char* from, int64_t bytes) {
+  bytes = std::min(bytes, kAhead);
+  for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
+}
 constexpr size_t kMostScratch = size_t{1} << 30;  // of all threads of a call together, beside the bytes of its arrays
 inline size_t align_up(size_t n) { return rounded_up(n, kAlign); }
 
@@ -169,11 +178,21 @@ struct Compile {
   const std::vector<PrepPlan>& preps;
   const std::vector<SinkPlan>& sinks;
   std::string where;
+  const std::vector<bool>& read;  // for each input whether an earlier instruction of the stage reads it
+
+  // Does an instruction that reads `x` row by row read it from memory, where no loop moves it?
+  bool streams(const Operand& x) const {
+    const auto& moves = x.ref.loop_strides;
+    return x.ref.space == Space::kIn && x.row_stride != 0 && !read[static_cast<size_t>(x.ref.index)] &&
+           std::all_of(moves.begin(), moves.end(), [](int64_t s) { return s == 0; });
+  }
 };
 std::unique_ptr<const Step> compile(const StridedLoad&, const Compile&);
 std::unique_ptr<const Step> compile(const StridedStore&, const Compile&);
 std::unique_ptr<const Step> compile(const Matmul&, const Compile&);
 std::unique_ptr<const Step> compile(const Vector&, const Compile&);
+// The Vector, and the folds behind it of values that it makes for them alone, in registers; nullptr where they can't be.
+std::unique_ptr<const Step> compile_summed(const Vector&, const std::vector<const Accumulate*>&, const Compile&);
 std::unique_ptr<const Step> compile(const Reduce&, const Compile&);
 std::unique_ptr<const Step> compile(const ExpRows&, const Compile&);
 std::unique_ptr<const Step> compile(const Scan&, const Compile&);

@@ -276,7 +276,9 @@ using Node = StripNode;
 
 class Builder {
  public:
-  Builder(const Vector& x, const Compile& c) : x_(x), c_(c), kernels_(*c.table.strips) {}
+  // `summed`: for each store, whether it is one of a SummedStore.
+  Builder(const Vector& x, const Compile& c, const std::vector<bool>& summed)
+      : x_(x), c_(c), summed_(summed), kernels_(*c.table.strips) {}
 
   // A node for each operation.
   std::optional<StripNodes> nodes() {
@@ -329,7 +331,7 @@ class Builder {
     switch (m.op) {
       case Opcode::op_load:
         leaf.kind = Node::kLoad, leaf.operand = static_cast<int>(m.a);
-        for (auto [store, v] : stored_) rereads_ = rereads_ || may_overlap(x_, leaf.operand, store, c_);
+        for (auto [store, v] : stored_) rereads_ = rereads_ || writes_over(leaf.operand, store);
         return add(leaf);
       case Opcode::op_const: leaf.kind = Node::kConst; return add(leaf);
       case Opcode::op_index: leaf.kind = Node::kIndex; return add(leaf);
@@ -419,13 +421,16 @@ class Builder {
     for (size_t l = 0; l < x_.loads.size(); ++l)
       for (size_t s = 0; s < x_.stores.size(); ++s) {
         const int a = static_cast<int>(l), b = static_cast<int>(s);
-        if (may_overlap(x_, a, b, c_) && !in_place(x_, a, b)) return false;
+        if (writes_over(a, b) && !in_place(x_, a, b)) return false;
       }
     return !rereads_;
   }
 
+  bool writes_over(int load, int store) const { return !summed_[static_cast<size_t>(store)] && may_overlap(x_, load, store, c_); }
+
   const Vector& x_;
   const Compile& c_;
+  const std::vector<bool>& summed_;
   const StripKernels& kernels_;
   std::vector<Node> nodes_;
   std::vector<bool> reached_;
@@ -434,19 +439,24 @@ class Builder {
 };
 
 // Nothing where an operation has no code, or where a load and a store share memory without being the same elements.
-std::optional<StripNodes> strip_nodes(const Vector& x, const Compile& c) { return Builder(x, c).nodes(); }
+std::optional<StripNodes> strip_nodes(const Vector& x, const Compile& c, const std::vector<bool>& summed) {
+  return Builder(x, c, summed).nodes();
+}
 
 // Operations that save as much as it takes to copy an operand strip by strip, where blocks are converted and copied as a whole.
 constexpr int kCopy = 4;
+// Operations that a sum in registers saves: a store, and a pass over memory that converts what is folded.
+constexpr int kSummed = 4;
 
 using Node = StripNode;
 
 class Planner {
  public:
-  Planner(const Vector& x, const Compile& c, bool whole, StripNodes nodes)
+  Planner(const Vector& x, const Compile& c, bool whole, StripNodes nodes, const std::vector<SummedStore>& summed)
       : x_(x),
         c_(c),
         whole_(whole),
+        summed_(summed),
         kernels_(*c.table.strips),
         nodes_(std::move(nodes.all)),
         reached_(std::move(nodes.reached)),
@@ -455,16 +465,40 @@ class Planner {
   std::optional<StripPlan> plan() {
     if (!loops()) return std::nullopt;
     plan_.kernels = &kernels_;
+    for (const SummedStore& s : summed_)
+      if (!sums(s)) return std::nullopt;
     order();
     // What is called reads and writes memory: beside that, a strip saves something only where two others hand on what they hold.
     if (called() > 0 && computed_ - called() < 2) return std::nullopt;
-    if (computed_ + numbers() + narrow() < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
+    const int saved = computed_ + numbers() + narrow() + kSummed * static_cast<int>(summed_.size());
+    if (saved < 2 + kCopy * copied() || !delay_stores()) return std::nullopt;
     find_slots();
     emit();
     return std::move(plan_);
   }
 
  private:
+  const SummedStore* summed(size_t store) const {
+    for (const SummedStore& s : summed_)
+      if (static_cast<size_t>(s.store) == store) return &s;
+    return nullptr;
+  }
+
+  // Plans a sum: the innermost loop goes over its accumulators once or several times, in whole vectors of them. False: it does not.
+  bool sums(const SummedStore& s) {
+    constexpr int64_t kMostLanes = 1024;
+    const Dim& inner = plan_.nest.back();
+    const int64_t lanes = kernels_.strip / kStripVectors, item = static_cast<int64_t>(sizeof(float));
+    if (inner.stride[x_.loads.size() + static_cast<size_t>(s.store)] != item || inner.n % s.period != 0) return false;
+    if (plan_.step % lanes != 0) return false;
+    StripSum sum{s.sums, s.period, s.period, s.period % lanes == 0 && s.period >= kernels_.strip / 2, 0, 0};
+    // Four vectors of one accumulator's sums, because each addition waits for the one before it.
+    if (!sum.direct) sum.lanes = std::lcm(s.period, s.period < lanes ? kernels_.strip / 2 : lanes);
+    if (!sum.direct && sum.lanes > kMostLanes) return false;
+    plan_.sums.push_back(std::move(sum));
+    return true;
+  }
+
   // Operands that are copied for each strip: converted, not dense, or shorter than a strip.
   int copied() const {
     const bool brief = plan_.nest.back().extent(std::min(c_.program.tile_rows, c_.program.batch_rows)) < kernels_.strip;
@@ -479,7 +513,8 @@ class Planner {
       if (reached_[v] && nodes_[v].operand >= 0 && !number(nodes_[v].operand))
         found += copies(x_.loads[static_cast<size_t>(nodes_[v].operand)], static_cast<size_t>(nodes_[v].operand), nodes_[v].type);
     for (auto [store, v] : stored_)
-      found += copies(x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store), nodes_[v].type);
+      if (summed(static_cast<size_t>(store)) == nullptr)
+        found += copies(x_.stores[static_cast<size_t>(store)], x_.loads.size() + static_cast<size_t>(store), nodes_[v].type);
     return found;
   }
 
@@ -617,7 +652,8 @@ class Planner {
       int read = -1;
       for (size_t l = 0; l < nodes_.size(); ++l) {
         const Node& load = nodes_[l];
-        if (!reached_[l] || load.operand < 0 || !may_overlap(x_, load.operand, store, c_)) continue;
+        if (!reached_[l] || load.operand < 0 || summed(static_cast<size_t>(store)) != nullptr) continue;
+        if (!may_overlap(x_, load.operand, store, c_)) continue;
         if (load.kind == Node::kLoad && !load.stores.empty()) return false;
         read = std::max(read, is_load(load) ? load.place : load.last_read);
       }
@@ -698,7 +734,9 @@ class Planner {
       if (nodes_[v].partner >= 0) give(nodes_[v].partner);
       free.insert(free.end(), ends[k].begin(), ends[k].end());
     }
+    for (StripSum& sum : plan_.sums) sum.place = first + plan_.buffers++;
     operands(first + plan_.buffers);
+    for (size_t k = 0; k < plan_.sums.size(); ++k) plan_.sums[k].slot = plan_.stores[static_cast<size_t>(summed_[k].store)].slot;
   }
 
   void operands(int32_t slot) {
@@ -708,7 +746,10 @@ class Planner {
       s.direct = plan_.nest.back().stride[number] == s.item;
       return s;
     };
-    for (const Operand& o : x_.loads) plan_.loads.push_back(make(o, plan_.loads.size(), o.ref.dtype));
+    for (const Operand& o : x_.loads) {
+      plan_.loads.push_back(make(o, plan_.loads.size(), o.ref.dtype));
+      plan_.loads.back().streams = c_.streams(o);
+    }
     for (const Operand& o : x_.stores) plan_.stores.push_back(make(o, x_.loads.size() + plan_.stores.size(), o.ref.dtype));
     for (size_t v = 0; v < nodes_.size(); ++v) {
       Node& node = nodes_[v];
@@ -724,6 +765,7 @@ class Planner {
       if (node.kind == Node::kLoad) node.slot = s.slot;
     }
     for (auto [store, v] : stored_) {
+      if (summed(static_cast<size_t>(store)) != nullptr) continue;
       StripOperand& s = plan_.stores[static_cast<size_t>(store)];
       const DType storage = x_.stores[static_cast<size_t>(store)].ref.dtype;
       const bool narrow =
@@ -741,6 +783,12 @@ class Planner {
   void append_store(StripKind kind, int32_t to) { append(kernels_.special(kind)).to = to; }
   // What the program stores: `operand` of its stores <- v.
   void append_result(int v, int operand) {
+    for (const StripSum& sum : plan_.sums)
+      if (sum.slot == plan_.stores[static_cast<size_t>(operand)].slot) {
+        append_store(StripKind::kSum, sum.slot);
+        plan_.code.back().to2 = sum.place;
+        return;
+      }
     const StripOperand& to = plan_.stores[static_cast<size_t>(operand)];
     StripKind kind = nodes_[v].type == DType::kBool ? StripKind::kStoreBool : StripKind::kStore;
     if (to.type == DType::kU16) {
@@ -843,6 +891,7 @@ class Planner {
   const Vector& x_;
   const Compile& c_;
   const bool whole_;
+  const std::vector<SummedStore>& summed_;
   const StripKernels& kernels_;
   StripPlan plan_;
   std::vector<Node> nodes_;
@@ -855,10 +904,12 @@ class Planner {
 
 }  // namespace
 
-std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool whole) {
+std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool whole, const std::vector<SummedStore>& summed) {
   if (c.table.strips == nullptr) return std::nullopt;
-  std::optional<StripNodes> nodes = strip_nodes(x, c);
-  return nodes ? Planner(x, c, whole, std::move(*nodes)).plan() : std::nullopt;
+  std::vector<bool> sums(x.stores.size(), false);
+  for (const SummedStore& s : summed) sums[static_cast<size_t>(s.store)] = true;
+  std::optional<StripNodes> nodes = strip_nodes(x, c, sums);
+  return nodes ? Planner(x, c, whole, std::move(*nodes), summed).plan() : std::nullopt;
 }
 
 }  // namespace kitsune::cpu

@@ -511,12 +511,49 @@ class ByRowsStep final : public Step {
   std::unique_ptr<const Step> whole_, part_;
 };
 
+bool is_same(const Operand& a, const Operand& b) {
+  return a.ref.space == b.ref.space && a.ref.index == b.ref.index && a.ref.offset == b.ref.offset && a.ref.dtype == b.ref.dtype &&
+         a.ref.loop_strides == b.ref.loop_strides && a.ref.batch_strides == b.ref.batch_strides && a.row_stride == b.row_stride;
+}
+
+// Are float32 numbers added to doubles?
+bool adds_doubles(const Accumulate& a, const Compile& c) {
+  return c.program.sinks[a.sink].how == Reduction::kSum && c.sinks[a.sink].acc == DType::kF64 && a.x.ref.dtype == DType::kF32;
+}
+
+// Do the accumulators lie in the order of the kept dimensions?
+bool dense_sums(const Accumulate& a) {
+  int64_t step = 1;
+  for (size_t d = a.kept.size(); d-- > 0; step *= a.kept[d])
+    if (!a.sum_strides.empty() && a.kept[d] > 1 && a.sum_strides[d] != step) return false;
+  return true;
+}
+
 std::unique_ptr<const Step> compile(const Vector& x, const Compile& c, bool whole) {
   if (std::optional<StripPlan> strips = plan_strips(x, c, whole)) return run_strips(std::move(*strips));
   return std::make_unique<VectorStep>(x, c, whole);
 }
 
 }  // namespace
+
+std::unique_ptr<const Step> compile_summed(const Vector& x, const std::vector<const Accumulate*>& folds, const Compile& c) {
+  std::vector<SummedStore> summed;
+  for (const Accumulate* a : folds) {
+    const auto store = std::find_if(x.stores.begin(), x.stores.end(), [&](const Operand& o) { return is_same(o, a->x); });
+    const int64_t number = store - x.stores.begin();
+    const bool again = std::any_of(summed.begin(), summed.end(), [&](const SummedStore& s) { return s.store == number; });
+    if (store == x.stores.end() || again || !adds_doubles(*a, c)) return nullptr;
+    // The kept dimensions are the last ones of the Vector's, and the others are reduced.
+    const size_t kept = a->kept.size();
+    std::vector<int64_t> strides = a->x.strides, extents = a->reduced;
+    std::rotate(strides.begin(), strides.begin() + static_cast<std::ptrdiff_t>(kept), strides.end());
+    extents.insert(extents.end(), a->kept.begin(), a->kept.end());
+    if (strides != store->strides || extents != x.extents || !dense_sums(*a)) return nullptr;
+    summed.push_back({number, SumsAddress(a->sums, c, a->sink), product(a->kept)});
+  }
+  std::optional<StripPlan> plan = plan_strips(x, c, false, summed);
+  return plan ? run_strips(std::move(*plan)) : nullptr;
+}
 
 std::unique_ptr<const Step> compile(const Vector& x, const Compile& c) {
   if (auto step = transposition(x, c)) return step;

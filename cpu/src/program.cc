@@ -241,6 +241,7 @@ Accumulate read_accumulate(Reader& r) {
   x.x = read_operand(r);
   x.sums = read_sums(r);
   x.sum_strides = r.list("Accumulate.sum_strides");
+  x.only = r.flag("Accumulate.only");
   return x;
 }
 

@@ -94,7 +94,8 @@ class ReduceStep final : public Step {
         x_(r.x.ref, r.x.row_stride),
         out_(r.out.ref, r.out.row_stride),
         outer_(kept_nest(r.kept, r.x, r.out)),
-        reduced_(reduced_nest(r.reduced, r.x)) {
+        reduced_(reduced_nest(r.reduced, r.x)),
+        streams_(c.streams(r.x)) {
     int how = static_cast<int>(r.how);
     fold_ = c.table.fold(how, r.x.ref.dtype, false);
     fold_row_ = c.table.fold_row(how, r.x.ref.dtype, false);
@@ -138,6 +139,7 @@ class ReduceStep final : public Step {
     const int64_t step = outer_.back().stride[0];
     const int dims = static_cast<int>(reduced_.size());
     int64_t index[kMaxLoopDims];
+    if (streams_ && fold_short_ != nullptr) ask_for(x + kAhead, m * step);
     if (fold_short_ != nullptr) return fold_short_(m, inner.n, x, step / item_, acc);
     fill_identity(how_, acc_, m, acc);
     if (by_rows_) {
@@ -146,6 +148,7 @@ class ReduceStep final : public Step {
     }
     for (int64_t e = 0; e < m; ++e) {
       char* from = x + e * step;
+      if (streams_ && inner.stride[0] == item_) ask_for(from + kAhead, inner.n * item_);
       walk(reduced_.data(), dims - 1, 1, &from, 1, index,
            [&] { fold_(inner.n, from, inner.stride[0] / item_, acc + e * acc_bytes_); });
     }
@@ -161,6 +164,7 @@ class ReduceStep final : public Step {
   FoldShortFn fold_short_ = nullptr;
   Storer store_;
   bool by_rows_ = false;
+  bool streams_ = false;
 };
 
 class ArgReduceStep final : public Step {
@@ -226,7 +230,10 @@ class ArgReduceStep final : public Step {
 class AccumulateStep final : public Step {
  public:
   AccumulateStep(const Accumulate& a, const Compile& c)
-      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))), x_(a.x.ref, a.x.row_stride), sums_(a.sums, c, a.sink) {
+      : item_(static_cast<int64_t>(item_size(a.x.ref.dtype))),
+        x_(a.x.ref, a.x.row_stride),
+        sums_(a.sums, c, a.sink),
+        streams_(c.streams(a.x)) {
     const int how = static_cast<int>(c.program.sinks[a.sink].how);
     fold_ = c.table.fold(how, a.x.ref.dtype, true);
     fold_row_ = c.table.fold_row(how, a.x.ref.dtype, true);
@@ -259,10 +266,11 @@ class AccumulateStep final : public Step {
     const Dim& inner = nest_.back();
     const int64_t n = inner.extent(c.rows), stride = inner.stride[0] / item_;
     const int outer = static_cast<int>(nest_.size()) - 1;
-    if (by_rows_)
-      walk(nest_.data(), outer, c.rows, at, 2, index, [&] { fold_row_(n, at[0], stride, at[1]); });
-    else
-      walk(nest_.data(), outer, c.rows, at, 2, index, [&] { fold_(n, at[0], stride, at[1]); });
+    const int64_t ahead = streams_ && stride == 1 ? n * item_ : 0;
+    walk(nest_.data(), outer, c.rows, at, 2, index, [&] {
+      ask_for(at[0] + kAhead, ahead);
+      (by_rows_ ? fold_row_(n, at[0], stride, at[1]) : fold_(n, at[0], stride, at[1]));
+    });
   }
 
  private:
@@ -273,6 +281,7 @@ class AccumulateStep final : public Step {
   FoldFn fold_;
   FoldRowFn fold_row_;
   bool by_rows_ = false;
+  bool streams_;
 };
 
 }  // namespace

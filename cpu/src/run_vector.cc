@@ -202,8 +202,7 @@ void VectorStep::fill_index(const Frame& f, const VectorOp& op, char* to, int64_
 
 namespace {
 
-constexpr int64_t kLane = 4;   // bytes
-constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kLane = 4;  // bytes
 
 // One number in all lanes of a strip, as bool is kept there: ones or zeros.
 void spread(char* strip, int64_t elements, DType type) {
@@ -281,6 +280,7 @@ class StripStep final : public Step {
         if (!x.used || x.number || x.rows.how == RowsOperand::kRepeated) continue;
         const bool window = x.rows.how == RowsOperand::kPicked;
         if (x.direct) direct_.push_back({copied.number, x.slot, window ? step_ / plan_.row * x.rows.next : step_ * x.item});
+        if (x.direct && x.streams) streamed_.push_back(direct_.back());
         (list == &plan_.loads ? loads_ : stores_)[1].push_back(copied);
         if (!x.direct) (list == &plan_.loads ? loads_ : stores_)[0].push_back(copied);
       }
@@ -290,6 +290,7 @@ class StripStep final : public Step {
         fetched_.emplace_back(&x, Place(x.address));
     }
     temp_bytes_ = buffers() * bytes_ + 3 * bytes_ + align_up(slots_ * sizeof(char*)) + align_up(operands_ * sizeof(char*));
+    for (const StripSum& s : plan_.sums) temp_bytes_ += s.direct ? 0 : align_up(static_cast<size_t>(s.lanes) * sizeof(double));
   }
 
   bool fetches(int loop) const override {
@@ -303,7 +304,7 @@ class StripStep final : public Step {
       const char* from = place.of(c, bases);
       const int64_t elements = plan_.nest.back().extent(c.rows);
       const int64_t bytes = x->rows.how == RowsOperand::kPicked ? elements / plan_.row * x->rows.next : elements * x->item;
-      for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
+      ask_for(from, bytes);
     }
   }
 
@@ -315,6 +316,13 @@ class StripStep final : public Step {
     for (size_t k = first_buffer_; k < slots_; ++k) f.at[k] = buffer(f, static_cast<int32_t>(k));
     char* const* const bases[] = KITSUNE_BASES(c);
     for (size_t o = 0; o < operands_; ++o) f.here[o] = places_[o].of(c, bases);
+    char* own = reinterpret_cast<char*>(f.here) + align_up(operands_ * sizeof(char*));
+    for (const StripSum& s : plan_.sums) {
+      f.at[s.slot] = s.direct ? s.sums.of(c) : own;
+      if (s.direct) continue;
+      std::fill_n(reinterpret_cast<double*>(own), s.lanes, 0.0);
+      own += align_up(static_cast<size_t>(s.lanes) * sizeof(double));
+    }
     const int last = static_cast<int>(plan_.nest.size()) - 1;
     const int64_t n = plan_.nest[last].extent(c.rows);
     int64_t index[kMaxLoopDims + 1];
@@ -331,6 +339,7 @@ class StripStep final : public Step {
       for (const Direct& d : direct_) f.at[d.slot] = f.here[d.operand];
       int64_t j = 0;
       for (; j + strip_ <= n; j += step_) {  // instructions that work in memory read all of a strip's lanes
+        for (const Direct& d : streamed_) ask_for(f.at[d.slot] + kAhead, d.step);
         strip(f, j, step_, vectors(step_), loads_[0], stores_[0]);
         for (const Direct& d : direct_) f.at[d.slot] += d.step;
       }
@@ -338,6 +347,13 @@ class StripStep final : public Step {
       for (const Direct& d : direct_) f.at[d.slot] = buffer(f, d.slot);
       for (; j < n; j += step_) strip(f, j, std::min(step_, n - j), vectors(std::min(step_, n - j)), loads_[1], stores_[1]);
     });
+    for (const StripSum& s : plan_.sums) {
+      if (s.direct) continue;
+      const double* from = reinterpret_cast<const double*>(f.at[s.slot]);
+      double* to = reinterpret_cast<double*>(s.sums.of(c));
+      for (int64_t k = 0; k < s.lanes; k += s.period)
+        for (int64_t p = 0; p < s.period; ++p) to[p] += from[k + p];
+    }
   }
 
  private:
@@ -393,6 +409,10 @@ class StripStep final : public Step {
     }
     for (const StripIndex& x : plan_.indices)
       if (x.dim == static_cast<int>(plan_.nest.size()) - 1) positions(x, f, j, vectors * lanes, true);
+    for (const StripSum& s : plan_.sums) {
+      const SumPlace place{n, j % s.lanes, s.lanes};
+      std::memcpy(f.at[s.place], &place, sizeof place);
+    }
     plan_.kernels->run(plan_.code.data(), f.at, vectors);
     for (auto [x, o] : stores) x->store(n, f.here[o] + j * inner.stride[o], inner.stride[o] / x->item, f.at[x->slot], f.spare);
   }
@@ -408,7 +428,7 @@ class StripStep final : public Step {
   size_t bytes_;   // of a strip
   int64_t step_;   // elements that are worked off with each
   size_t first_buffer_, slots_, operands_ = 0;
-  std::vector<Direct> direct_;
+  std::vector<Direct> direct_, streamed_;
   std::vector<char*> constants_;
   std::vector<Place> places_;                                   // of each operand
   std::vector<Copied> numbers_;                                 // loads of one number along the innermost loop

@@ -35,6 +35,14 @@ struct VectorOp {
   int64_t index_dim = 0, divisor = 1, modulus = 1;
 };
 
+// A store of a Vector that is no store: what would be written there is added to a sink's accumulators, and nothing else reads it.
+// Elements of the loops that the store has, from the innermost one on, go to the accumulators in turn: `period` of them.
+struct SummedStore {
+  int64_t store;
+  SumsAddress sums;
+  int64_t period;
+};
+
 // A load and a store of `x` may share memory.
 bool may_overlap(const Vector& x, int load, int store, const Compile& c);
 // They name the same elements in the same order: an operation may read the one while it writes the other.
@@ -88,11 +96,12 @@ struct StripOperand {
   Address address;
   int64_t item = 0;  // bytes
   bool used = false;
-  bool direct = false;  // instructions may work in the operand's memory
-  bool number = false;  // a load of one number along the innermost loop
-  bool spread = false;  // of such a number: somebody reads it as a whole strip
-  RowsOperand rows;     // in strips of short rows
-  DType type{};         // of the register; kU16: the bits of 16-bit numbers, which instructions convert
+  bool direct = false;   // instructions may work in the operand's memory
+  bool number = false;   // a load of one number along the innermost loop
+  bool spread = false;   // of such a number: somebody reads it as a whole strip
+  bool streams = false;  // the next strips come from memory (Compile::streams)
+  RowsOperand rows;      // in strips of short rows
+  DType type{};          // of the register; kU16: the bits of 16-bit numbers, which instructions convert
   int32_t slot = 0;
   Loader load{};
   Storer store{};
@@ -106,12 +115,22 @@ struct StripIndex {
   int64_t divisor, modulus;
 };
 
+// A SummedStore, planned. Where vectors would lie across the end of its accumulators, or one of them waits for the other, sums of
+// the tile have `lanes` accumulators of their own, which are added to the `period` of the sink behind it.
+struct StripSum {
+  SumsAddress sums;
+  int64_t period, lanes;
+  bool direct;          // there are none of its own
+  int32_t slot, place;  // of the accumulators, and of a SumPlace
+};
+
 struct StripPlan {
   Nest nest;         // the last dimension is cut into strips
   int64_t step = 0;  // elements of each
   int64_t row = 1;   // elements of the short rows that they are made of
   std::vector<StripOperand> loads, stores;
   std::vector<StripIndex> indices;
+  std::vector<StripSum> sums;
   std::vector<StripInstruction> code;
   std::vector<Block> constants;
   std::vector<std::shared_ptr<const float>> tables;
@@ -120,8 +139,8 @@ struct StripPlan {
 };
 
 // The plan of `x`, or nothing where it has operations that strips do not have, or loops too short for them. `whole`: of tiles that
-// have all their rows.
-std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool whole);
+// have all their rows. `summed`: of its stores; nothing where one of them can't be.
+std::optional<StripPlan> plan_strips(const Vector& x, const Compile& c, bool whole, const std::vector<SummedStore>& summed = {});
 
 std::unique_ptr<const Step> run_strips(StripPlan plan);
 

@@ -149,7 +149,7 @@ class Words {
   }
   void instruction(const Stationary&) {}
   void instruction(const Accumulate& x) {
-    add(x.sink), list(x.kept), list(x.reduced), operand(x.x), sums(x.sums), list(x.sum_strides);
+    add(x.sink), list(x.kept), list(x.reduced), operand(x.x), sums(x.sums), list(x.sum_strides), add(x.only);
   }
 
   std::vector<int64_t> w_;

@@ -150,6 +150,33 @@ def splits_layer(op: Op, scores: Container[int] = ()) -> bool:
     return any(sorted(c) != list(range(len(c))) for c in (op["lhs_contract"], op["rhs_contract"]))
 
 
+def reduces_across(graph: Graph, region: Region) -> bool:
+    """Does each row of ``region`` reduce a column of an array that has more rows than columns, or contract one?
+
+    Rows of the region then lie side by side in each row of the array, of which a tile reads pieces: the mean of 131 101 x 256
+    numbers took 23 ms over its columns and 5 over its rows.
+    """
+    labels = region.label_of()
+
+    def goes_across(v: int, reduced: Sequence[int]) -> bool:
+        shape, of = graph.values[v].shape, labels.get(v, ())
+        inner = [d for d, axes in enumerate(of) if axes and any(a < d for a in reduced)]
+        outer = [a for a in reduced if any(a < d for d in inner)]
+        return math.prod(shape[a] for a in outer) > math.prod(shape[d] for d in inner) > 1
+
+    for i in region.ops:
+        op = graph.ops[i]
+        if i in region.sinks:
+            continue
+        if OPS[op.kind].family == "reduce" and goes_across(op.inputs[0], op["axes"]):
+            return True
+        if op.kind == "dot_general" and not op["lhs_batch"]:
+            contracted = zip(op.inputs, (op["lhs_contract"], op["rhs_contract"]), strict=True)
+            if any(goes_across(v, dims) for v, dims in contracted):
+                return True
+    return False
+
+
 # --- an order of ops in which every chosen call is one node -----------------------------------------------------------------------
 
 

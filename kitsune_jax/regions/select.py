@@ -51,6 +51,7 @@ from kitsune_jax.regions.grow import (
     SpreadCache,
     anchored,
     choose_with_compared_values_computed_once,
+    reduces_across,
     regions_of,
     seed_order,
     splits_layer,
@@ -520,13 +521,15 @@ class _Selector:
 
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared; larger is better. With ``force`` the model does not decide: a stream over rows
-        precedes one over a layer's columns or scores, which ends in sums of partial products; then the larger region."""
+        precedes one over a layer's columns or scores, which ends in sums of partial products, and one over the columns of long
+        sums; then the larger region."""
         gain = seconds_gained(c.plan)
         if self.force:
             ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
             sums = () if c.region.space.batch else c.region.sinks
             splits = any(splits_layer(self.graph.ops[i], self.wiring.scores) for i in sums)
-            return (not splits, float(ops), gain)
+            across = self.capabilities.sums_by_worker and reduces_across(self.graph, c.region)
+            return (not splits and not across, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
 
     def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:

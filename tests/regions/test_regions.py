@@ -90,6 +90,23 @@ def test_unprofitable_regions_are_left_to_xla_with_both_times_named():
     assert any("2000.00 ms" in why and "1000.00 ms" in why for _, why in selection.rejected)
 
 
+@pytest.mark.parametrize(
+    ("fn", "shape", "rows"),
+    [
+        (lambda x: jnp.mean(x * x, 0), (512, 32), 512),
+        (lambda x: jnp.mean(x * x, 0), (8, 32), 32),  # few rows: the stream is over the columns, with the quotient in it
+        (lambda x: x / jnp.sqrt((x * x).sum(0)), (512, 32), 512),
+        (lambda x: x[:, :4].T @ x / 2 - x[:, :4].T @ (x * x), (512, 32), 512),
+    ],
+)
+def test_forced_streams_over_rows_precede_those_over_columns_of_long_sums(fn, shape: tuple[int, ...], rows: int) -> None:
+    graph = graph_of(fn, jnp.zeros(shape))
+    able = TargetCapabilities(sums_by_worker=True)
+    found = select(graph, lambda i: None, one_stage_plan, able, force=True)
+    assert found.regions[0].region.space.rows == rows
+    assert len({i for c in found.regions for i in c.ops}) + len(found.rejected) == len(graph.ops)
+
+
 @pytest.mark.parametrize("over_rows", ["no plan over rows", "a plan that does not pay"])
 def test_the_reason_is_that_of_the_stream_over_most_rows(over_rows):
     graph = graph_of(lambda x, w: jax.nn.relu(x @ w), jnp.zeros((64, 16)), jnp.zeros((16, 8)))

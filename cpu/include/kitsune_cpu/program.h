@@ -19,7 +19,7 @@
 namespace kitsune::cpu {
 
 constexpr int64_t kMagic = 0x004B495453554E45;
-constexpr int64_t kFormatVersion = 15;
+constexpr int64_t kFormatVersion = 16;
 constexpr int kHeaderWords = 4;
 constexpr int kMaxRegisters = 32;
 constexpr int kMaxLoopDims = 8;
@@ -123,6 +123,7 @@ struct Accumulate {
   Operand x;
   Sums sums = {};
   std::vector<int64_t> sum_strides = {};  // of the kept dimensions; none: the accumulators are dense
+  bool only = false;                      // nothing else reads x, which the Vector in front may keep in registers then
 };
 
 struct AccumulateMatmul {

@@ -46,6 +46,13 @@ enum class StripKind : int8_t {
   kSinCos,              // held <- sin(operands[0]); to2 <- cos(operands[0])
   kPick,                // held <- elements of the window operands[0], as the PickTable operands[1] says
   kPickOne,             // the same, where the lanes of each vector are one element
+  kSum,                 // the doubles of `to` <- themselves + held, as the SumPlace `to2` says; the strip stays held
+};
+
+// Which accumulators the elements of a strip are added to: element k to number (first + k) % period. `first` and `period` are
+// multiples of a vector's lanes. Elements from `elements` on are added to none.
+struct SumPlace {
+  int64_t elements, first, period;
 };
 
 // Which elements of a window the lanes of a strip are: `strip` places, counted from the first element that their vector picks, then

@@ -192,6 +192,7 @@ inline StripFn special(StripKind kind) {
     case StripKind::kSinCos: return reinterpret_cast<StripFn>(&sin_cos);
     case StripKind::kPick: return reinterpret_cast<StripFn>(&pick);
     case StripKind::kPickOne: return reinterpret_cast<StripFn>(&pick_one);
+    case StripKind::kSum: return reinterpret_cast<StripFn>(&sum);
   }
   return nullptr;
 }

@@ -190,6 +190,52 @@ KITSUNE_INSTRUCTION(store_16) {
   KITSUNE_NEXT;
 }
 
+KITSUNE_INLINE void add_to(double* to, VF v) {
+  store_vector(to, load_vector<VD>(to) + widen(low_half(v)));
+  store_vector(to + kDoubles, load_vector<VD>(to + kDoubles) + widen(high_half(v)));
+}
+
+// A strip that has not all its elements.
+KITSUNE_ONCE void add_in_part(double* sums, const SumPlace& place, const float* x) {
+  int64_t at = place.first;
+  for (int64_t k = 0; k < place.elements; ++k) {
+    sums[at] += x[k];
+    if (++at == place.period) at = 0;
+  }
+}
+
+// A whole one that lies across their end.
+KITSUNE_ONCE void add_in_turn(double* sums, const SumPlace& place, const float* x) {
+  int64_t at = place.first;
+  for (int64_t k = 0; k < kStripVectors; ++k) {
+    add_to(sums + at, load_vector<VF>(x + k * kFloats));
+    at += kFloats;
+    if (at == place.period) at = 0;
+  }
+}
+
+inline KITSUNE_INSTRUCTION(sum) {
+  double* sums = reinterpret_cast<double*>(at[i->to]);
+  SumPlace place;
+  __builtin_memcpy(&place, at[i->to2], sizeof place);
+  if (place.elements == kStripVectors * kFloats && place.first + place.elements <= place.period) {
+    sums += place.first;
+#define KITSUNE_LANE(k) add_to(sums + k * kFloats, v##k);
+    KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+  } else {
+    alignas(kVectorBytes) float x[kStripVectors * kFloats];
+#define KITSUNE_LANE(k) store_vector(x + k * kFloats, v##k);
+    KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
+    if (place.elements == kStripVectors * kFloats)
+      add_in_turn(sums, place, x);
+    else
+      add_in_part(sums, place, x);
+  }
+  KITSUNE_NEXT;
+}
+
 inline KITSUNE_INSTRUCTION(call) {
   auto value = [&](int k) { return at[i->operands[k]]; };
   i->call(vectors * kFloats, at[i->to], value(0), value(1), value(2), value(3), i->imm);

@@ -206,7 +206,7 @@ class Take(CpuPut):
 # --- Programs ---------------------------------------------------------------------------------------------------------------------
 
 MAGIC = 0x004B4954_53554E45  # "KITSUNE"
-VERSION = 15
+VERSION = 16
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32", "float64")
@@ -390,6 +390,7 @@ class Accumulate:
     x: CpuOperand  # strides for (*kept, *reduced)
     sums: Sums = Sums()
     sum_strides: tuple[int, ...] = ()  # of the accumulators, for kept; () where they are dense
+    only: int = 0  # 1: nothing else reads x, which the CpuVector in front may keep in registers then
 
 
 @dataclasses.dataclass(frozen=True)

@@ -407,7 +407,8 @@ def _accumulate(stage: StageLowering, i: int, instr: Instr) -> None:
     reduced, reduced_steps, _ = _loops(x, sorted(axes, key=lambda d: -abs(x.strides[d])), (0,) * len(axes))
     operand = x.operand((*steps, *reduced_steps))
     sums = bc.Sums(*stage.moves(instr.inputs[1:], instr.get("steps", ()), [dense[d] for d in instr.get("dims", ())]))
-    stage.code.append(bc.Accumulate(instr["sink"], kept, reduced, operand, sums, sum_steps))
+    only = stage.root(instr.inputs[0]) == instr.inputs[0] and stage.uses.get(instr.inputs[0]) == [(i, 0)]
+    stage.code.append(bc.Accumulate(instr["sink"], kept, reduced, operand, sums, sum_steps, int(only)))
 
 
 Handler = Callable[[StageLowering, int, Instr], None]
