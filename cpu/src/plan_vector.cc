@@ -537,6 +537,7 @@ std::unique_ptr<const Step> compile(const Vector& x, const Compile& c, bool whol
 }  // namespace
 
 std::unique_ptr<const Step> compile_summed(const Vector& x, const std::vector<const Accumulate*>& folds, const Compile& c) {
+  if (lies_by_columns(x)) return nullptr;  // tiles that have all their rows may have better loops
   std::vector<SummedStore> summed;
   for (const Accumulate* a : folds) {
     const auto store = std::find_if(x.stores.begin(), x.stores.end(), [&](const Operand& o) { return is_same(o, a->x); });
