@@ -845,8 +845,8 @@ class _Partitioner:
         given, plain, asked = divided
         inputs = [_padded(s, graph.values[v]) for v, s in zip(graph.inputs, given, strict=True)]
         wanted = [_padded(s, graph.values[v]) for v, s in zip(graph.outputs, asked, strict=True)]
-        plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted)
         around = _surroundings(found)
+        plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted, gathers_rows=bool(around.manual))
         marks = len(shapes) > len(inputs) + len(plain)
         mark = [_compat.sharding_of(mesh, tuple((axis,) if axis in mesh else () for axis in around.automatic))] if marks else []
         operands = [*(_compat.sharding_of(mesh, spec) for spec in inputs), *plain, *mark]

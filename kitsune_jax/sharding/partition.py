@@ -102,16 +102,25 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]
 # --- the shardings of all values ------------------------------------------------------------------------------------------------
 
 
-def plan_graph(graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None] = ()) -> GraphPlan:
+def plan_graph(
+    graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None] = (), gathers_rows: bool = False
+) -> GraphPlan:
     """The plan of ``graph`` for operands of these shardings. ``wanted``: the sharding that is asked for of each result, or None; a
-    result has it where that takes no gather. A sum of which all readers want a part is scattered to them."""
-    plan = _forward(graph, inputs, mesh, wanted, {})
-    parts_wanted = _parts_wanted(graph, plan, mesh, wanted or [None] * len(graph.outputs))
-    return _forward(graph, inputs, mesh, wanted, parts_wanted) if parts_wanted else plan
+    result has it where that takes no gather. A sum of which all readers want a part is scattered to them.
+    ``gathers_rows``: rows that are summed by index into a larger table are gathered, where otherwise the table would be summed over
+    the devices. So XLA does inside of a partly manual ``shard_map``; elsewhere it sums the tables, with a collective less."""
+    plan = _forward(graph, inputs, mesh, wanted, {}, gathers_rows)
+    parts_wanted = _parts_wanted(graph, plan, mesh, wanted or [None] * len(graph.outputs), gathers_rows)
+    return _forward(graph, inputs, mesh, wanted, parts_wanted, gathers_rows) if parts_wanted else plan
 
 
 def _forward(
-    graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None], parts_wanted: Mapping[int, Spec]
+    graph: Graph,
+    inputs: Sequence[Spec],
+    mesh: Mesh,
+    wanted: Sequence[Spec | None],
+    parts_wanted: Mapping[int, Spec],
+    gathers_rows: bool,
 ) -> GraphPlan:
     """``parts_wanted``: values that their makers scatter or make in parts, with the shardings that they shall have."""
     specs: list[Spec | None] = [None] * len(graph.values)
@@ -128,7 +137,7 @@ def _forward(
                 offered[op.outputs[0]] = _plan_op(op, graph, offered, mesh).makes[0]
             continue
         if op.body is not None:
-            plan = _plan_loop(op, graph, specs, mesh, parts_wanted)
+            plan = _plan_loop(op, graph, specs, mesh, parts_wanted, gathers_rows)
         elif (wish := _wish(op, graph, offered[op.inputs[0]], mesh) if op.inputs else None) is not None:
             plan = OpPlan((wish, wish), (wish,), (), wish)
         else:
@@ -137,7 +146,7 @@ def _forward(
             if op.kind in moves.KINDS and (found := moves.moves_of(op, graph, specs, mesh, plan.makes[0])) is not None:
                 plan = _in_moves(plan, found, op)
             if v in parts_wanted and _scatters(op, graph, plan, parts_wanted[v], mesh):
-                plan = _in_parts(op, graph, plan, parts_wanted[v])
+                plan = _in_parts(op, graph, plan, parts_wanted[v], gathers_rows)
         plans.append(plan)
         for v, spec in zip(op.outputs, plan.makes, strict=True):
             specs[v] = offered[v] = spec
@@ -167,9 +176,9 @@ def _in_moves(plan: OpPlan, found: Moves, op: Op) -> OpPlan:
     return OpPlan(tuple(reads.get(v, spec) for v, spec in zip(op.inputs, plan.reads, strict=True)), (made,), (), made, moves=found)
 
 
-def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Spec | None]) -> dict[int, Spec]:
+def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Spec | None], gathers_rows: bool) -> dict[int, Spec]:
     """The sums, products, and results of loops, of which all readers take the same part, which ops that keep elements in place hand
-    back."""
+    back. And, with their own sharding, the sums by index whose rows are gathered."""
     asked: dict[int, set[Spec | None]] = {}
     for v, spec, want in zip(graph.outputs, plan.outputs, wanted, strict=True):
         asked.setdefault(v, set()).add(spec if want is None else want)
@@ -181,10 +190,12 @@ def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Sp
                 asked.setdefault(v, set()).add(None)
             continue
         for v, want, have in zip(op.outputs, wants, made.makes, strict=True):
-            if want is None or want == have:
-                continue
-            if op.body is not None or op.kind == "dot_general" or _scatters(op, graph, made, want, mesh):
+            by_index = gathers_rows and op.body is None and OPS[op.kind].family == "scatter" and bool(made.folded)
+            loop_or_product = op.body is not None or op.kind == "dot_general"
+            if want is not None and want != have and (loop_or_product or _scatters(op, graph, made, want, mesh)):
                 found[v] = want
+            elif by_index and _adds_less_than_a_table(op, graph):
+                found[v] = have
         for k, v in enumerate(op.inputs):
             reads: Spec | None = made.reads[k]
             if op.body is None and wants[0] is not None and "parts" not in dict(op.params):
@@ -211,17 +222,19 @@ def _scatters(op: Op, graph: Graph, made: OpPlan, want: Spec, mesh: Mesh) -> boo
     return True
 
 
-def _in_parts(op: Op, graph: Graph, plan: OpPlan, want: Spec) -> OpPlan:
+def _in_parts(op: Op, graph: Graph, plan: OpPlan, want: Spec, gathers_rows: bool) -> OpPlan:
     """``plan`` with a result in the parts ``want``. A sum by index into a table that is larger than all that is added gathers the
-    numbers and their indices, and each device adds those of its rows: no device has the whole table."""
+    numbers and their indices, and each device adds those of its rows: no device has the whole table. With ``gathers_rows`` it
+    gathers them too where the table is in no more parts than before, and nothing is summed over devices."""
     if OPS[op.kind].family != "scatter":
         return dataclasses.replace(plan, makes=(want,))
     d = op["axis"]
     more = want[d][len(plan.before[d]) :]
-    if set(more) & set(plan.folded):
+    gathered = set(plan.folded) if gathers_rows and want == plan.before else set(more) & set(plan.folded)
+    if gathered:
         if not _adds_less_than_a_table(op, graph):
             return dataclasses.replace(plan, makes=(want,))
-        reads = tuple(tuple(_prefix(axes, set(more)) for axes in spec) for spec in plan.reads)
+        reads = tuple(tuple(_prefix(axes, gathered) for axes in spec) for spec in plan.reads)
         divided = {axis for spec in reads for axes in spec for axis in axes}
         plan = dataclasses.replace(plan, reads=reads, folded=tuple(a for a in plan.folded if a in divided))
     return dataclasses.replace(plan, makes=(want,), before=(*plan.before[:d], want[d], *plan.before[d + 1 :]), rows=more)
@@ -406,7 +419,14 @@ def _updated_in_parts(op: Op, graph: Graph, specs: Sequence[Spec | None], plan: 
     return plan
 
 
-def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, parts_wanted: Mapping[int, Spec]) -> OpPlan:
+def _plan_loop(
+    op: Op,
+    graph: Graph,
+    specs: Sequence[Spec | None],
+    mesh: Mesh,
+    parts_wanted: Mapping[int, Spec],
+    gathers_rows: bool,
+) -> OpPlan:
     """A loop whose carries keep one sharding: that of their first value, or of the next one where the first is whole."""
     body, p = body_of(op), parts(op)
     given = [specs[v] for v in op.inputs]
@@ -417,7 +437,7 @@ def _plan_loop(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, p
     slices = [parts_wanted.get(v, (None,))[1:] or None for v in p.ys]
     asked = {k for k in range(first) if given[k] is None}
     while True:
-        plan = plan_graph(body, inside, mesh, [*inside[first:n], *slices])
+        plan = plan_graph(body, inside, mesh, [*inside[first:n], *slices], gathers_rows)
         changed = False
         for k, (before, after) in enumerate(zip(inside[first:n], plan.outputs, strict=False), first):
             if not any(before) and any(after):
