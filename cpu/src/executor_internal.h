@@ -19,6 +19,9 @@ constexpr int64_t kLine = 64;  // bytes of a cache line
 // and a core that waits for a strip sees little of the next one. A mean of squared differences of two arrays of 34 MB took 2.4 ms
 // with 2 048 to 8 192 bytes, 3.0 with 1 024 and 4.8 without (Zen 4).
 constexpr int64_t kAhead = 4096;
+// Arrays of fewer bytes are taken to lie in a cache, where asking takes longer than waiting: a pointwise function of two arrays of
+// 4 MB took 0.20 ms with it and 0.17 without.
+constexpr size_t kStreamedFrom = size_t{8} << 20;
 inline void ask_for(const char* from, int64_t bytes) {
   bytes = std::min(bytes, kAhead);
   for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
@@ -183,7 +186,9 @@ struct Compile {
   // Does an instruction that reads `x` row by row read it from memory, where no loop moves it?
   bool streams(const Operand& x) const {
     const auto& moves = x.ref.loop_strides;
-    return x.ref.space == Space::kIn && x.row_stride != 0 && !read[static_cast<size_t>(x.ref.index)] &&
+    if (x.ref.space != Space::kIn || x.row_stride == 0 || read[static_cast<size_t>(x.ref.index)]) return false;
+    const Array& array = program.inputs[static_cast<size_t>(x.ref.index)];
+    return times(static_cast<size_t>(array.elements), item_size(array.dtype)) >= kStreamedFrom &&
            std::all_of(moves.begin(), moves.end(), [](int64_t s) { return s == 0; });
   }
 };

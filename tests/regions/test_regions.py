@@ -96,6 +96,7 @@ def test_unprofitable_regions_are_left_to_xla_with_both_times_named():
         (lambda x: jnp.mean(x * x, 0), (512, 32), 512),
         (lambda x: jnp.mean(x * x, 0), (8, 32), 32),  # few rows: the stream is over the columns, with the quotient in it
         (lambda x: x / jnp.sqrt((x * x).sum(0)), (512, 32), 512),
+        (lambda x: (x[:, :1] > jnp.arange(32.0)).sum(0) / 2, (512, 32), 32),  # no array is read by columns
         (lambda x: x[:, :4].T @ x / 2 - x[:, :4].T @ (x * x), (512, 32), 512),
     ],
 )
