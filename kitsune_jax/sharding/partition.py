@@ -194,7 +194,7 @@ def _parts_wanted(graph: Graph, plan: GraphPlan, mesh: Mesh, wanted: Sequence[Sp
             loop_or_product = op.body is not None or op.kind == "dot_general"
             if want is not None and want != have and (loop_or_product or _scatters(op, graph, made, want, mesh)):
                 found[v] = want
-            elif by_index and _adds_less_than_a_table(op, graph):
+            elif by_index and _adds_less_than_a_table(op, graph, all_reduced=True):
                 found[v] = have
         for k, v in enumerate(op.inputs):
             reads: Spec | None = made.reads[k]
@@ -216,7 +216,8 @@ def _scatters(op: Op, graph: Graph, made: OpPlan, want: Spec, mesh: Mesh) -> boo
         more = set(wanted[len(have) :])
         by_index = OPS[op.kind].family == "scatter" and d == op["axis"]
         folded = set(made.folded)
-        by_index = by_index and more.isdisjoint(known - folded) and (more.isdisjoint(folded) or _adds_less_than_a_table(op, graph))
+        pays = more.isdisjoint(folded) or _adds_less_than_a_table(op, graph, all_reduced=False)
+        by_index = by_index and more.isdisjoint(known - folded) and pays
         if not (more <= set(made.folded) or by_index):
             return False
     return True
@@ -230,9 +231,10 @@ def _in_parts(op: Op, graph: Graph, plan: OpPlan, want: Spec, gathers_rows: bool
         return dataclasses.replace(plan, makes=(want,))
     d = op["axis"]
     more = want[d][len(plan.before[d]) :]
-    gathered = set(plan.folded) if gathers_rows and want == plan.before else set(more) & set(plan.folded)
+    whole = gathers_rows and want == plan.before
+    gathered = set(plan.folded) if whole else set(more) & set(plan.folded)
     if gathered:
-        if not _adds_less_than_a_table(op, graph):
+        if not _adds_less_than_a_table(op, graph, all_reduced=whole):
             return dataclasses.replace(plan, makes=(want,))
         reads = tuple(tuple(_prefix(axes, gathered) for axes in spec) for spec in plan.reads)
         divided = {axis for spec in reads for axes in spec for axis in axes}
@@ -240,10 +242,11 @@ def _in_parts(op: Op, graph: Graph, plan: OpPlan, want: Spec, gathers_rows: bool
     return dataclasses.replace(plan, makes=(want,), before=(*plan.before[:d], want[d], *plan.before[d + 1 :]), rows=more)
 
 
-def _adds_less_than_a_table(op: Op, graph: Graph) -> bool:
-    """Does a gather of all that a sum by index adds move less than its table?"""
+def _adds_less_than_a_table(op: Op, graph: Graph, all_reduced: bool) -> bool:
+    """Does a gather of all that a sum by index adds move less than its table? ``all_reduced``: that would be summed over the
+    devices and handed to all of them, which moves it twice."""
     added, index, table = (graph.values[v].size for v in (op.inputs[0], op.inputs[1], op.outputs[0]))
-    return added * _READ_BY_PARTS + index <= table
+    return added * _READ_BY_PARTS + index <= (2 if all_reduced else 1) * table
 
 
 def _handed_back(op: Op, read: Value, made: Value, want: Spec) -> Spec | None:
