@@ -23,7 +23,6 @@ constexpr int64_t kAhead = 4096;
 // 4 MB took 0.20 ms with it and 0.17 without.
 constexpr size_t kStreamedFrom = size_t{8} << 20;
 inline void ask_for(const char* from, int64_t bytes) {
-  bytes = std::min(bytes, kAhead);
   for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(from + b, 0, 2);
 }
 constexpr size_t kMostScratch = size_t{1} << 30;  // of all threads of a call together, beside the bytes of its arrays

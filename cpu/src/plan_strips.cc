@@ -488,13 +488,14 @@ class Planner {
   bool sums(const SummedStore& s) {
     constexpr int64_t kMostLanes = 1024;
     const Dim& inner = plan_.nest.back();
-    const int64_t lanes = kernels_.strip / kStripVectors, item = static_cast<int64_t>(sizeof(float));
+    const int64_t strip = kernels_.strip, lanes = strip / kStripVectors, item = static_cast<int64_t>(sizeof(float));
     if (inner.stride[x_.loads.size() + static_cast<size_t>(s.store)] != item || inner.n % s.period != 0) return false;
     if (plan_.step % lanes != 0) return false;
-    StripSum sum{s.sums, s.period, s.period, s.period % lanes == 0 && s.period >= kernels_.strip / 2, 0, 0};
-    // Four vectors of one accumulator's sums, because each addition waits for the one before it.
-    if (!sum.direct) sum.lanes = std::lcm(s.period, s.period < lanes ? kernels_.strip / 2 : lanes);
-    if (!sum.direct && sum.lanes > kMostLanes) return false;
+    // Whole strips side by side, if these are few; a strip across the end of the accumulators takes longer.
+    const bool direct = s.period % strip == 0 || (s.period % lanes == 0 && s.period >= 4 * strip);
+    const int64_t most = std::lcm(s.period, strip), own = most <= kMostLanes ? most : std::lcm(s.period, lanes);
+    if (!direct && own > kMostLanes) return false;
+    StripSum sum{s.sums, s.period, direct ? s.period : own, direct, 0, 0};
     plan_.sums.push_back(std::move(sum));
     return true;
   }

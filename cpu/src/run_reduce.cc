@@ -139,7 +139,7 @@ class ReduceStep final : public Step {
     const int64_t step = outer_.back().stride[0];
     const int dims = static_cast<int>(reduced_.size());
     int64_t index[kMaxLoopDims];
-    if (streams_ && fold_short_ != nullptr) ask_for(x + kAhead, m * step);
+    if (streams_ && fold_short_ != nullptr) ask_for(x + kAhead, std::min(kAhead, m * step));
     if (fold_short_ != nullptr) return fold_short_(m, inner.n, x, step / item_, acc);
     fill_identity(how_, acc_, m, acc);
     if (by_rows_) {
@@ -148,7 +148,7 @@ class ReduceStep final : public Step {
     }
     for (int64_t e = 0; e < m; ++e) {
       char* from = x + e * step;
-      if (streams_ && inner.stride[0] == item_) ask_for(from + kAhead, inner.n * item_);
+      if (streams_ && inner.stride[0] == item_) ask_for(from + kAhead, std::min(kAhead, inner.n * item_));
       walk(reduced_.data(), dims - 1, 1, &from, 1, index,
            [&] { fold_(inner.n, from, inner.stride[0] / item_, acc + e * acc_bytes_); });
     }
@@ -266,7 +266,7 @@ class AccumulateStep final : public Step {
     const Dim& inner = nest_.back();
     const int64_t n = inner.extent(c.rows), stride = inner.stride[0] / item_;
     const int outer = static_cast<int>(nest_.size()) - 1;
-    const int64_t ahead = streams_ && stride == 1 ? n * item_ : 0;
+    const int64_t ahead = streams_ && stride == 1 ? std::min(kAhead, n * item_) : 0;
     walk(nest_.data(), outer, c.rows, at, 2, index, [&] {
       ask_for(at[0] + kAhead, ahead);
       (by_rows_ ? fold_row_(n, at[0], stride, at[1]) : fold_(n, at[0], stride, at[1]));

@@ -115,8 +115,8 @@ struct StripIndex {
   int64_t divisor, modulus;
 };
 
-// A SummedStore, planned. Where vectors would lie across the end of its accumulators, or one of them waits for the other, sums of
-// the tile have `lanes` accumulators of their own, which are added to the `period` of the sink behind it.
+// A SummedStore, planned. Where strips would lie across the end of its accumulators, sums of the tile have `lanes` accumulators of
+// their own, which are added to the `period` of the sink behind it.
 struct StripSum {
   SumsAddress sums;
   int64_t period, lanes;
