@@ -216,8 +216,8 @@ def _scatters(op: Op, graph: Graph, made: OpPlan, want: Spec, mesh: Mesh) -> boo
         more = set(wanted[len(have) :])
         by_index = OPS[op.kind].family == "scatter" and d == op["axis"]
         folded = set(made.folded)
-        pays = more.isdisjoint(folded) or _adds_less_than_a_table(op, graph, all_reduced=False)
-        by_index = by_index and more.isdisjoint(known - folded) and pays
+        by_index = by_index and more.isdisjoint(known - folded)
+        by_index = by_index and (more.isdisjoint(folded) or _adds_less_than_a_table(op, graph, all_reduced=False))
         if not (more <= set(made.folded) or by_index):
             return False
     return True
