@@ -484,7 +484,8 @@ class Planner {
     return nullptr;
   }
 
-  // Plans a sum: the innermost loop goes over its accumulators once or several times, in whole vectors of them. False: it does not.
+  // Plans a sum. False: the innermost loop does not go over its accumulators a whole number of times, or the strips do not begin
+  // with whole vectors, or too many accumulators of its own would be needed.
   bool sums(const SummedStore& s) {
     constexpr int64_t kMostLanes = 1024;
     const Dim& inner = plan_.nest.back();

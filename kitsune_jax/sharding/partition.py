@@ -107,8 +107,9 @@ def plan_graph(
 ) -> GraphPlan:
     """The plan of ``graph`` for operands of these shardings. ``wanted``: the sharding that is asked for of each result, or None; a
     result has it where that takes no gather. A sum of which all readers want a part is scattered to them.
-    ``gathers_rows``: rows that are summed by index into a larger table are gathered, where otherwise the table would be summed over
-    the devices. So XLA does inside of a partly manual ``shard_map``; elsewhere it sums the tables, with a collective less."""
+    ``gathers_rows``: rows that are summed by index into a table are gathered, where otherwise the table would be summed over the
+    devices and that moves more. So XLA does inside of a partly manual ``shard_map``; elsewhere it sums the tables, with a
+    collective less."""
     plan = _forward(graph, inputs, mesh, wanted, {}, gathers_rows)
     parts_wanted = _parts_wanted(graph, plan, mesh, wanted or [None] * len(graph.outputs), gathers_rows)
     return _forward(graph, inputs, mesh, wanted, parts_wanted, gathers_rows) if parts_wanted else plan
