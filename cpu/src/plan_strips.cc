@@ -494,9 +494,11 @@ class Planner {
     if (plan_.step % lanes != 0) return false;
     // Whole strips side by side, if these are few; a strip across the end of the accumulators takes longer.
     const bool direct = s.period % strip == 0 || (s.period % lanes == 0 && s.period >= 4 * strip);
-    const int64_t most = std::lcm(s.period, strip), own = most <= kMostLanes ? most : std::lcm(s.period, lanes);
+    const int64_t least = std::lcm(s.period, lanes), most = std::lcm(s.period, strip);
+    const int64_t own = least == lanes || most > kMostLanes ? least : most;  // or those of one vector
     if (!direct && own > kMostLanes) return false;
-    StripSum sum{s.sums, s.period, direct ? s.period : own, direct, 0, 0};
+    const int64_t accumulators = direct ? s.period : own;
+    StripSum sum{s.sums, s.period, accumulators, direct, plan_.step % accumulators, 0, 0};
     plan_.sums.push_back(std::move(sum));
     return true;
   }

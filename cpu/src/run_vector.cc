@@ -338,20 +338,34 @@ class StripStep final : public Step {
       auto vectors = [&](int64_t elements) { return (elements + lanes - 1) / lanes; };
       for (const Direct& d : direct_) f.at[d.slot] = f.here[d.operand];
       int64_t j = 0;
+      const int64_t whole = vectors(step_);
+      for (const StripSum& s : plan_.sums) *place(f, s) = {step_, 0, s.lanes};
       for (; j + strip_ <= n; j += step_) {  // instructions that work in memory read all of a strip's lanes
         for (const Direct& d : streamed_) ask_for(f.at[d.slot] + kAhead, d.step);
-        strip(f, j, step_, vectors(step_), loads_[0], stores_[0]);
+        strip(f, j, step_, whole, loads_[0], stores_[0]);
         for (const Direct& d : direct_) f.at[d.slot] += d.step;
+        for (const StripSum& s : plan_.sums) {
+          int64_t& first = place(f, s)->first;
+          first += s.step;
+          if (first >= s.lanes) first -= s.lanes;
+        }
       }
       if (j == n) return;
       for (const Direct& d : direct_) f.at[d.slot] = buffer(f, d.slot);
-      for (; j < n; j += step_) strip(f, j, std::min(step_, n - j), vectors(std::min(step_, n - j)), loads_[1], stores_[1]);
+      for (; j < n; j += step_) {
+        const int64_t left = std::min(step_, n - j);
+        for (const StripSum& s : plan_.sums) *place(f, s) = {left, j % s.lanes, s.lanes};
+        strip(f, j, left, vectors(left), loads_[1], stores_[1]);
+      }
     });
     for (const StripSum& s : plan_.sums) {
       if (s.direct) continue;
-      const double* from = reinterpret_cast<const double*>(f.at[s.slot]);
+      double* from = reinterpret_cast<double*>(f.at[s.slot]);
+      int64_t lanes = s.lanes;
+      for (; lanes % (2 * s.period) == 0; lanes /= 2)  // side by side, not one after another
+        for (int64_t k = 0; k < lanes / 2; ++k) from[k] += from[lanes / 2 + k];
       double* to = reinterpret_cast<double*>(s.sums.of(c));
-      for (int64_t k = 0; k < s.lanes; k += s.period)
+      for (int64_t k = 0; k < lanes; k += s.period)
         for (int64_t p = 0; p < s.period; ++p) to[p] += from[k + p];
     }
   }
@@ -370,6 +384,8 @@ class StripStep final : public Step {
 
   char* buffer(const Frame& f, int32_t slot) const { return f.buffers + (static_cast<size_t>(slot) - first_buffer_) * bytes_; }
   size_t buffers() const { return slots_ - first_buffer_; }
+
+  SumPlace* place(const Frame& f, const StripSum& s) const { return reinterpret_cast<SumPlace*>(f.at[s.place]); }
 
   void positions(const StripIndex& x, const Frame& f, int64_t position, int64_t n, bool along) const {
     position += x.tag == 0 ? f.context.first_row : x.tag < 0 ? f.context.loops[-x.tag - 1] : 0;
@@ -409,10 +425,6 @@ class StripStep final : public Step {
     }
     for (const StripIndex& x : plan_.indices)
       if (x.dim == static_cast<int>(plan_.nest.size()) - 1) positions(x, f, j, vectors * lanes, true);
-    for (const StripSum& s : plan_.sums) {
-      const SumPlace place{n, j % s.lanes, s.lanes};
-      std::memcpy(f.at[s.place], &place, sizeof place);
-    }
     plan_.kernels->run(plan_.code.data(), f.at, vectors);
     for (auto [x, o] : stores) x->store(n, f.here[o] + j * inner.stride[o], inner.stride[o] / x->item, f.at[x->slot], f.spare);
   }

@@ -121,6 +121,7 @@ struct StripSum {
   SumsAddress sums;
   int64_t period, lanes;
   bool direct;          // there are none of its own
+  int64_t step;         // accumulators from a strip to the next: below `lanes`
   int32_t slot, place;  // of the accumulators, and of a SumPlace
 };
 

@@ -522,15 +522,20 @@ class _Selector:
     def _gain(self, c: Chosen) -> tuple[bool, float, float]:
         """The key by which candidates are compared; larger is better. With ``force`` the model does not decide: a stream over rows
         precedes one over a layer's columns or scores, which ends in sums of partial products, and one over the columns of long
-        sums; then the larger region."""
+        sums; then the larger region, without what its rows compute of a smaller array, each again."""
         gain = seconds_gained(c.plan)
         if self.force:
-            ops = sum(self.graph.ops[i].kind not in NEVER_SEEDS for i in c.region.ops)  # those that compute something
+            ops = sum(self._computes(i, c.region.space.rows) for i in c.region.ops)
             sums = () if c.region.space.batch else c.region.sinks
             splits = any(splits_layer(self.graph.ops[i], self.wiring.scores) for i in sums)
             across = self.capabilities.sums_by_worker and reduces_across(self.graph, c.region)
             return (not splits and not across, float(ops), gain)
         return (True, gain, float(len(c.region.ops)))
+
+    def _computes(self, i: int, rows: int) -> bool:
+        """Does op ``i`` compute something, of at least ``rows`` elements?"""
+        op, values = self.graph.ops[i], self.graph.values
+        return op.kind not in NEVER_SEEDS and max(values[v].size for v in (*op.inputs, *op.outputs)) >= rows
 
     def _evaluate(self, seed_op: int, seed: Seed) -> tuple[Chosen | None, set[int]]:
         kept, new = self.spreads.at(seed)

@@ -38,6 +38,10 @@ def weighted(x: Array, y: Array) -> list[Array]:
     return [(x.astype(jnp.float32) * y[:, :1].astype(jnp.float32)).sum(0)]
 
 
+def squared_error(x: Array, y: Array) -> list[Array]:
+    return [((x - y).astype(jnp.float32) ** 2).sum()]
+
+
 # Of each result its terms, in NumPy, and the dimensions that they are summed over.
 Terms = list[tuple[np.ndarray, tuple[int, ...]]]
 TERMS: dict[Callable[..., list[Array]], Callable[[np.ndarray, np.ndarray], Terms]] = {
@@ -45,6 +49,7 @@ TERMS: dict[Callable[..., list[Array]], Callable[[np.ndarray, np.ndarray], Terms
     returned_too: lambda x, y: [(x * y, (0,)), (x * y, ())],
     summed_twice: lambda x, y: [(x * y, (0,)), (x * y, (0, 1)), (abs(x * y), (0,))],
     weighted: lambda x, y: [(x * y[:, :1], (0,))],
+    squared_error: lambda x, y: [((x - y) ** 2, (0, 1))],
 }
 
 
@@ -63,7 +68,8 @@ def test_sums_are_those_of_float64(fn: Callable[..., list[Array]], shape: tuple[
 
 
 @pytest.mark.parametrize(
-    ("fn", "alone"), [(difference, [1, 0, 1]), (returned_too, [0]), (summed_twice, [0, 0, 1]), (weighted, [1])]
+    ("fn", "alone"),
+    [(difference, [1, 0, 1]), (returned_too, [0]), (summed_twice, [0, 0, 1]), (weighted, [1]), (squared_error, [1])],
 )
 def test_only_what_nothing_else_reads_stays_in_registers(fn: Callable[..., list[Array]], alone: list[int]) -> None:
     ones = jnp.ones((96, 64))

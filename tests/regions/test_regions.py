@@ -108,6 +108,15 @@ def test_forced_streams_over_rows_precede_those_over_columns_of_long_sums(fn, sh
     assert len({i for c in found.regions for i in c.ops}) + len(found.rejected) == len(graph.ops)
 
 
+@pytest.mark.parametrize("fn", [lambda x: jnp.var(x, 0), lambda x: (x - x.mean(0)) / x.std(0)])
+def test_numbers_of_columns_are_not_computed_for_every_element(fn) -> None:
+    graph = graph_of(fn, jnp.zeros((512, 32)))
+    found = select(graph, lambda i: None, one_stage_plan, TargetCapabilities(sums_by_worker=True), force=True)
+    of_elements = [graph.ops[i] for c in found.regions if c.region.space.rows >= 512 for i in c.region.ops]
+    small = [op.kind for op in of_elements if max(graph.values[v].size for v in (*op.inputs, *op.outputs)) <= 32]
+    assert of_elements and set(small) <= {"broadcast_in_dim"}
+
+
 @pytest.mark.parametrize("over_rows", ["no plan over rows", "a plan that does not pay"])
 def test_the_reason_is_that_of_the_stream_over_most_rows(over_rows):
     graph = graph_of(lambda x, w: jax.nn.relu(x @ w), jnp.zeros((64, 16)), jnp.zeros((16, 8)))

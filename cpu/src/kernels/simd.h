@@ -183,8 +183,13 @@ KITSUNE_INLINE HF high_half(VF x) { return __builtin_shufflevector(x, x, KITSUNE
 KITSUNE_INLINE VF join(HF low, HF high) { return __builtin_shufflevector(low, high, KITSUNE_LOW_LANES, KITSUNE_HIGH_LANES); }
 KITSUNE_INLINE VI join(HI low, HI high) { return __builtin_shufflevector(low, high, KITSUNE_LOW_LANES, KITSUNE_HIGH_LANES); }
 
-// kDoubles floats as doubles, and back.
+// kDoubles floats as doubles, and back. GCC makes two instructions and a join of a conversion to or from 64 bytes.
+#if defined(__AVX512F__)
+KITSUNE_INLINE VD widen(HF x) { return (VD)_mm512_cvtps_pd((__m256)x); }
+KITSUNE_INLINE HF narrow(VD x) { return (HF)_mm512_cvtpd_ps((__m512d)x); }
+#else
 KITSUNE_INLINE VD widen(HF x) { return __builtin_convertvector(x, VD); }
 KITSUNE_INLINE HF narrow(VD x) { return __builtin_convertvector(x, HF); }
+#endif
 
 }  // namespace kitsune::cpu::KITSUNE_ISA

@@ -214,25 +214,40 @@ KITSUNE_ONCE void add_in_turn(double* sums, const SumPlace& place, const float* 
   }
 }
 
-inline KITSUNE_INSTRUCTION(sum) {
+// The strips that `sum` leaves: in a function of its own, because memory for a strip would cost each call of `sum` a frame.
+KITSUNE_ONCE KITSUNE_INSTRUCTION(sum_in_pieces) {
   double* sums = reinterpret_cast<double*>(at[i->to]);
   SumPlace place;
   __builtin_memcpy(&place, at[i->to2], sizeof place);
-  if (place.elements == kStripVectors * kFloats && place.first + place.elements <= place.period) {
-    sums += place.first;
-#define KITSUNE_LANE(k) add_to(sums + k * kFloats, v##k);
-    KITSUNE_EACH(KITSUNE_LANE)
-#undef KITSUNE_LANE
-  } else {
-    alignas(kVectorBytes) float x[kStripVectors * kFloats];
+  alignas(kVectorBytes) float x[kStripVectors * kFloats];
 #define KITSUNE_LANE(k) store_vector(x + k * kFloats, v##k);
-    KITSUNE_EACH(KITSUNE_LANE)
+  KITSUNE_EACH(KITSUNE_LANE)
 #undef KITSUNE_LANE
-    if (place.elements == kStripVectors * kFloats)
-      add_in_turn(sums, place, x);
-    else
-      add_in_part(sums, place, x);
+  if (place.elements == kStripVectors * kFloats)
+    add_in_turn(sums, place, x);
+  else
+    add_in_part(sums, place, x);
+  KITSUNE_NEXT;
+}
+
+inline KITSUNE_INSTRUCTION(sum) {
+  double* sums = reinterpret_cast<double*>(at[i->to]);
+  const SumPlace& place = *reinterpret_cast<const SumPlace*>(at[i->to2]);
+  if (__builtin_expect(place.elements != kStripVectors * kFloats, 0))
+    return sum_in_pieces(i, at, vectors, v0, v1, v2, v3, v4, v5, v6, v7);
+  if (place.period == kFloats) {  // all vectors lie on the same accumulators, and are added to each other first
+    auto pair = [](VF x, VF y, auto half) { return widen(half(x)) + widen(half(y)); };
+    auto all = [&](auto half) { return (pair(v0, v1, half) + pair(v2, v3, half)) + (pair(v4, v5, half) + pair(v6, v7, half)); };
+    store_vector(sums, load_vector<VD>(sums) + all([](VF x) { return low_half(x); }));
+    store_vector(sums + kDoubles, load_vector<VD>(sums + kDoubles) + all([](VF x) { return high_half(x); }));
+    KITSUNE_NEXT;
   }
+  if (__builtin_expect(place.first + kStripVectors * kFloats > place.period, 0))
+    return sum_in_pieces(i, at, vectors, v0, v1, v2, v3, v4, v5, v6, v7);
+  sums += place.first;
+#define KITSUNE_LANE(k) add_to(sums + k * kFloats, v##k);
+  KITSUNE_EACH(KITSUNE_LANE)
+#undef KITSUNE_LANE
   KITSUNE_NEXT;
 }
 
