@@ -237,6 +237,8 @@ VectorStep::VectorStep(const Vector& x, const Compile& c, bool whole) {
   elide_stores(x, c);
   elide_loads(x, c);
   find_invariant_loads(x, c);
+  for (VectorOp& op : ops_)
+    op.streams = op.kind == VectorOp::kLoad && !op.once && dense(op.operand) && c.streams(x.loads[op.operand]);
   assign_buffers();
   temp_bytes_ = align_up(static_cast<size_t>(chunk_) * item_) * static_cast<size_t>(buffers_) +
                 align_up(static_cast<size_t>(chunk_) * 8) + align_up(ops_.size() * sizeof(void*)) +

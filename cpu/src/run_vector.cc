@@ -157,6 +157,7 @@ void VectorStep::block(const Frame& f, int64_t i, int64_t j, int64_t m, int64_t 
       continue;
     }
     if (op.place == Place::kOperand) f.values[k] = here(op.operand);
+    if (op.streams) ask_for(here(op.operand) + count * item_sizes_[op.operand], count * item_sizes_[op.operand]);
     char* to = const_cast<char*>(static_cast<const char*>(f.values[k]));
     if (op.kind == VectorOp::kCompute) {
       auto value = [&](int32_t v) { return v >= 0 ? f.values[v] : nullptr; };

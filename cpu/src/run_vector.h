@@ -22,6 +22,7 @@ struct VectorOp {
   DType type;
   Place place = Place::kBuffer;
   bool once = false;                       // a load that is the same for every block: filled before the first one
+  bool streams = false;                    // a load whose next block lies behind, in memory (Compile::streams)
   bool single = false;                     // a constant that all of its readers take as one number: its table has one element
   int32_t a = -1, b = -1, c = -1, d = -1;  // values (defining operations)
   int32_t buffer = -1;
