@@ -26,6 +26,7 @@ from kitsune_jax.capture.rewrites.products import (
     split_gradients,
     spread_indices,
 )
+from kitsune_jax.capture.rewrites.reductions import cut_operands, reduce_outer_first
 from kitsune_jax.capture.rewrites.segment_softmax import divide_segments, sum_online
 from kitsune_jax.config import Options
 from kitsune_jax.errors import Failure
@@ -83,6 +84,8 @@ OF_BODIES: Sequence[Rewrite] = (
     _DIVISIONS,
     Rewrite("folding slices into the weights of a product", fold_slices),
     Rewrite("computing masks from rectified values", masks_of_results),
+    Rewrite("cutting operands instead of what is reduced", cut_operands, lambda c: c.capabilities.sums_by_worker),
+    Rewrite("reducing outer dimensions before short inner ones", reduce_outer_first, lambda c: c.capabilities.sums_by_worker),
     Rewrite("moving work on constants in front of a loop", move_constants, lambda c: c.capabilities.runs_loops, _kept),
     Rewrite("moving the sums of a loop's steps behind the loop", move_sums, lambda c: c.capabilities.runs_loops, _kept),
     Rewrite(
