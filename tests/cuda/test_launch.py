@@ -53,7 +53,7 @@ def words(**changes: int) -> np.ndarray:
 
 
 def compile_library(output: pathlib.Path, source: str, *options: str) -> pathlib.Path:
-    command = [str(CXX), "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'cuda' / 'src'}", *options]
+    command = [str(CXX), "-std=c++17", "-O0", "-fPIC", "-shared", f"-I{ROOT / 'cuda' / 'src'}", *options]
     subprocess.run([*command, str(FAKES / source), "-o", str(output), "-ldl"], check=True)
     return output
 
