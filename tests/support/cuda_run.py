@@ -53,9 +53,10 @@ Array = Any
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """Kernels of this session are compiled once, whichever process asks first, and never into the user's cache: tests/conftest.py
-    hands it to every test."""
+    hands it to every test. ``TEST_KERNELS``: a folder that several sessions share, as those of .ci/run."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kernels"
+    own = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kernels"
+    folder = pathlib.Path(os.environ.get("TEST_KERNELS") or own)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KITSUNE_CACHE_DIR", str(folder))
         yield folder
