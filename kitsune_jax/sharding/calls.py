@@ -34,7 +34,7 @@ from kitsune_jax.ops.loops import evaluate_jax, graph_by_jax
 from kitsune_jax.ops.spec import COMPARISONS, np_dtype
 from kitsune_jax.ops.table import OPS, verify
 from kitsune_jax.sharding.by_xla import ShardPrograms, smaller_partition
-from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, plan_graph, whole
+from kitsune_jax.sharding.partition import GraphPlan, Spec, evaluate, gathered_operands, plan_graph, resharded, whole
 
 # XLA's error names the call where an exported program runs without the package: "No registered implementation for ...".
 TARGET = "kitsune_region (import kitsune_jax)"
@@ -847,27 +847,41 @@ class _Partitioner:
         wanted = [_padded(s, graph.values[v]) for v, s in zip(graph.outputs, asked, strict=True)]
         around = _surroundings(found)
         plan: GraphPlan = plan_graph(graph, inputs, mesh, wanted, gathers_rows=bool(around.manual))
+        # XLA gathers an operand once for all of its readers, such as the calls of a forward and a backward pass.
+        read = gathered_operands(graph, plan, inputs)
         marks = len(shapes) > len(inputs) + len(plain)
         mark = [_compat.sharding_of(mesh, tuple((axis,) if axis in mesh else () for axis in around.automatic))] if marks else []
-        operands = [*(_compat.sharding_of(mesh, spec) for spec in inputs), *plain, *mark]
         results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
         everywhere = dict(around.mesh) or mesh  # of collectives, which name devices of the whole mesh
 
-        def one_shard(*arrays: Any) -> list[Any]:
-            return evaluate(graph, plan, arrays[: len(inputs)], mesh, inputs)
+        def placed(specs: Sequence[Spec]) -> list[Any]:
+            return [*(_compat.sharding_of(mesh, spec) for spec in specs), *plain, *mark]
+
+        def traced(program: Any, specs: Sequence[Spec]) -> Any:
+            return _compat.trace_jaxpr(program, _compat.local_avals(shapes, placed(specs)), lower=True)
 
         with _compat.manual_mesh(everywhere):
-            local = _compat.trace_jaxpr(one_shard, _compat.local_avals(shapes, operands), lower=True)
+            local = traced(lambda *arrays: evaluate(graph, plan, arrays[: len(inputs)], mesh, read), read)
             pipelined = local if options is None else self.pipelined(local, options, around.target, everywhere)
             module = _compat.module_of(pipelined, everywhere, around.platform)
         if options is not None and not options.force:
             ours = ShardPrograms(local, pipelined, module)
+            if read != tuple(inputs):  # XLA's partition of the call gathers its operands
+
+                def gathering(*arrays: Any) -> list[Any]:
+                    whole = resharded(graph, arrays[: len(inputs)], inputs, read, mesh)
+                    return list(_compat.jaxpr_as_fun(pipelined)(*whole, *arrays[len(inputs) :]))
+
+                with _compat.manual_mesh(everywhere):
+                    program = traced(gathering, inputs)
+                    module_of_all = _compat.module_of(program, everywhere, around.platform)
+                ours = ShardPrograms(program if pipelined is local else local, program, module_of_all)
             other = smaller_partition(graph, ours, inputs, plan.outputs, mesh, everywhere, around.platform)
             if other is not None:
-                module, why = other
+                (module, why), read = other, tuple(inputs)
                 logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
                 self.by_xla.setdefault(around.function, []).append(why)
-        return module, operands, _compat.as_result(result_shape, results)
+        return module, placed(read), _compat.as_result(result_shape, results)
 
 
 def _surroundings(found: Mapping[str, Any]) -> Surroundings:

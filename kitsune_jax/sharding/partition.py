@@ -106,9 +106,9 @@ def plan_graph(
     graph: Graph, inputs: Sequence[Spec], mesh: Mesh, wanted: Sequence[Spec | None] = (), gathers_rows: bool = False
 ) -> GraphPlan:
     """The plan of ``graph`` for operands of these shardings. ``wanted``: the sharding that is asked for of each result, or None; a
-    result has it where that takes no gather. A sum of which all readers want a part is scattered to them.
-    ``gathers_rows``: rows that are summed by index into a table are gathered, where otherwise the table would be summed over the
-    devices and that moves more. So XLA does inside of a partly manual ``shard_map``; elsewhere it sums the tables, with a
+    result has it where that takes no gather, or one that an op reads too. A sum of which all readers want a part is scattered to
+    them. ``gathers_rows``: rows that are summed by index into a table are gathered, where otherwise the table would be summed over
+    the devices and that moves more. So XLA does inside of a partly manual ``shard_map``; elsewhere it sums the tables, with a
     collective less."""
     plan = _forward(graph, inputs, mesh, wanted, {}, gathers_rows)
     parts_wanted = _parts_wanted(graph, plan, mesh, wanted or [None] * len(graph.outputs), gathers_rows)
@@ -152,7 +152,11 @@ def _forward(
         for v, spec in zip(op.outputs, plan.makes, strict=True):
             specs[v] = offered[v] = spec
     asked = wanted or [None] * len(graph.outputs)
-    outputs = [_result_spec(graph.values[v], offered[v], want, mesh) for v, want in zip(graph.outputs, asked, strict=True)]
+    known = {pair for op, made in zip(graph.ops, plans, strict=True) if made for pair in zip(op.inputs, made.reads, strict=True)}
+    outputs = [
+        _result_spec(graph.values[v], want if (v, want) in known else offered[v], want, mesh)
+        for v, want in zip(graph.outputs, asked, strict=True)
+    ]
     return GraphPlan(tuple(plans), tuple(specs), tuple(outputs))
 
 
@@ -269,6 +273,44 @@ def _is_free(op: Op, graph: Graph, specs: Sequence[Spec | None]) -> bool:
     if family in ("iota", "broadcast"):
         return True
     return family in ("pointwise", "convert") and all(specs[v] is None for v in op.inputs)
+
+
+def _free_reads(op: Op, graph: Graph, spec: Spec) -> list[Spec]:
+    """The shardings in which ``op``, which ``_is_free``, reads its operands where its result has the sharding ``spec``."""
+    if op.kind == "broadcast_in_dim":
+        x, out = graph.values[op.inputs[0]], graph.values[op.outputs[0]]
+        return [tuple(spec[to] if x.shape[d] == out.shape[to] else () for d, to in enumerate(op["dims"]))]
+    return [spec if graph.values[v].shape else () for v in op.inputs]
+
+
+def gathered_operands(graph: Graph, plan: GraphPlan, inputs: Sequence[Spec]) -> tuple[Spec, ...]:
+    """``inputs``, with the shardings in which the ops read it in the place of that of each operand of which all ops read the same
+    parts, if those are gathered."""
+    read: dict[int, set[Spec | None]] = {v: set() for v in range(len(graph.values))}
+    for v, spec in zip(graph.outputs, plan.outputs, strict=True):
+        read[v].add(spec)
+    for op, made in zip(reversed(graph.ops), reversed(plan.ops), strict=True):
+        if made is None:
+            for spec in read[op.outputs[0]]:
+                found = [None] * len(op.inputs) if spec is None else _free_reads(op, graph, spec)
+                for v, mine in zip(op.inputs, found, strict=True):
+                    read[v].add(mine)
+        else:
+            for v, mine in zip(op.inputs, made.reads, strict=True):
+                read[v].add(None if made.moves else mine)
+
+    def gathered(v: int, have: Spec) -> Spec:
+        want = next(iter(read[v])) if len(read[v]) == 1 else None
+        return want if want is not None and all(mine[: len(w)] == w for mine, w in zip(have, want, strict=True)) else have
+
+    return tuple(map(gathered, graph.inputs, inputs))
+
+
+def resharded(graph: Graph, arrays: Sequence[Any], have: Sequence[Spec], want: Sequence[Spec], mesh: Mesh) -> list[Any]:
+    """The operands of ``graph`` in other shardings than those that they have."""
+    nothing = GraphPlan((None,) * len(graph.ops), (None,) * len(graph.values), ())
+    found = _Evaluation(graph, nothing, mesh, arrays, have)
+    return [found.read(v, spec) for v, spec in zip(graph.inputs, want, strict=True)]
 
 
 def _result_spec(value: Value, made: Spec | None, wanted: Spec | None, mesh: Mesh) -> Spec:
@@ -524,15 +566,11 @@ class _Evaluation:
             if spec[d]:
                 index = index + self._position(spec[d]) * local.shape[d]
             return lax.convert_element_type(index, np_dtype(out.dtype))
-        if op.kind == "broadcast_in_dim":
-            x = self.graph.values[op.inputs[0]]
-            same = [spec[to] if x.shape[d] == out.shape[to] else () for d, to in enumerate(op["dims"])]
-            array = self.read(op.inputs[0], tuple(same))
-            return OPS[op.kind].evaluate({**dict(op.params), "shape": local.shape}, array, out=local)
+        arrays = [self.read(w, mine) for w, mine in zip(op.inputs, _free_reads(op, self.graph, spec), strict=True)]
         if "parts" in dict(op.params):
-            return self._constrained(op, self.read(op.inputs[0], spec))
-        arrays = [self.read(w, spec if self.graph.values[w].shape else ()) for w in op.inputs]
-        return OPS[op.kind].evaluate(dict(op.params), *arrays, out=local)
+            return self._constrained(op, arrays[0])
+        params = {**dict(op.params), **({"shape": local.shape} if op.kind == "broadcast_in_dim" else {})}
+        return OPS[op.kind].evaluate(params, *arrays, out=local)
 
     def _run(self, i: int, plan: OpPlan) -> None:
         op = self.graph.ops[i]
