@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kitsune_jax import _compat, config
@@ -241,41 +240,20 @@ def _subgraph(graph: Graph, ops: Iterable[int], wanted: Sequence[int], producers
 
 def with_constraints_inside(captured: Captured) -> Captured:
     """``captured`` with the sharding constraints between ops of the table as such ops, of one mesh: copies with the axes of each
-    dimension (None where any may stay). Those of operands and results stay as they are.
-
-    Another operand of the copy has the sharding and no reader: XLA takes it for operands and results with which it shares factors.
-    """
-    graph, steps = captured.graph, list(captured.steps)
+    dimension (None where any may stay). Those of operands and results stay as they are."""
+    graph = captured.graph
     producers, consumers = graph.producers(), graph.consumers()
-    ops, values, avals, mesh = list(graph.ops), list(graph.values), list(captured.avals), None
-    for i, op in enumerate(graph.ops):
-        wish = _compat.sharding_wish(steps[i].origin.eqns) if op.kind == "opaque" and len(op.outputs) == 1 else None
+    ops, mesh = list(graph.ops), None
+    for i, (op, step) in enumerate(zip(graph.ops, captured.steps, strict=True)):
+        wish = _compat.sharding_wish(step.origin.eqns) if op.kind == "opaque" and len(op.outputs) == 1 else None
         if wish is None or (mesh is not None and wish[0] != mesh) or op.outputs[0] in graph.outputs:
             continue
         made, readers = producers.get(op.inputs[0]), consumers.get(op.outputs[0], ())
         if made is None or ops[made].kind == "opaque" or any(graph.ops[k].kind == "opaque" for k in readers):
             continue
         mesh, parts = wish
-        ops[i] = dataclasses.replace(
-            op, kind="copy", inputs=(*op.inputs, len(values)), params=make_params(mesh=mesh, parts=parts), reason=""
-        )
-        ops.append(dataclasses.replace(op, inputs=(), outputs=(len(values),)))
-        values.append(values[op.outputs[0]])
-        avals.append(avals[op.outputs[0]])
-        steps.append(dataclasses.replace(steps[i], evaluate=functools.partial(_zeros, steps[i].evaluate, values[-1])))
-        steps[i] = dataclasses.replace(steps[i], evaluate=functools.partial(_of_first, steps[i].evaluate))
-    hints = range(len(graph.ops), len(ops))
-    order = (*hints, *range(len(graph.ops)))
-    new = dataclasses.replace(graph, values=tuple(values), ops=tuple(ops[i] for i in order))
-    return dataclasses.replace(captured, graph=new, steps=tuple(steps[i] for i in order), avals=tuple(avals))
-
-
-def _zeros(evaluate: Any, value: Value) -> Any:
-    return evaluate(jnp.zeros(value.shape, np_dtype(value.dtype)))
-
-
-def _of_first(evaluate: Any, x: Any, _: Any) -> Any:
-    return evaluate(x)
+        ops[i] = dataclasses.replace(op, kind="copy", params=make_params(mesh=mesh, parts=parts), reason="")
+    return dataclasses.replace(captured, graph=dataclasses.replace(graph, ops=tuple(ops)))
 
 
 # --- the lowering ---------------------------------------------------------------------------------------------------------------

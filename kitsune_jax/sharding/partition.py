@@ -140,7 +140,7 @@ def _forward(
         if op.body is not None:
             plan = _plan_loop(op, graph, specs, mesh, parts_wanted, gathers_rows)
         elif (wish := _wish(op, graph, offered[op.inputs[0]], mesh) if op.inputs else None) is not None:
-            plan = OpPlan((wish, wish), (wish,), (), wish)
+            plan = OpPlan((wish,), (wish,), (), wish)
         else:
             (v,) = op.outputs
             plan = _plan_op(op, graph, offered, mesh, parts_wanted.get(v))
