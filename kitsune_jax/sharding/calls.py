@@ -829,7 +829,7 @@ class _Partitioner:
         read = gathered_operands(graph, plan, inputs)
         marks = len(shapes) > len(inputs) + len(plain)
         mark = [_compat.sharding_of(mesh, tuple((axis,) if axis in mesh else () for axis in around.automatic))] if marks else []
-        results = [_compat.sharding_of(mesh, spec) for spec in plan.outputs]
+        made: Sequence[Spec] = plan.outputs
         everywhere = dict(around.mesh) or mesh  # of collectives, which name devices of the whole mesh
 
         def placed(specs: Sequence[Spec]) -> list[Any]:
@@ -854,11 +854,12 @@ class _Partitioner:
                     program = traced(gathering, inputs)
                     module_of_all = _compat.module_of(program, everywhere, around.platform)
                 ours = ShardPrograms(program if pipelined is local else local, program, module_of_all)
-            other = smaller_partition(graph, ours, inputs, plan.outputs, mesh, everywhere, around.platform)
+            other = smaller_partition(graph, ours, inputs, wanted, mesh, everywhere, around.platform)
             if other is not None:
-                (module, why), read = other, tuple(inputs)
+                (module, why), read, made = other, tuple(inputs), wanted
                 logger.info("%s: XLA divides a part of it, without pipelines: %s", found["name"], why)
                 self.by_xla.setdefault(around.function, []).append(why)
+        results = [_compat.sharding_of(mesh, spec) for spec in made]
         return module, placed(read), _compat.as_result(result_shape, results)
 
 

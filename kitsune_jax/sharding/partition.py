@@ -86,7 +86,7 @@ def whole(value: Value) -> Spec:
     return ((),) * len(value.shape)
 
 
-def shards(axes: Axes, mesh: Mesh) -> int:
+def shards(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh[a] for a in axes)
 
 
@@ -370,7 +370,8 @@ def _plan_op(op: Op, graph: Graph, specs: Sequence[Spec | None], mesh: Mesh, wan
         if relation.role == "in order" and op.kind == "rev":
             axes = _dividing(axes, [shapes[k][d] for k, d in members], mesh)
         if relation.role == "contracted":
-            if not _folds_parts(op, graph, shards(axes, mesh)):
+            made = shards([a for (k, _), others in chosen.items() if k == n_in for a in others], mesh)
+            if not _folds_parts(op, graph, shards(axes, mesh)) or _gathers_less(op, graph, specs, relation, mesh, made):
                 axes = ()
             folded += axes
         used.update(axes)
@@ -401,6 +402,21 @@ def _folds_parts(op: Op, graph: Graph, parts: int) -> bool:
     if fold in _FOLDED or fold == "prod" or (made.dtype == "bool" and fold in _FOLDED_BOOLS):
         return True
     return fold in _GATHERED and parts * made.size <= sum(graph.values[v].size for v in op.inputs)
+
+
+def _gathers_less(op: Op, graph: Graph, specs: Sequence[Spec | None], relation: DimRelation, mesh: Mesh, parts: int) -> bool:
+    """Does a product move less where the operand that is divided along a contracted dimension is gathered, and not its result
+    summed over the devices? The other operand is whole along it. ``parts``: of the result."""
+    if op.kind != "dot_general":
+        return False
+    divided, others = list[float](), 0
+    for k, d in relation.members:
+        value, spec = graph.values[op.inputs[k]], specs[op.inputs[k]]
+        if spec is not None and spec[d]:
+            divided.append(value.size / shards([a for e, axes in enumerate(spec) if e != d for a in axes], mesh))
+        elif spec is not None:
+            others += 1
+    return others > 0 and sum(divided) < 2 * graph.values[op.outputs[0]].size / parts
 
 
 def _leads(relation: DimRelation, specs: Sequence[Spec | None], operands: Sequence[int]) -> bool:

@@ -189,3 +189,37 @@ def test_a_function_with_a_constraint_inside_is_compared(caplog: pytest.LogCaptu
     assert "is not compared" not in caplog.text
     needs_no_more(ours, jax.jit(f).lower(*args).compile())
     close(ours(*args), in_float64(f, x, w, by_xla=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "specs"),
+    [
+        ("gradient of attention over batches", (P(None, None, "y", "x"), P(None, None, "x", "y"), P(None, "y"))),
+        ("radial basis", (P("y", "x"), P("y"), P("x", "y"))),
+        ("graph attention", (P(), P("y"), P(), P("y"), P(("x", "y")), P("x"))),
+    ],
+)
+def test_xlas_partition_divides_its_results_as_xla(name: str, specs: Any) -> None:
+    """Without a move of them behind the call, where this package's would divide them in another way."""
+    program, on = PROGRAMS[name], mesh((4, 2), ("x", "y"))
+    args = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(program.args, specs, strict=True)]
+    ours, plain = (jax.jit(f).lower(*args).compile() for f in (kj.pipeline(program.function), program.function))
+    needs_no_more(ours, plain)
+    assert [found.spec for found in jax.tree.leaves(ours.output_shardings)] == [
+        found.spec for found in jax.tree.leaves(plain.output_shardings)
+    ]
+    close(ours(*args), in_float64(program.function, *program.args, by_xla=True))
+
+
+def test_xlas_partition_divides_its_results_as_xla_in_a_partly_manual_shard_map() -> None:
+    program, on = PROGRAMS["gradient of layer, fully sharded"], mesh((2, 2, 2), ("x", "y", "z"))
+    specs = (P(), P(None, ("y", "z")), P("z", "y"), P(None, ("y", "z")), P("y"), P("z", "y"), P("z"))
+    args = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(program.args, specs, strict=True)]
+
+    def compiled(f: Any) -> Any:
+        inside = jax.shard_map(f, mesh=on, in_specs=(P(),) * len(args), out_specs=P(), axis_names={"x"}, check_vma=False)
+        return jax.jit(inside).lower(*args).compile()
+
+    ours = compiled(kj.pipeline(program.function))
+    needs_no_more(ours, compiled(program.function))
+    close(ours(*args), in_float64(program.function, *program.args, by_xla=True))

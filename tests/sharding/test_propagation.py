@@ -161,3 +161,20 @@ def test_no_shard_map_hands_xlas_partitioner_what_it_cannot_divide() -> None:
     assert divided_as_with_jit(ours, plain)
     assert bytes_sent(ours.as_text()) <= bytes_sent(plain.as_text())
     close(ours(*args), in_float64(program.function, *program.args))
+
+
+@pytest.mark.parametrize(
+    ("name", "specs"),
+    [
+        ("gradient of two products as one", (P(), P("model"), P(None, "model"))),
+        ("layers, fully sharded", (P(None, "data", "model"), P(None, None, "data"), P(None, None, ("data", "model")), *(P(),) * 4)),
+    ],
+)
+def test_an_operand_that_is_less_than_the_result_of_its_product_is_gathered(name: str, specs: Any) -> None:
+    """The other operand is whole where this one is contracted. In parts, the result would be summed over the devices."""
+    program = PROGRAMS[name]
+    ours, placed = compiled(kj.pipeline(program.function, force=True, strict=True), program.args, specs)
+    plain, _ = compiled(program.function, program.args, specs)
+    assert count(ours.as_text()) > 0
+    assert bytes_sent(ours.as_text()) <= 1.001 * bytes_sent(plain.as_text())
+    close(ours(*placed), in_float64(program.function, *program.args, by_xla=True))
