@@ -291,8 +291,8 @@ def gathered_operands(graph: Graph, plan: GraphPlan, inputs: Sequence[Spec]) -> 
         read[v].add(spec)
     for op, made in zip(reversed(graph.ops), reversed(plan.ops), strict=True):
         if made is None:
-            for spec in read[op.outputs[0]]:
-                found = [None] * len(op.inputs) if spec is None else _free_reads(op, graph, spec)
+            for asked in read[op.outputs[0]]:
+                found = [None] * len(op.inputs) if asked is None else _free_reads(op, graph, asked)
                 for v, mine in zip(op.inputs, found, strict=True):
                     read[v].add(mine)
         else:
