@@ -38,8 +38,7 @@ def normalised(x: Array) -> Array:
 CUT: dict[str, Callable[[Array], Array]] = {
     "squares": lambda x: groups(x * x).mean(1),
     "cut again": lambda x: groups(groups(x).reshape(-1, WIDTH) * 2.0).max(1),
-    "two layers": lambda x: groups(dense(dense(x))).max(1),
-    "residual": lambda x: groups(x + dense(x)).sum(1),
+    "residual": lambda x: groups(x + jnp.tanh(x) * B.astype(x.dtype)).sum(1),
     "rows normalised": lambda x: groups(normalised(x) * B.astype(x.dtype)).sum(1),
     "centred behind": lambda x: (lambda y: (y - y.mean(1, keepdims=True)).max(1))(groups(jnp.exp(x))),
     "columns": lambda x: jnp.abs(x.T).reshape(WIDTH, GROUPS, LENGTH).sum(2),
@@ -49,6 +48,7 @@ KEPT: dict[str, Callable[[Array], Any]] = {
     "over all": lambda x: groups(x * x).sum((0, 1)),
     "not reduced": lambda x: groups(x * x),
     "nothing computed": lambda x: groups(x).sum(1),
+    "layers": lambda x: groups(dense(x)).max(1),
     "heads of a product": lambda x: (x @ jnp.ones((WIDTH, 6)) + 1.0).reshape(-1, 2, 3).sum(2),
 }
 
