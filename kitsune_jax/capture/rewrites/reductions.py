@@ -93,9 +93,10 @@ def cut_operands(captured: Captured) -> Captured:
 
 
 def _cut_of(editor: GraphEditor, op: Op) -> _Cut | None:
+    """The cut that a reshape makes; None of another reshape. Of arrays without elements the sizes do not tell."""
     shape, new = editor.shape(op.inputs[0]), editor.shape(op.outputs[0])
     more = len(new) - len(shape)
-    if more < 1:
+    if more < 1 or 0 in shape:
         return None
     d = next((d for d, n in enumerate(shape) if n != new[d]), len(shape))
     if d == len(shape) or shape[d + 1 :] != new[d + 1 + more :] or 1 in new[d : d + 1 + more]:
