@@ -284,8 +284,8 @@ def _free_reads(op: Op, graph: Graph, spec: Spec) -> list[Spec]:
 
 
 def gathered_operands(graph: Graph, plan: GraphPlan, inputs: Sequence[Spec]) -> tuple[Spec, ...]:
-    """``inputs``, with the shardings in which the ops read it in the place of that of each operand of which all ops read the same
-    parts, if those are gathered."""
+    """The shardings in which a call asks XLA for its operands: those that they have (``inputs``), but for an operand that is
+    gathered, and of which all ops read the same part, that of this part."""
     read: dict[int, set[Spec | None]] = {v: set() for v in range(len(graph.values))}
     for v, spec in zip(graph.outputs, plan.outputs, strict=True):
         read[v].add(spec)
